@@ -1,0 +1,48 @@
+# Everything runs in .venv, which the first call of any target creates.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TEST_WORKERS ?= 2
+# One OpenMP thread a worker: two workers with two threads each only wait for one another.
+TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test test-slow lint format bench docs clean
+
+help: ## this list
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+install: $(INSTALLED) ## create .venv and install the package with what the tests need
+
+demo: $(INSTALLED) ## train a small network, recycle its optimizer, compare with the real Fisher
+	$(BIN)/python -m experiments.demo
+
+test: lint ## linters, types and tests: what CI runs
+	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS)
+
+test-slow: $(INSTALLED) ## the tests that take minutes or gigabytes
+	$(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED) ## ruff (rules, format, docstrings) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## let ruff rewrite what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## side-by-side runs; results go to benchmarks/results
+	$(BIN)/python -m benchmarks
+
+docs: $(INSTALLED) ## run every tutorial and check every page
+	$(BIN)/python -m pytest tests/test_readme.py
+
+clean: ## remove .venv and caches
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

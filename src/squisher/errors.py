@@ -1,0 +1,41 @@
+"""What a user sees when something is wrong.
+
+Every message says what was being done, what was found, what was expected, and what to do about it.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = ["FileError", "NamingError", "NoAccumulatorError", "ScaleError", "SquisherError", "SquisherWarning", "near"]
+
+
+class SquisherError(Exception):
+    """Every error that a user can cause; the children below only say which kind it is."""
+
+
+class FileError(SquisherError):
+    """A file that is missing, damaged, half-written, hostile, or of a format that is not read."""
+
+
+class NamingError(SquisherError):
+    """Parameter names that are missing, repeated, do not match, or cannot be proven."""
+
+
+class NoAccumulatorError(SquisherError):
+    """An optimizer (state) that keeps no average of the squared gradient."""
+
+
+class ScaleError(SquisherError):
+    """Importances whose scales are unknown or differ."""
+
+
+class SquisherWarning(UserWarning):
+    """Something that is probably not what the user wants, but is not an error."""
+
+
+def near(name: str, candidates: Iterable[str], count: int = 3) -> str:
+    """A clause that names the closest candidates, to be put at the end of a message; empty where none is close."""
+    close = difflib.get_close_matches(name, list(candidates), n=count, cutoff=0.5)
+    return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
