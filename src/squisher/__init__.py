@@ -1,3 +1,65 @@
-"""Which parameters of a trained network matter: measured, or recycled from the optimizer."""
+"""Which parameters of a trained network matter: measured, or recycled from the optimizer.
+
+    optimizer state ─┐
+                     ├─►  Importance  ─►  merge · prune · mask · embed · consolidate
+    model + data  ───┘
+
+Names are resolved on first use, so that `squisher --help` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    # what makes an importance
+    "extract": "recycle",
+    "Tracker": "recycle.tracker",
+    "fisher": "measure",
+    # the importance itself
+    "Importance": "importance",
+    "load": "importance",
+    # what is learnt from it
+    "compare": "agreement",
+    "examine": "health",
+    # when something is wrong
+    "SquisherError": "errors",
+    "SquisherWarning": "errors",
+}
+
+__all__ = [
+    "Importance",
+    "SquisherError",
+    "SquisherWarning",
+    "Tracker",
+    "__version__",
+    "compare",
+    "examine",
+    "extract",
+    "fisher",
+    "load",
+]
+
+if TYPE_CHECKING:
+    from .agreement import compare
+    from .errors import SquisherError, SquisherWarning
+    from .health import examine
+    from .importance import Importance, load
+    from .measure import fisher
+    from .recycle import extract
+    from .recycle.tracker import Tracker
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'squisher' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,458 @@
+"""Importance: named, non-negative tensors that say what they are.
+
+It is the only thing that crosses from what makes importances (recycle, measure) to what uses them (merge, prune, mask,
+embed, consolidate). The scale rule lives here, once: `Importance.as_fisher` and `on_common_scale`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import os
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import __version__, archive
+from .errors import FileError, NamingError, ScaleError, SquisherError, SquisherWarning, near
+from .provenance import KINDS, Provenance, fisher_factor, scale_differences
+from .tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+
+__all__ = ["FILE_NAME", "Importance", "Provenance", "load", "on_common_scale", "structure_hash"]
+
+FILE_NAME = "squisher.safetensors"
+"""Where an importance lies beside a model."""
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_LOW_PRECISION = ("bfloat16", "float16", "8bit", "int8", "uint8", "fp8", "float8", "4bit")
+
+
+class Importance(Mapping[str, Tensor]):
+    """An immutable mapping from parameter name to a non-negative tensor of the parameter's shape, with provenance.
+
+    Values are read, scaled and checked when they are asked for, so that one over files larger than memory costs nothing
+    to make. In memory they are checked at once.
+
+    Args:
+        tensors: Any `Mapping[str, Tensor]`; a plain dict or a lazy one.
+        kind: `"squisher"` (an optimizer's accumulator) or `"fisher"` (measured on data).
+        **provenance: Fields of `Provenance`; unknown ones are kept as they are.
+
+    Raises:
+        SquisherError: NaN, infinite or negative values, or no tensors at all.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], kind: str = "fisher", **provenance: Any):
+        if not isinstance(tensors, Mapping) or not tensors:
+            raise SquisherError(f"An importance needs at least one named tensor, but got {_short(tensors)}.")
+        if kind not in KINDS:
+            raise SquisherError(f"An importance is of kind {' or '.join(KINDS)}, not {kind!r}.{near(str(kind), KINDS)}")
+        if isinstance(tensors, dict):
+            tensors = {name: tensor.detach() for name, tensor in _tensors_only(tensors)}
+            for name, tensor in tensors.items():
+                check_values(name, tensor)
+        self._tensors = tensors
+        self._names = tuple(tensors)
+        self._factor = 1.0
+        self.provenance = Provenance.from_dict({**provenance, "kind": kind})
+
+    def _derive(self, names: Sequence[str] | None = None, factor: float = 1.0, **changes: Any) -> Importance:
+        new = object.__new__(Importance)
+        new._tensors = self._tensors
+        new._names = self._names if names is None else tuple(names)
+        new._factor = self._factor * factor
+        kept = set(new._names)
+        p = self.provenance
+        sums = {n: s * factor for n, s in p.sum.items() if n in kept}
+        squares = {n: s * factor * factor for n, s in p.sum_of_squares.items() if n in kept}
+        new.provenance = replace(p, sum=sums, sum_of_squares=squares, scale=p.scale * factor, **changes)
+        return new
+
+    # -- a mapping -----------------------------------------------------------------------------------------------------
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[self._known(name)]
+        if not isinstance(self._tensors, dict):
+            check_values(name, tensor)
+        return self._scaled(tensor)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._tensors and (len(self._names) == len(self._tensors) or name in self._names)
+
+    def __repr__(self) -> str:
+        p = self.provenance
+        total = sum(numel_of(self, name) for name in self)
+        what = p.kind if p.kind == "fisher" else f"squisher of {(p.optimizer or {}).get('class', 'an optimizer')}"
+        return f"Importance({what}: {len(self)} tensors, {total:,} values)"
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of one tensor, without reading it."""
+        return shape_of(self._tensors, self._known(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The data type of the values that come out, without reading them."""
+        stored = dtype_of(self._tensors, self._known(name))
+        return stored if self._factor == 1.0 else torch.promote_types(stored, torch.float32)
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat pieces on the CPU, in order; every piece is checked."""
+        for piece in chunks_of(self._tensors, self._known(name), size):
+            check_values(name, piece)
+            yield self._scaled(piece)
+
+    def _scaled(self, values: Tensor) -> Tensor:
+        if self._factor == 1.0:
+            return values
+        return values.to(torch.promote_types(values.dtype, torch.float32)) * self._factor
+
+    def _known(self, name: str) -> str:
+        if name not in self:
+            raise KeyError(f"no importance for {name!r}.{near(name, self._names)}")
+        return name
+
+    # -- arithmetic ----------------------------------------------------------------------------------------------------
+
+    def __mul__(self, factor: float) -> Importance:
+        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+            return NotImplemented
+        if not (math.isfinite(factor) and factor > 0):
+            raise SquisherError(f"An importance can be multiplied by a positive number, not by {factor}.")
+        return self._derive(factor=float(factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Importance:
+        if isinstance(divisor, bool) or not isinstance(divisor, (int, float)):
+            return NotImplemented
+        if not (math.isfinite(divisor) and divisor > 0):
+            raise SquisherError(f"An importance can be divided by a positive number, not by {divisor}.")
+        return self._derive(factor=1.0 / divisor)
+
+    def restrict(self, pattern: str | re.Pattern[str] | Callable[[str], bool]) -> Importance:
+        """Only the parameters whose name the regular expression finds something in (or the function accepts).
+
+        Raises:
+            NamingError: No name is left, or the pattern is not a regular expression.
+        """
+        if callable(pattern):
+            names = [name for name in self if pattern(name)]
+        else:
+            try:
+                names = [name for name in self if re.search(pattern, name)]
+            except re.error as error:
+                raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
+        if not names:
+            raise NamingError(f"No parameter name matches {pattern!r}; there are {', '.join(self._names[:4])}, ….")
+        kept = set(names)
+        p = self.provenance
+        return self._derive(
+            names,
+            tied={alias: name for alias, name in p.tied.items() if name in kept},
+            live_names={name: live for name, live in p.live_names.items() if name in kept},
+        )
+
+    def with_provenance(self, **changes: Any) -> Importance:
+        """The same values with other provenance, for facts that the source could not prove (`batch_size=32`)."""
+        new = self._derive()
+        new.provenance = Provenance.from_dict({**self.provenance.to_dict(), **changes})
+        return new
+
+    @staticmethod
+    def combine(importances: Sequence[Importance], weights: str | Sequence[float] = "examples") -> Importance:
+        """The weighted mean of importances of the same kind, for example from parts of a data set.
+
+        Args:
+            importances: At least one; the same names, shapes and scale.
+            weights: `"examples"` (each one's number of examples), `"equal"`, or one positive number each.
+
+        Raises:
+            SquisherError: Names, shapes, kinds or scales differ, or a number of examples is not known.
+        """
+        if not importances:
+            raise SquisherError("combine needs at least one importance, but got none.")
+        first = importances[0]
+        for other in importances[1:]:
+            _same_tensors(first, other)
+            differing = scale_differences([first.provenance, other.provenance])
+            if differing:
+                raise ScaleError(f"Cannot combine importances that differ in {', '.join(differing)}.")
+        factors = _weights(importances, weights)
+        total = math.fsum(factors)
+        mean = _Mean([(imp, w / total) for imp, w in zip(importances, factors, strict=True)])
+        counts = [imp.provenance.examples for imp in importances]
+        examples = None if None in counts else sum(c for c in counts if c is not None)
+        p = replace(first.provenance, examples=examples, sum={}, sum_of_squares={})
+        return Importance(mean, **p.to_dict())
+
+    # -- scale ---------------------------------------------------------------------------------------------------------
+
+    def as_fisher(self, unit: str | None = None) -> Importance:
+        """The per-unit mean, which is what a Fisher diagonal is.
+
+        A Squisher holds v̂, the mean squared gradient of a mini-batch loss. With B examples and T loss-bearing tokens a
+        step this is B·v̂ for a loss that is a mean over examples, v̂/B for a sum, T·v̂ (unit token) or T²/B·v̂ (unit
+        sequence) for a mean over tokens. A Fisher is returned as it is; so is what went through here before.
+
+        Args:
+            unit: `"example"`, `"sequence"` or `"token"`; by default the one that the loss has.
+
+        Raises:
+            ScaleError: What the factor needs is not known; the message names it.
+        """
+        p = self.provenance
+        factor, target = fisher_factor(p, unit)
+        if p.kind == "squisher" and any(mark in (p.dtype_of_source or "") for mark in _LOW_PRECISION):
+            warnings.warn(
+                f"This Squisher comes from a {p.dtype_of_source} optimizer state: its scale is biased (a bfloat16 average "
+                "stalls at 0.39 of the true value), so treat the result as a ranking rather than as a Fisher.",
+                SquisherWarning,
+                stacklevel=2,
+            )
+        return self._derive(factor=factor, unit=target, per_unit=True)
+
+    # -- files ---------------------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | str | None = None,
+        shard_bytes: int = archive.SHARD_BYTES,
+        progress: archive.Progress | None = None,
+    ) -> None:
+        """Writes the importance as safetensors, whole or not at all; memory is bounded by one piece.
+
+        Args:
+            path: A `.safetensors` file, or a folder, which gets `squisher.safetensors`.
+            dtype: float32, bfloat16 or float64; by default what it is. float16 is refused: squared gradients underflow.
+            shard_bytes: Larger ones become shards with an index.
+            progress: Called with the bytes written so far and in all.
+
+        Raises:
+            SquisherError: NaN, infinite or negative values, or a type that would lose the values.
+        """
+        path = Path(path)
+        if path.is_dir():
+            path = path / FILE_NAME
+        target = _checked_dtype(dtype)
+        for name in self if target is None else ():
+            _checked_dtype(self.dtype(name))
+        metadata = {**self.provenance.to_dict(), "created_with": f"torch-squisher {__version__}"}
+        metadata.pop("sum", None)
+        metadata.pop("sum_of_squares", None)
+        archive.save(
+            path,
+            self,
+            metadata,
+            dtype=target,
+            statistics=True,
+            check=check_values,
+            shard_bytes=shard_bytes,
+            progress=progress,
+        )
+
+
+class _Mean(Mapping[str, Tensor]):
+    """The weighted mean of several importances, computed when asked for."""
+
+    def __init__(self, parts: Sequence[tuple[Importance, float]]):
+        self._parts = list(parts)
+        self._first = parts[0][0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.stack([weight * imp[name].float() for imp, weight in self._parts]).sum(0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._first)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._first.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return torch.float32
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        for pieces in zip(*(imp.chunks(name, size) for imp, _ in self._parts), strict=True):
+            weighted = [w * piece.float() for (_, w), piece in zip(self._parts, pieces, strict=True)]
+            yield torch.stack(weighted).sum(0)
+
+
+def load(path: str | os.PathLike[str]) -> Importance:
+    """Opens an importance file, lazily: tensors are read when asked for.
+
+    Args:
+        path: What `Importance.save` wrote: a file, the index of a sharded one, or a folder that holds one.
+
+    Raises:
+        FileError: Nothing is there, it is damaged, or it says nothing about itself.
+    """
+    path = Path(path)
+    if path.is_dir():
+        if not archive.exists(path / FILE_NAME):
+            raise FileError(f"The folder {path} holds no {FILE_NAME}; make one with: squisher extract {path} --out …")
+        path = path / FILE_NAME
+    tensors, metadata = archive.open_archive(path)
+    if metadata is None:
+        raise FileError(
+            f"{path} is a safetensors file without Squisher's metadata, so what its numbers mean is not known. If you "
+            "know it, wrap it: squisher.Importance(safetensors.torch.load_file(path), kind='fisher', ...)."
+        )
+    if "kind" not in metadata or metadata["kind"] not in KINDS:
+        raise FileError(f"{path} holds a {metadata.get('kind')!r}, not an importance ({' or '.join(KINDS)}).")
+    return Importance(tensors, **metadata)
+
+
+def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "auto") -> list[Mapping[str, Tensor]]:
+    """Importances that may be added to one another: the scale rule of everything that combines several.
+
+    Args:
+        importances: Importances or plain mappings.
+        scale: `"as_fisher"` converts all; `"stored"` takes all as they are; `"auto"` converts if all can be, takes them
+            as they are if none can be and nothing known about them differs, and refuses otherwise.
+
+    Raises:
+        ScaleError: They have no common scale; the message says what differs.
+    """
+    if scale not in ("auto", "stored", "as_fisher"):
+        raise SquisherError(f"scale is auto, stored or as_fisher, not {scale!r}.")
+    if scale == "stored":
+        return list(importances)
+    converted: list[Importance | ScaleError] = [_converted(imp) for imp in importances]
+    fishers = [c for c in converted if isinstance(c, Importance)]
+    failures = [(k, c) for k, c in enumerate(converted) if isinstance(c, ScaleError)]
+    if not failures:
+        return list(_one_unit(fishers))
+    if scale == "as_fisher":
+        k, error = failures[0]
+        raise ScaleError(f"Importance {k + 1} of {len(converted)} cannot be brought to the scale of a Fisher: {error}")
+    if fishers:
+        k, error = failures[0]
+        raise ScaleError(
+            f"{len(fishers)} of {len(converted)} importances can be brought to the scale of a Fisher, but number {k + 1} "
+            f"cannot: {error} Supply that, or pass scale='stored' to combine the numbers as they are."
+        )
+    differing = scale_differences([imp.provenance for imp in importances if isinstance(imp, Importance)])
+    if differing:
+        raise ScaleError(
+            f"The importances differ in {', '.join(differing)} and cannot be brought to the scale of a Fisher: "
+            f"{failures[0][1]} Supply that, or pass scale='stored' to combine the numbers as they are."
+        )
+    return list(importances)
+
+
+def _converted(imp: Mapping[str, Tensor]) -> Importance | ScaleError:
+    if not isinstance(imp, Importance):
+        return ScaleError("it is a plain mapping without provenance; wrap it in squisher.Importance(...).")
+    try:
+        return imp.as_fisher()
+    except ScaleError as error:
+        return error
+
+
+def _one_unit(fishers: list[Importance]) -> list[Importance]:
+    units = list(dict.fromkeys(imp.provenance.unit for imp in fishers))
+    if len(units) <= 1:
+        return fishers
+    for unit in units:
+        try:
+            return [imp.as_fisher(unit) for imp in fishers]
+        except ScaleError:
+            continue
+    raise ScaleError(f"The importances are per {' and per '.join(map(str, units))}, which have no common scale.")
+
+
+def _weights(importances: Sequence[Importance], weights: str | Sequence[float]) -> list[float]:
+    if weights == "equal":
+        return [1.0] * len(importances)
+    if weights == "examples":
+        unknown = [k + 1 for k, imp in enumerate(importances) if not imp.provenance.examples]
+        if unknown:
+            raise SquisherError(
+                f"Importance {unknown[0]} does not say how many examples it saw; pass weights='equal' or one number each."
+            )
+        return [float(imp.provenance.examples or 0) for imp in importances]
+    if isinstance(weights, str):
+        raise SquisherError(f"weights is 'examples', 'equal' or one number each, not {weights!r}.")
+    if len(weights) != len(importances) or not all(math.isfinite(w) and w > 0 for w in weights):
+        raise SquisherError(f"combine needs {len(importances)} positive weights, but got {list(weights)}.")
+    return [float(w) for w in weights]
+
+
+def _same_tensors(a: Importance, b: Importance) -> None:
+    missing = [name for name in a if name not in b] + [name for name in b if name not in a]
+    if missing:
+        raise NamingError(f"{missing[0]!r} is in one importance and not in the other.{near(missing[0], [*a, *b])}")
+    for name in a:
+        if a.shape(name) != b.shape(name):
+            raise NamingError(
+                f"{name!r} has the shape {tuple(a.shape(name))} in one and {tuple(b.shape(name))} in the other."
+            )
+
+
+def check_values(name: str, values: Tensor) -> None:
+    """Refuses what no mean of squares can be.
+
+    Raises:
+        SquisherError: A value is NaN, infinite or negative; the message names the parameter.
+    """
+    if not values.dtype.is_floating_point:
+        raise SquisherError(
+            f"The importance of {name!r} has the type {values.dtype}; it must be a floating-point tensor."
+        )
+    if not values.numel():
+        return
+    low, high = (float(x) for x in torch.aminmax(values.detach()))
+    if low >= 0 and high < math.inf:
+        return
+    what = (
+        "NaN" if math.isnan(low) or math.isnan(high) else "infinite values" if math.isinf(high) else "negative values"
+    )
+    raise SquisherError(
+        f"The importance of {name!r} has {what}, which no mean of squared gradients can have. The run that made it may have "
+        "diverged, or the file is damaged; take an earlier checkpoint."
+    )
+
+
+def structure_hash(shapes: Mapping[str, Sequence[int]]) -> str:
+    """A hash of parameter names and shapes: equal for two models that an importance fits alike."""
+    lines = "\n".join(f"{name} {','.join(map(str, shapes[name]))}" for name in sorted(shapes))
+    return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()[:32]
+
+
+def _tensors_only(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not name:
+            raise NamingError(f"An importance has parameter names as keys, not {name!r}.")
+        if not isinstance(tensor, Tensor):
+            raise SquisherError(f"The importance of {name!r} is {_short(tensor)}, not a tensor.")
+        yield name, tensor
+
+
+def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name == "float16":
+        raise SquisherError("float16 underflows below 6e-8, where most squared gradients are: use bfloat16 or float32.")
+    if name not in _DTYPES:
+        raise SquisherError(f"An importance is written as {', '.join(_DTYPES)}, not {name}.{near(name, _DTYPES)}")
+    return _DTYPES[name]
+
+
+def _short(value: object) -> str:
+    return "nothing" if isinstance(value, Mapping) and not value else f"a {type(value).__name__}"
