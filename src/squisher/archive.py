@@ -14,16 +14,8 @@ import torch
 from torch import Tensor
 
 from .errors import FileError, NamingError, SquisherError
-from .tensors import (
-    CHUNK,
-    LazyTensors,
-    SafetensorsWriter,
-    chunks_of,
-    dtype_of,
-    open_safetensors,
-    shape_of,
-    sync_folder,
-)
+from .stream import SafetensorsWriter, open_safetensors, sync_folder
+from .tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of
 
 __all__ = ["KEY", "Progress", "exists", "open_archive", "save"]
 
