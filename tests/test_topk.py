@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from squisher.errors import SquisherError
-from squisher.topk import Selection, Source, Threshold, threshold
+from squisher.topk import Selection, Source, Threshold, threshold, thresholds
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -174,13 +174,30 @@ def test_a_nan_whose_upper_bits_are_those_of_infinity() -> None:
 
 @pytest.mark.parametrize("k", [-1, 5])
 def test_refuses_an_impossible_k(k: int) -> None:
-    with pytest.raises(SquisherError, match=rf"{k} largest .* there are 4\. k must be from 0 to 4"):
+    with pytest.raises(SquisherError, match=rf"{k} largest scores .* from 0 to 4"):
         threshold({"x": pieces(torch.rand(4), 2)}, k)
 
 
 def test_refuses_integers_by_name() -> None:
     with pytest.raises(SquisherError, match=r"'counts' are torch\.int64"):
         threshold({"counts": pieces(torch.arange(4), 2)}, 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_k_in_the_same_passes(dtype: torch.dtype) -> None:
+    calls = 0
+    tensor = torch.randn(300, generator=torch.Generator().manual_seed(4)).square().to(dtype)
+    tensor[100:200] = tensor[99]
+
+    def chunks() -> Iterator[Tensor]:
+        nonlocal calls
+        calls += 1
+        return iter(tensor.split(11))
+
+    ks = [200, 0, 1, 3, 150, 150, 299, 300]
+    together = thresholds({"x": chunks}, ks)
+    assert calls <= 5
+    assert together == [threshold({"x": chunks}, k) for k in ks]
 
 
 def test_nothing_from_nothing() -> None:

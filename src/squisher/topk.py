@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from squisher.errors import SquisherError
+from .errors import SquisherError
 
-__all__ = ["Selection", "Source", "Threshold", "threshold"]
+__all__ = ["Selection", "Source", "Threshold", "threshold", "thresholds"]
 
 Source = Callable[[], Iterable[Tensor]]
 """Gives the scores of one tensor as pieces in order; called once a pass, and each time from the start."""
@@ -89,15 +89,22 @@ class Selection:
 
 
 def threshold(sources: Mapping[str, Source], k: int, reduce: Callable[[Tensor], Tensor] | None = None) -> Threshold:
-    """The k-th largest of all scores, exactly.
+    """The k-th largest of all scores, exactly; see `thresholds`."""
+    return thresholds(sources, [k], reduce)[0]
+
+
+def thresholds(
+    sources: Mapping[str, Source], ks: Sequence[int], reduce: Callable[[Tensor], Tensor] | None = None
+) -> list[Threshold]:
+    """The k-th largest of all scores for several k, exactly, in the passes that one k takes.
 
     Args:
         sources: For each name, a callable that gives the scores as flat pieces. Order decides between equal scores.
-        k: How many to choose, from 0 to the number of all scores.
+        ks: How many to choose, each from 0 to the number of all scores.
         reduce: Sums an int64 vector over processes, where each holds some of the sources; called once a pass.
 
     Returns:
-        The threshold, from which `Selection` marks exactly k scores.
+        One threshold for each k, from which `Selection` marks exactly k scores.
 
     Raises:
         SquisherError: For NaN or negative scores (the message names the source), scores that are not floats, and a k
@@ -110,27 +117,39 @@ def threshold(sources: Mapping[str, Source], k: int, reduce: Callable[[Tensor], 
         width = 64
         counts, mine, _ = _first_digit(sources, width, gather)
     total = int(counts.sum())
-    if not 0 <= k <= total:
-        raise SquisherError(
-            f"The {k} largest scores were asked for, but there are {total}. k must be from 0 to {total}."
-        )
-    if k == 0:
-        return Threshold(math.inf, 0, 0, 0, total, _INFINITY[width], width)
+    for k in ks:
+        if not 0 <= k <= total:
+            raise SquisherError(f"The {k} largest scores were asked for; k must be from 0 to {total}, their number.")
 
-    prefix, above = _descend(counts, 0, 0, k)
+    # For each k the bits known so far and the number of scores above them; k = 0 asks for nothing more.
+    found = {k: _descend(counts, 0, 0, k) for k in ks if k}
+    here = {prefix: mine for prefix, _ in found.values()}
     shift = width - _DIGIT
-    while shift and finest > 16:
+    while shift and finest > 16 and found:
         shift -= _DIGIT
-        mine = torch.zeros(_BINS, dtype=torch.int64)
+        prefixes = {prefix: row for row, prefix in enumerate(here)}
+        all_mine = torch.zeros(len(prefixes), _BINS, dtype=torch.int64)
         for name, chunks in sources.items():
             for chunk in chunks():
                 keys = _keys(chunk, width, name)
-                inside = keys[_where((keys >> (shift + _DIGIT)) == prefix)]
-                mine += _count((inside >> shift) & (_BINS - 1))
-        counts = gather(mine.clone())
-        prefix, above = _descend(counts, prefix, above, k)
-    key = prefix << shift
-    return Threshold(_value(key, width), above, k - above, int(mine[prefix & (_BINS - 1)]), total, key, width)
+                upper = keys >> (shift + _DIGIT)
+                for prefix, row in prefixes.items():
+                    inside = keys[_where(upper == prefix)]
+                    all_mine[row] += _count((inside >> shift) & (_BINS - 1))
+        all_counts = gather(all_mine.flatten()).view_as(all_mine)
+        rows = {k: prefixes[prefix] for k, (prefix, _) in found.items()}
+        found = {k: _descend(all_counts[rows[k]], prefix, above, k) for k, (prefix, above) in found.items()}
+        here = {prefix: all_mine[rows[k]] for k, (prefix, _) in found.items()}
+
+    results = []
+    for k in ks:
+        if k == 0:
+            results.append(Threshold(math.inf, 0, 0, 0, total, _INFINITY[width], width))
+            continue
+        prefix, above = found[k]
+        key, equal = prefix << shift, int(here[prefix][prefix & (_BINS - 1)])
+        results.append(Threshold(_value(key, width), above, k - above, equal, total, key, width))
+    return results
 
 
 def _first_digit(
