@@ -49,7 +49,7 @@ class Tracker:
         dtype: The dtype of the average.
         automatic: Whether the optimizer's step makes the observation.
         after_clipping: Whether (some of) the gradients may have been clipped or changed before they were seen.
-        skipped: How many steps were left out because a gradient was not finite.
+        skipped: How many observations were left out because a gradient was not finite.
     """
 
     def __init__(
