@@ -311,6 +311,19 @@ def test_frozen_unfrozen_and_added_parameters() -> None:
     assert tracker.absent() == {}
 
 
+def test_the_gradient_that_a_frozen_parameter_still_holds_is_not_observed() -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    tracker = Tracker(model, optimizer)
+    backward(model, 0)
+    tracker.observe()
+    optimizer.step()
+    model[2].requires_grad_(False)
+    assert model[2].weight.grad is not None
+    tracker.observe()
+    assert [step for *_, step in tracker.items()] == [2, 2, 1, 1]
+
+
 def test_only_the_optimizers_parameters_are_observed() -> None:
     model = network()
     outside = nn.Parameter(torch.ones(1))
@@ -387,6 +400,15 @@ def test_sparse_gradients_with_repeated_rows() -> None:
     for (_, _, a, n), (_, _, b, m) in zip(one.items(), other.items(), strict=True):
         assert n == m == 3
         torch.testing.assert_close(a, b, rtol=1e-5, atol=0)
+
+
+def test_repeated_rows_of_a_short_dtype_are_summed_in_float32() -> None:
+    model = nn.Embedding(2, 1, sparse=True, dtype=torch.bfloat16)
+    tracker = Tracker(model, beta2=0.0)
+    model(torch.zeros(301, dtype=torch.int64)).sum().backward()
+    tracker.observe()
+    ((_, _, value, _),) = tracker.items()
+    assert value.tolist() == [[301.0**2], [0.0]]  # bfloat16 would have said 300 or 302
 
 
 def test_the_average_follows_a_model_that_moves(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -599,6 +621,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from squisher.recycle.tracker import Tracker
@@ -635,8 +658,9 @@ ddp = run(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
 averaged = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
 model = network()
-fully_shard(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+fully_shard(model[2], mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
 sharded = run(model, optimizer)
 whole = {name: value.full_tensor() for name, _, value, _ in sharded.items()}
 optimizer.step()
