@@ -1,0 +1,346 @@
+"""How far two importances agree: in rank, in scale, and on which entries matter most.
+
+Everything is computed on the stored values of the parameters that both have; convert with `imp.as_fisher()` first where
+the two scales should be compared. Up to `EXACT_LIMIT` common entries everything is exact. Beyond, values are
+read in pieces and memory stays bounded: ranks are mid-ranks of the values rounded to the upper 16 bits of their float32
+(relative resolution 2⁻⁷; a histogram of 32,768 bins holds all ranks), and so is the median ratio. Overlaps are exact at
+any size.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .correlation import Rounded, median, ratios, spearman, total
+from .errors import NamingError, SquisherError, near
+from .importance import Importance
+from .topk import Selection, Source, thresholds
+
+__all__ = ["EXACT_LIMIT", "FRACTIONS", "Agreement", "Overlap", "Row", "compare"]
+
+EXACT_LIMIT = 10_000_000
+"""Up to this many common entries are held in memory and ranked exactly."""
+
+FRACTIONS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5)
+"""Where `Agreement.overlaps` looks."""
+
+ROW_FRACTION = 0.1
+"""Where `Row.overlap` looks."""
+
+Progress = Callable[[int, int], None]
+"""Called with the entries done and the entries in all, over every pass."""
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What the k largest entries of both have in common.
+
+    Attributes:
+        fraction: k relative to the number of common entries.
+        k: How many of the largest entries were taken of each.
+        overlap: The share of k that is in both.
+        chance: What two unrelated importances share on average: k/n.
+        threshold_a: The k-th largest value of a. At 0, k reaches into entries without importance, and which of them are
+            taken depends on their place alone: the overlap then says little.
+        threshold_b: The same of b.
+    """
+
+    fraction: float
+    k: int
+    overlap: float
+    chance: float
+    threshold_a: float
+    threshold_b: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """The agreement on one parameter; the fields are those of `Agreement`.
+
+    `overlap` is that of the largest 10%, and nan where this reaches into entries that are 0.
+    """
+
+    name: str
+    numel: int
+    spearman: float
+    total_a: float
+    total_b: float
+    scale: float
+    median_ratio: float
+    overlap: float
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far two importances, a and b, agree on the parameters that both have.
+
+    Attributes:
+        spearman: Rank correlation over all common entries, mid-ranks for ties; nan where a or b is constant.
+        scale: The total of a divided by the total of b; nan where the total of b is 0.
+        median_ratio: The median of a/b over the entries where both are at least 1.2e-38 (the middle one; of two middle
+            ones the geometric mean, so that exchanging a and b inverts it); nan where there are none.
+        overlaps: The overlap of the largest entries at several fractions; those of less than one entry are left out.
+        rows: The same for each parameter.
+        numel: Number of common entries.
+        total_a: Sum of a over the common entries.
+        total_b: Sum of b.
+        only_a: Names that b does not have; they are left out.
+        only_b: Names that a does not have.
+        exact: False where ranks and median ratios are of values rounded to 16 bits.
+    """
+
+    spearman: float
+    scale: float
+    median_ratio: float
+    overlaps: list[Overlap]
+    rows: list[Row]
+    numel: int
+    total_a: float
+    total_b: float
+    only_a: list[str]
+    only_b: list[str]
+    exact: bool
+    _pair: _Pair = field(repr=False, compare=False)
+
+    def overlap(self, k: float | int) -> float:
+        """The share of the k largest entries of a that are among the k largest of b; exact, and computed when asked.
+
+        Args:
+            k: A number of entries (int), or a fraction of all common entries (float, rounded down, at least one entry).
+                Of equal values the first are taken.
+
+        Raises:
+            SquisherError: k is neither.
+        """
+        return _overlaps(self._pair.sources(0), self._pair.sources(1), [k], self.numel)[0].overlap
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything as plain values for JSON; what is not defined (nan) is None."""
+        plain = {
+            "numel": self.numel,
+            "parameters": len(self.rows),
+            "exact": self.exact,
+            "spearman": self.spearman,
+            "scale": self.scale,
+            "median_ratio": self.median_ratio,
+            "total_a": self.total_a,
+            "total_b": self.total_b,
+            "overlaps": [asdict(overlap) for overlap in self.overlaps],
+            "only_a": self.only_a,
+            "only_b": self.only_b,
+            "rows": [asdict(row) for row in self.rows],
+        }
+        return {key: _plain(value) for key, value in plain.items()}
+
+    def __repr__(self) -> str:
+        at = next((f", overlap at 10% {o.overlap:.3f}" for o in self.overlaps if o.fraction == ROW_FRACTION), "")
+        return (
+            f"Agreement(spearman {self.spearman:.3f}, scale {self.scale:.3g}, median ratio {self.median_ratio:.3g}{at}; "
+            f"{len(self.rows)} parameters, {self.numel:,} values)"
+        )
+
+
+def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress | None = None) -> Agreement:
+    """Compare two importances: rank, scale, and overlap of the largest entries, overall and per parameter.
+
+    Stored values are compared, of the parameters that both have. Ranks and overlaps do not depend on the scale; to
+    compare scales, use `imp.as_fisher()` first.
+
+    Args:
+        a: An importance or any mapping from names to non-negative tensors; lazy ones are read in pieces.
+        b: Another one. Shapes must agree.
+        progress: Called with the number of entries done and in all.
+
+    Returns:
+        The agreement; beyond 10 million common entries with ranks of rounded values, see the module.
+
+    Raises:
+        SquisherError: No common name, shapes that differ, NaN, infinite or negative values.
+    """
+    pair = _Pair(a, b, progress)
+    exact = pair.numel <= EXACT_LIMIT
+    source = pair.in_memory() if exact else pair
+    spearman, median_ratio, rows = _exactly(source) if exact else _streamed(source)
+    fractions = [fraction for fraction in FRACTIONS if fraction * pair.numel >= 1]
+    overlaps = _overlaps(source.sources(0), source.sources(1), fractions, pair.numel)
+    total_a, total_b = math.fsum(row.total_a for row in rows), math.fsum(row.total_b for row in rows)
+    pair.finish()
+    return Agreement(
+        spearman=spearman,
+        scale=_ratio(total_a, total_b),
+        median_ratio=median_ratio,
+        overlaps=overlaps,
+        rows=rows,
+        numel=pair.numel,
+        total_a=total_a,
+        total_b=total_b,
+        only_a=pair.only_a,
+        only_b=pair.only_b,
+        exact=exact,
+        _pair=pair,
+    )
+
+
+class _Pair:
+    """Two importances side by side: what they have in common, read in pieces."""
+
+    def __init__(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress | None = None) -> None:
+        self.sides = tuple(side if isinstance(side, Importance) else Importance(side) for side in (a, b))
+        in_a, in_b = set(a), set(b)
+        self.names = [name for name in a if name in in_b]
+        self.only_a = [name for name in a if name not in in_b]
+        self.only_b = [name for name in b if name not in in_a]
+        if not self.names:
+            first = self.only_a[0]
+            raise NamingError(
+                f"The two importances have no parameter in common: one has {_some(self.only_a)}, the other "
+                f"{_some(self.only_b)}. They must be of the same model.{near(first, self.only_b)}"
+            )
+        for name in self.names:
+            shapes = [tuple(side.shape(name)) for side in self.sides]
+            if shapes[0] != shapes[1]:
+                same = [other for other in self.only_b if tuple(self.sides[1].shape(other)) == shapes[0]]
+                raise NamingError(
+                    f"{name!r} has the shape {shapes[0]} in one importance and {shapes[1]} in the other; they must be of "
+                    f"the same model.{near(name, same)}"
+                )
+        self.numels = {name: math.prod(self.sides[0].shape(name)) for name in self.names}
+        self.numel = sum(self.numels.values())
+        # Beyond the limit: one pass for histograms, one for cross sums, two for thresholds, one for overlaps.
+        self._work = 2 * self.numel * (1 if self.numel <= EXACT_LIMIT else 5)
+        self._done = 0
+        self._progress = progress
+
+    def pieces(self, side: int, name: str) -> Iterator[Tensor]:
+        for piece in self.sides[side].chunks(name):
+            yield piece
+            self._done = min(self._done + piece.numel(), self._work)
+            if self._progress:
+                self._progress(self._done, self._work)
+
+    def sources(self, side: int, names: Sequence[str] | None = None) -> dict[str, Source]:
+        return {name: partial(self.pieces, side, name) for name in names or self.names}
+
+    def both(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        return zip(self.pieces(0, name), self.pieces(1, name), strict=True)
+
+    def in_memory(self) -> _Pair:
+        a, b = ({name: _joined(self.pieces(side, name)) for name in self.names} for side in (0, 1))
+        return _Pair(a, b)
+
+    def finish(self) -> None:
+        if self._progress and self._done < self._work:
+            self._progress(self._work, self._work)
+        self._progress = None
+
+
+def _exactly(pair: _Pair) -> tuple[float, float, list[Row]]:
+    """Spearman and median ratio over everything, and the rows; all values are in memory."""
+    rows = []
+    for name in pair.names:
+        x, y = (_joined(pair.pieces(side, name)) for side in (0, 1))
+        rows.append(_row(pair, name, spearman(x, y), median(ratios(x, y)), total(x), total(y)))
+    x, y = (_joined(piece for name in pair.names for piece in pair.pieces(side, name)) for side in (0, 1))
+    return spearman(x, y), median(ratios(x, y)), rows
+
+
+def _streamed(pair: _Pair) -> tuple[float, float, list[Row]]:
+    """The same of rounded values, in two passes over what need not fit into memory."""
+    overall = Rounded()
+    rows: dict[str, Row] = {}
+    large: dict[str, Rounded] = {}
+    for name in pair.names:
+        own = Rounded()
+        if pair.numels[name] <= EXACT_LIMIT:  # held, so that its own ranks and overlap need no other reading
+            held = _Pair({name: _joined(pair.pieces(0, name))}, {name: _joined(pair.pieces(1, name))})
+            own.count(held.both(name))
+            own.cross(held.both(name))
+            rows[name] = _row(held, name, own.spearman(), own.median_ratio(), *own.totals)
+            overall.include(own)
+        else:
+            own.count(pair.both(name))
+            overall.include(own)
+            large[name] = own.packed()
+    for name in pair.names:
+        if name not in large:
+            overall.cross(pair.both(name))
+            continue
+        own = large.pop(name)
+        for both in pair.both(name):
+            overall.cross([both])
+            own.cross([both])
+        rows[name] = _row(pair, name, own.spearman(), own.median_ratio(), *own.totals)
+    return overall.spearman(), overall.median_ratio(), [rows[name] for name in pair.names]
+
+
+def _row(pair: _Pair, name: str, spearman: float, median_ratio: float, total_a: float, total_b: float) -> Row:
+    numel = pair.numels[name]
+    overlap = math.nan
+    if numel:
+        found = _overlaps(pair.sources(0, [name]), pair.sources(1, [name]), [ROW_FRACTION], numel)[0]
+        overlap = found.overlap if found.threshold_a > 0 and found.threshold_b > 0 else math.nan
+    return Row(name, numel, spearman, total_a, total_b, _ratio(total_a, total_b), median_ratio, overlap)
+
+
+def _overlaps(
+    a: Mapping[str, Source], b: Mapping[str, Source], sizes: Sequence[float | int], numel: int
+) -> list[Overlap]:
+    """The overlaps at several k, each a fraction or a count, in the passes of one."""
+    ks = [_entries(size, numel) for size in sizes]
+    kth_a, kth_b = thresholds(a, ks), thresholds(b, ks)
+    chosen = [(Selection(of_a), Selection(of_b)) for of_a, of_b in zip(kth_a, kth_b, strict=True)]
+    common = [0] * len(ks)
+    for name in a:
+        for x, y in zip(a[name](), b[name](), strict=True):
+            for place, (in_a, in_b) in enumerate(chosen):
+                common[place] += int((in_a(x) & in_b(y)).sum())
+    return [
+        Overlap(
+            fraction=size if isinstance(size, float) else k / numel,
+            k=k,
+            overlap=shared / k,
+            chance=k / numel,
+            threshold_a=of_a.value,
+            threshold_b=of_b.value,
+        )
+        for size, k, shared, of_a, of_b in zip(sizes, ks, common, kth_a, kth_b, strict=True)
+    ]
+
+
+def _entries(size: float | int, numel: int) -> int:
+    if isinstance(size, float) and 0 < size <= 1:
+        return max(1, math.floor(size * numel))
+    if isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= numel:
+        return size
+    raise SquisherError(
+        f"overlap(k) takes a fraction (a float between 0 and 1) or a number of entries (1 to {numel:,}), not {size!r}."
+    )
+
+
+def _joined(pieces: Iterable[Tensor]) -> Tensor:
+    held = list(pieces)
+    return torch.cat(held) if held else torch.zeros(0)
+
+
+def _ratio(total_a: float, total_b: float) -> float:
+    return total_a / total_b if total_b else math.nan
+
+
+def _plain(value: Any) -> Any:
+    """Without nan and infinity, which JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _some(names: Sequence[str], count: int = 3) -> str:
+    return ", ".join(map(repr, names[:count])) + (", …" if len(names) > count else "")
