@@ -1,0 +1,182 @@
+"""Optimizer state to Importance: what training has already paid for."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..errors import NamingError, SquisherError
+from ..importance import Importance
+from ..tensors import live_parameters
+from .formats import read_source
+from .live import from_optimizers, from_tracker, unwrapped
+from .naming import given_names, resolve
+from .states import Candidate, Entry, Facts, OptimizerState, Options, assemble, check_usable
+from .tracker import Tracker
+
+__all__ = ["Tracker", "extract"]
+
+
+def extract(
+    source: Any,
+    model: nn.Module | str | os.PathLike[str] | None = None,
+    names: Sequence[str] | str | os.PathLike[str] | None = None,
+    batch_size: float | None = None,
+    bias_correction: bool = True,
+    *,
+    loss_reduction: str | None = None,
+    batch_tokens: float | None = None,
+    unit: str | None = None,
+    trainable: str | None = None,
+    base_model: str | os.PathLike[str] | None = None,
+    optimizer: int | None = None,
+    allow_coarse: bool = False,
+) -> Importance:
+    """The squared-gradient average that an optimizer already holds, as a named importance.
+
+    The values are v̂, the mean squared gradient of the mini-batch loss, corrected for the start from zero with each
+    parameter's own step count. `Importance.as_fisher` turns them into the scale of a Fisher where the batch size is known.
+
+    Args:
+        source: A live optimizer (or several), a `Tracker`, or a file or folder that training saved. No file is ever executed.
+        model: The live model, for a live optimizer. For a file that records no names: the model it belongs to.
+        names: Names in the optimizer's order, or a file of them, where nothing proves them.
+        batch_size: Examples per optimizer step: per device × accumulation × data-parallel processes.
+        bias_correction: False gives the accumulator as it is stored.
+        loss_reduction: `mean`, `sum` or `token_mean`; taken as `mean` if a batch size is given and the source does not tell.
+        batch_tokens: Mean number of loss-bearing tokens per optimizer step, for `token_mean`.
+        unit: What the loss is a mean of: `example`, `sequence` or `token`.
+        trainable: A regular expression: only matching parameters of the model were trained.
+        base_model: Folder of the weights that training started from: what is bit-equal to them was frozen.
+        optimizer: Which optimizer, counted from 0, where a source holds several over the same names.
+        allow_coarse: Accept states of four bits, which keep little more than the order of magnitude.
+
+    Returns:
+        An importance of kind `squisher`. From a file it is lazy: nothing is read until it is asked for.
+
+    Raises:
+        NoAccumulatorError: The optimizer keeps no average of the squared gradient, or has taken no step.
+        NamingError: Names cannot be proven.
+        FileError: The source cannot be read safely, or holds no optimizer state.
+    """
+    known: dict[str, Any] = {
+        "batch_size": batch_size,
+        "loss_reduction": loss_reduction,
+        "batch_tokens": batch_tokens,
+        "unit": unit,
+    }
+    known = {key: value for key, value in known.items() if value is not None}
+    if isinstance(source, (str, os.PathLike)):
+        where = Path(model) if isinstance(model, (str, os.PathLike)) else None
+        base = None if base_model is None else Path(base_model)
+        options = Options(where, base, trainable, allow_coarse)
+        return _from_file(Path(source), model, names, bias_correction, known, options, optimizer)
+    for option, value in (("names", names), ("trainable", trainable)):
+        if value is not None:
+            raise SquisherError(f"{option} is for files; a live optimizer's names are found by identity in the model.")
+    if isinstance(model, (str, os.PathLike)):
+        raise SquisherError("A live optimizer needs the live model that it trains, not a path.")
+    _complete(known)
+    if isinstance(source, Tracker):
+        return from_tracker(source, model, bias_correction=bias_correction, **known)
+    several = list(source) if isinstance(source, (list, tuple)) else [source]
+    optimizers = [unwrapped(one) for one in several]
+    if not optimizers or None in optimizers:
+        kind = type(several[0]).__name__ if several else "an empty list"
+        raise SquisherError(
+            f"Cannot extract from {kind}: expected a torch optimizer, a squisher.Tracker, or the path of a checkpoint."
+        )
+    if model is None:
+        raise NamingError(
+            "A live optimizer does not know names: pass the model too, squisher.extract(optimizer, model)."
+        )
+    if optimizer is not None:
+        optimizers = [_one_of(optimizers, optimizer)]
+    return from_optimizers([o for o in optimizers if o is not None], model, bias_correction=bias_correction, **known)
+
+
+def _from_file(
+    path: Path,
+    model: nn.Module | str | os.PathLike[str] | None,
+    names: Sequence[str] | str | os.PathLike[str] | None,
+    bias_correction: bool,
+    known: dict[str, Any],
+    options: Options,
+    which: int | None,
+) -> Importance:
+    found = read_source(path, options)
+    models = [_candidates(model)] if isinstance(model, nn.Module) else list(found.models)
+    if options.trainable is not None:
+        models = [(label, _matching(candidates, options.trainable)) for label, candidates in models]
+    optimizers = list(found.optimizers) if which is None else [_one_of(found.optimizers, which)]
+    given = None if names is None else given_names(names)
+    named: list[tuple[str, Entry, str | None]] = []
+    hows = []
+    for one in optimizers:
+        check_usable(one)
+    for one in optimizers:
+        naming = resolve(one, models, given)
+        hows.append(naming.how)
+        named += [(name, entry, one.class_name) for name, entry in zip(naming.names, one.entries, strict=True)]
+    _disjoint(named, optimizers)
+    held = {name for name, _, _ in named}
+    every = {c.name: c for _, candidates in models for c in candidates}
+    facts = {
+        "absent": {name: "not in the optimizer: frozen, or never given to it" for name in every if name not in held},
+        "live_names": {name: c.live_name for name, c in every.items() if c.live_name and name in held},
+        **found.facts,
+        **known,
+    }
+    _complete(facts)
+    if held <= set(every):
+        facts["shapes"] = {name: c.shape for name, c in every.items()}
+    return assemble(named, Facts(naming="; ".join(dict.fromkeys(hows)), **facts), bias_correction=bias_correction)
+
+
+def _candidates(model: nn.Module) -> tuple[str, list[Candidate]]:
+    owners = dict(model.named_modules())
+    candidates = []
+    for p in live_parameters(model):
+        owner = type(owners[p.live_name.rpartition(".")[0]])
+        if p.parameter.requires_grad:
+            classes = tuple(base.__name__ for base in owner.__mro__)
+            candidates.append(Candidate(p.name, tuple(p.parameter.shape), classes, p.live_name))
+    return "the model", candidates
+
+
+def _matching(candidates: Sequence[Candidate], pattern: str) -> list[Candidate]:
+    try:
+        return [c for c in candidates if re.search(pattern, c.name)]
+    except re.error as error:
+        raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
+
+
+def _one_of(optimizers: Sequence[Any], which: int) -> Any:
+    if not 0 <= which < len(optimizers):
+        raise SquisherError(f"There is no optimizer {which}: the source holds {len(optimizers)}, counted from 0.")
+    return optimizers[which]
+
+
+def _disjoint(named: Sequence[tuple[str, Entry, str | None]], optimizers: Sequence[OptimizerState]) -> None:
+    seen: set[str] = set()
+    for name, _, _ in named:
+        if name in seen:
+            places = ", ".join(f"{k}: {o.place or 'the file'}" for k, o in enumerate(optimizers))
+            raise NamingError(
+                f"The source holds {len(optimizers)} optimizers ({places}) and {name!r} is in more than one of them: choose one "
+                "with --optimizer K (optimizer=K)."
+            )
+        seen.add(name)
+
+
+def _complete(known: dict[str, Any]) -> None:
+    """What follows from what was said: torch's losses are means unless told otherwise."""
+    if known.get("batch_size") is not None:
+        known.setdefault("loss_reduction", "mean")
+    if known.get("loss_reduction") is not None:
+        known.setdefault("unit", "token" if known["loss_reduction"] == "token_mean" else "example")

@@ -1,0 +1,275 @@
+"""Which optimizer keeps its squared gradient where, and what exactly it is: one table.
+
+A file does not say which class wrote it, so a row is recognised by the keys of a parameter's state and of its group; a
+live optimizer's class name settles what keys leave open. Rows are tried from top to bottom: the ones whose keys look like
+Adam's but mean something else stand above Adam.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import NoAccumulatorError
+
+__all__ = ["TABLE", "Accumulator", "Reading", "identify", "optimizer_name", "reading", "step_of"]
+
+Group = Mapping[str, Any]
+
+_TRACK = (
+    "Train with Adam or AdamW, or keep the average yourself: tracker = squisher.Tracker(model), tracker.observe() before "
+    "every step, squisher.extract(tracker, model)."
+)
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """One row: how an optimizer is recognised, and what its accumulator is.
+
+    Attributes:
+        optimizer: Its usual name.
+        keys: Keys that the state of a parameter must have.
+        without: Keys that it must not have.
+        group: Keys that its group must have.
+        classes: Class names, for a live optimizer; they settle what the keys leave open.
+        class_only: Whether the keys are another optimizer's too, so that only the class can tell.
+        key: The accumulator: one key, or the two factors of a factored one.
+        meaning: `ema` (exponential moving average from zero), `sum`, `average` (weights sum to one: no correction needed),
+            or `none` (nothing that averages squared gradients).
+        beta: Where β₂ is, for an `ema`.
+        start: What the accumulator held before the first step.
+        l2_inside: Whether weight decay is added to the gradient before it is squared.
+        notes: What else is in it, in sentences; always said.
+        refusal: Why it cannot be used, for `none`.
+    """
+
+    optimizer: str
+    keys: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+    group: frozenset[str] = frozenset()
+    classes: tuple[str, ...] = ()
+    class_only: bool = False
+    key: tuple[str, ...] = ()
+    meaning: str = "none"
+    beta: Callable[[Group], float] | None = None
+    start: Callable[[Group], float] | None = None
+    l2_inside: Callable[[Group], bool] | bool = False
+    notes: tuple[str, ...] = ()
+    refusal: str = ""
+
+    def matches(self, state: Collection[str], group: Collection[str]) -> bool:
+        """Whether the keys of a parameter's state and of its group are this optimizer's."""
+        return self.keys <= set(state) and not self.without & set(state) and self.group <= set(group)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How one parameter's importance is made from its state: `(stored − offset) · factor`, after factors are joined.
+
+    Attributes:
+        accumulator: The row of the table.
+        key: The keys to read; two of them are the row and column factors.
+        offset: Subtracted first.
+        factor: Multiplied then.
+        step: Optimizer steps that this parameter has seen.
+        beta2: Decay of the average, where it is one.
+        pollution: What else is in the squared gradient, in sentences.
+    """
+
+    accumulator: Accumulator
+    key: tuple[str, ...]
+    offset: float
+    factor: float
+    step: int | None
+    beta2: float | None
+    pollution: tuple[str, ...]
+
+
+def _betas(position: int) -> Callable[[Group], float]:
+    return lambda group: float(group["betas"][position])
+
+
+def _value(name: str) -> Callable[[Group], float]:
+    return lambda group: float(group[name])
+
+
+def _coupled_adam(group: Group) -> bool:
+    # Recent torch writes down whether decay is decoupled; before, only a live AdamW's class tells.
+    return not group.get("decoupled_weight_decay", False)
+
+
+def _row(optimizer: str, keys: str, key: str = "", meaning: str = "none", **more: Any) -> Accumulator:
+    for name in ("without", "group"):
+        more[name] = frozenset(more.get(name, "").split())
+    more["classes"] = tuple(more.get("classes", optimizer).split())
+    return Accumulator(optimizer, frozenset(keys.split()), key=tuple(key.split()), meaning=meaning, **more)
+
+
+_MOMENTUM = "keeps a moving average of the gradient, whose square is not the average of the squares"
+
+TABLE: tuple[Accumulator, ...] = (
+    # -- looks like Adam's, is something else --------------------------------------------------------------------------
+    _row("SOAP", "exp_avg_sq Q", refusal="keeps its squared gradient in a rotated basis, so it belongs to no single weight"),
+    _row("Shampoo", "pre_cond", refusal="keeps matrices, not a value per weight", classes="Shampoo ScalableShampoo"),
+    _row("Adan", "exp_avg_diff", refusal="averages the square of g + (1−β₂)·(g − previous g), not of g"),
+    _row("AdaBelief", "exp_avg_var", refusal="averages (g − its mean)², the variance around a moving mean, not g²"),
+    _row("Adamax", "exp_inf", refusal="keeps a decayed maximum of |g|, which is no average of squares"),
+    _row("Sophia", "hessian_moment", refusal="keeps an estimate of the Hessian, not of g²", classes="SophiaH SophiaG Sophia"),
+    _row("IVON", "", group="hess", refusal="keeps a Hessian estimate at perturbed weights, not an average of g²"),
+    _row("Yogi", "exp_avg_sq", group="initial_accumulator", refusal="changes its accumulator by sign, so it is no average of g²"),
+    _row("Adam-mini", "vmean", refusal="keeps one value per block, not one per weight", classes="Adam_mini"),
+    # -- factored ------------------------------------------------------------------------------------------------------
+    _row("Adafactor", "row_var col_var", "row_var col_var", "average", classes="", notes=("It is factored: rank one per matrix.",)),
+    _row("Adafactor", "variance", "variance", "average", group="beta2_decay", classes=""),
+    _row("Adafactor", "exp_avg_sq_row exp_avg_sq_col", "exp_avg_sq_row exp_avg_sq_col", "average", classes="",
+         notes=("It is factored: rank one per matrix.", "It averages g² + eps.")),
+    _row("Adafactor", "exp_avg_sq", "exp_avg_sq", "average", group="decay_rate", classes="", notes=("It averages g² + eps.",)),
+    # -- Adam's own family ---------------------------------------------------------------------------------------------
+    _row("AdamWScheduleFree", "z exp_avg_sq", "exp_avg_sq", "ema", group="k", beta=_betas(1), classes="AdamWScheduleFree RAdamScheduleFree",
+         notes=("Its gradients are taken at the extrapolated weights y, not at the averaged ones.",)),
+    _row("NAdam", "exp_avg_sq mu_product", "exp_avg_sq", "ema", beta=_betas(1), l2_inside=_coupled_adam),
+    _row("AdEMAMix", "exp_avg_sq exp_avg_slow", "exp_avg_sq", "ema", beta=_betas(1)),
+    _row("SparseAdam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=_betas(1), class_only=True,
+         notes=("Rows without a gradient do not decay, and their own step counts are not kept.",)),
+    _row("Adam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=_betas(1), l2_inside=_coupled_adam,
+         classes="Adam AdamW RAdam FusedAdam DeepSpeedCPUAdam"),
+    # -- squared-gradient averages without a first moment --------------------------------------------------------------
+    _row("Adadelta", "square_avg acc_delta", "square_avg", "ema", beta=_value("rho"), l2_inside=True),
+    _row("RMSprop", "square_avg", "square_avg", "ema", group="alpha", beta=_value("alpha"), l2_inside=True),
+    _row("Adagrad", "sum", "sum", "sum", start=lambda group: float(group.get("initial_accumulator_value", 0.0)), l2_inside=True),
+    # -- no squared gradient at all ------------------------------------------------------------------------------------
+    _row("Rprop", "prev step_size", refusal="keeps the sign of the gradient only"),
+    _row("ASGD", "ax", refusal="keeps an average of the weights, and nothing of the gradient"),
+    _row("LBFGS", "old_dirs", refusal="keeps past directions, and no average of squares"),
+    _row("Muon", "", group="ns_steps", refusal=_MOMENTUM),
+    _row("SGD", "momentum_buffer", refusal=_MOMENTUM, classes="SGD LARS Lars"),
+    _row("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient", classes=""),
+    _row("Lion", "exp_avg", refusal=_MOMENTUM, classes="Lion Lion8bit DistributedLion"),
+)  # fmt: skip
+
+
+def identify(state: Collection[str], group: Collection[str], class_name: str | None = None) -> Accumulator:
+    """The row of the table that a parameter's state belongs to.
+
+    Args:
+        state: Keys of the parameter's state.
+        group: Keys of its parameter group.
+        class_name: Of a live optimizer, or of a pickled one.
+
+    Raises:
+        NoAccumulatorError: It keeps no average of the squared gradient, or nothing is known about it.
+    """
+    fitting = [row for row in TABLE if row.matches(state, group)]
+    named = [row for row in TABLE if class_name in row.classes]
+    both = [row for row in fitting if row in named]
+    plain = [row for row in fitting if not row.class_only]
+    # A known refusal stands even where the keys are unusual; a known accumulator must be where the table says.
+    refused = [row for row in named if row.meaning == "none"]
+    row = next(iter(both or refused or plain), None)
+    if row is None:
+        what = f"The optimizer {class_name}" if class_name else "This optimizer"
+        raise NoAccumulatorError(
+            f"{what} is not one that is known: its state has the keys {', '.join(sorted(map(str, state))) or 'none'}, and "
+            f"none of them is a known average of the squared gradient. {_TRACK}"
+        )
+    if row.meaning == "none":
+        raise NoAccumulatorError(f"{class_name or row.optimizer} {row.refusal}. {_TRACK}")
+    return row
+
+
+def optimizer_name(row: Accumulator, group: Group, class_name: str | None = None) -> str:
+    """What to call an optimizer whose file does not name it."""
+    if class_name or row.optimizer != "Adam":
+        return class_name or row.optimizer
+    if "decoupled_weight_decay" not in group:
+        return "Adam or AdamW"
+    return "AdamW" if group["decoupled_weight_decay"] else "Adam"
+
+
+def reading(
+    state: Mapping[str, Any], group: Group, class_name: str | None = None, *, bias_correction: bool = True
+) -> Reading:
+    """How to turn one parameter's state into the mean squared gradient.
+
+    Args:
+        state: The parameter's state; tensors may be lazy.
+        group: The hyperparameters of its group.
+        class_name: Of a live optimizer, where known.
+        bias_correction: False leaves the accumulator as it is stored.
+
+    Raises:
+        NoAccumulatorError: There is none, it has seen no step, or its bias cannot be corrected.
+    """
+    row = identify(state, group, class_name)
+    step = step_of(state, group)
+    beta2 = _beta2(row, group, class_name, bias_correction)
+    offset, factor = 0.0, 1.0
+    if bias_correction and row.meaning in ("ema", "sum"):
+        if step is None:
+            raise NoAccumulatorError(
+                f"The {row.optimizer} state has no step count, so its bias cannot be corrected. Extract it as it is stored "
+                "(--raw, bias_correction=False)."
+            )
+        if step < 1:
+            raise NoAccumulatorError(
+                "The optimizer has taken no step (its count is 0), so there is nothing to recycle yet."
+            )
+        if row.meaning == "ema":
+            factor = 1.0 / _one_minus_power(beta2 or 0.0, step)
+        else:
+            offset, factor = (row.start(group) if row.start else 0.0), 1.0 / step
+    return Reading(row, row.key, offset, factor, step, beta2, _pollution(row, group, class_name))
+
+
+def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool) -> float | None:
+    if row.beta is None:
+        return None
+    try:
+        beta2 = row.beta(group)
+    except (KeyError, IndexError, TypeError, ValueError):
+        beta2 = math.nan
+    if 0 <= beta2 < 1:
+        return beta2
+    if not needed:
+        return None
+    found = "is missing" if math.isnan(beta2) else f"is {beta2}"
+    raise NoAccumulatorError(
+        f"The decay β₂ of {class_name or row.optimizer} {found}, but must lie in [0, 1) for its bias to be corrected. "
+        "Extract the accumulator as it is stored (--raw, bias_correction=False)."
+    )
+
+
+def _pollution(row: Accumulator, group: Group, class_name: str | None) -> tuple[str, ...]:
+    sentences = list(row.notes)
+    decay = float(group.get("weight_decay") or 0.0)
+    inside = row.l2_inside(group) if callable(row.l2_inside) else row.l2_inside
+    if decay > 0 and inside and class_name != "AdamW":
+        certain = class_name is not None or "decoupled_weight_decay" in group or row.l2_inside is True
+        verb = "holds" if certain else "may hold (Adam and AdamW cannot be told apart in this file)"
+        sentences.append(f"It {verb} the L2 weight decay {decay:g}: the squares of g + {decay:g}·θ.")
+    if group.get("amsgrad"):
+        sentences.append("AMSGrad steps by the running maximum; this is the average itself, not that maximum.")
+    return tuple(sentences)
+
+
+def step_of(state: Mapping[str, Any], group: Group) -> int | None:
+    """Steps that a parameter has seen: its own count, else the one that some optimizers keep in the group."""
+    for place, key in ((state, "step"), (group, "step"), (group, "k")):
+        value = place.get(key)
+        if value is None:
+            continue
+        load = getattr(value, "load", None)
+        try:
+            count = float(load() if callable(load) else value)
+        except (TypeError, ValueError, RuntimeError):
+            continue
+        if math.isfinite(count):
+            return int(count)
+    return None
+
+
+def _one_minus_power(beta: float, step: int) -> float:
+    """1 − βᵗ without cancellation for β near one."""
+    return -math.expm1(step * math.log(beta)) if beta > 0 else 1.0

@@ -1,0 +1,58 @@
+"""Which reader a file or folder belongs to. A new format is one module and one row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import FileError
+from .states import Found, Options
+from .torch_file import read_torch_file
+
+__all__ = ["READERS", "Reader", "read_source"]
+
+
+class Reader(NamedTuple):
+    """One format: how it is recognised, without reading more than a few bytes, and what reads it."""
+
+    name: str
+    accepts: Callable[[Path], bool]
+    read: Callable[[Path, Options], Found]
+
+
+READERS: list[Reader] = [
+    Reader("a folder with a torch optimizer file", lambda path: _optimizer_file(path) is not None, lambda path, options: _in_folder(path)),
+    # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.
+    Reader("torch.save file", Path.is_file, lambda path, options: read_torch_file(path)),
+]  # fmt: skip
+
+
+def read_source(path: Path, options: Options) -> Found:
+    """Finds the format and calls its one reader.
+
+    Raises:
+        FileError: Nothing is there, or it is of no format that is read.
+    """
+    if not path.exists():
+        raise FileError(f"There is no file or folder {path}.")
+    for reader in READERS:
+        if reader.accepts(path):
+            return reader.read(path, options)
+    inside = sorted(p.name for p in path.iterdir())[:6]
+    raise FileError(
+        f"The folder {path} holds no optimizer state of a known format; it has {', '.join(inside) or 'nothing'}. Give the "
+        "folder or file that training saved with the optimizer (a checkpoint, not only the weights)."
+    )
+
+
+def _optimizer_file(folder: Path) -> Path | None:
+    files = [folder / name for name in ("optimizer.pt", "optimizer.bin")]
+    return next((file for file in files if file.is_file()), None)
+
+
+def _in_folder(folder: Path) -> Found:
+    file = _optimizer_file(folder)
+    if file is None:
+        raise FileError(f"The folder {folder} no longer holds an optimizer file.")
+    return read_torch_file(file)

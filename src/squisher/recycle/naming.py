@@ -1,0 +1,216 @@
+"""State index to parameter name, with proof, or a refusal.
+
+An optimizer numbers its parameters in the order of its groups; the names are somewhere else. Every convention that is known
+makes one proposal of how a model's parameters, in registration order, were put into groups. A proposal counts only if it
+fits every group's size and every known shape. If all that count say the same, that is the answer; if they differ, nobody
+can know, and the user is asked. A wrong name is worse than none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import FileError, NamingError
+from .states import Candidate, OptimizerState
+
+__all__ = ["Naming", "clean_names", "given_names", "resolve"]
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Naming:
+    """Names in the optimizer's order, and how they were found."""
+
+    names: list[str]
+    how: str
+
+
+def resolve(
+    optimizer: OptimizerState,
+    sources: Sequence[tuple[str, Sequence[Candidate]]],
+    given: Sequence[str] | None = None,
+    rules: Sequence[tuple[str, Rule]] | None = None,
+) -> Naming:
+    """The names of an optimizer's parameters.
+
+    Args:
+        optimizer: Its entries in its own order.
+        sources: Where names may come from, each with a label and the model's parameters in registration order.
+        given: Names by the user, in the optimizer's order; they win.
+        rules: Grouping conventions to try; by default all that need no knowledge of the framework.
+
+    Raises:
+        NamingError: Nothing fits, or several different answers do.
+    """
+    count = len(optimizer.entries)
+    if given is not None:
+        return Naming(_checked_given(optimizer, given), "given")
+    recorded = [entry.name for entry in optimizer.entries]
+    if count and all(name is not None for name in recorded):
+        names = clean_names([name for name in recorded if name is not None])
+        return Naming(names, "recorded")
+    found: dict[tuple[str, ...], str] = {}
+    for label, candidates in sources:
+        for rule_label, names in _proposals(optimizer, candidates, rules or RULES):
+            found.setdefault(tuple(names), f"convention: {label}, {rule_label}")
+    if len(found) == 1:
+        names_found, how = next(iter(found.items()))
+        return Naming(list(names_found), how)
+    if not found:
+        raise NamingError(_nothing_fits(optimizer, sources))
+    raise NamingError(_several_fit(found))
+
+
+def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
+    """Names by the user: a sequence, or a file with one name a line or a JSON list.
+
+    Raises:
+        FileError: The file cannot be read or holds something else.
+    """
+    if not isinstance(names, (str, os.PathLike)):
+        return list(names)
+    path = Path(names)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise FileError(f"Cannot read the names in {path}: {reason}.") from error
+    if not text.lstrip().startswith("["):
+        return [line.strip() for line in text.splitlines() if line.strip()]
+    try:
+        listed = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} starts like a JSON list of names but is not one: {error}.") from error
+    if not all(isinstance(name, str) for name in listed):
+        raise FileError(f"{path} must be a JSON list of strings: the names in the optimizer's order.")
+    return listed
+
+
+_ANYWHERE = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def clean_names(names: Sequence[str]) -> list[str]:
+    """Names without what wrappers add: `_orig_mod.` and the like anywhere, `module.` where every name begins with it.
+
+    Raises:
+        NamingError: Two names become the same.
+    """
+    clean = [_ANYWHERE.sub("", name) for name in names]
+    while clean and all(name.startswith("module.") for name in clean):
+        clean = [name.removeprefix("module.") for name in clean]
+    _no_duplicates(clean, "after the names of wrappers are removed")
+    return clean
+
+
+def _no_duplicates(names: Sequence[str], when: str) -> None:
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise NamingError(
+                f"The parameter name {name!r} appears twice {when}; every parameter needs a name of its own."
+            )
+        seen.add(name)
+
+
+def _checked_given(optimizer: OptimizerState, given: Sequence[str]) -> list[str]:
+    if len(given) != len(optimizer.entries):
+        raise NamingError(
+            f"{len(given)} names were given, but the optimizer has {len(optimizer.entries)} parameters (groups of "
+            f"{', '.join(map(str, optimizer.group_sizes))}). Give one name each, in the optimizer's order."
+        )
+    _no_duplicates(given, "among the given ones")
+    return list(given)
+
+
+# -- conventions -------------------------------------------------------------------------------------------------------
+
+Rule = Callable[[Candidate], int]
+"""The group that a convention puts a parameter into."""
+
+RULES: list[tuple[str, Rule]] = [
+    ("weights of two or more dimensions first", lambda c: 0 if len(c.shape) >= 2 else 1),
+    ("weights of fewer than two dimensions first", lambda c: 1 if len(c.shape) >= 2 else 0),
+    ("no decay for biases", lambda c: 1 if c.name.endswith("bias") else 0),
+    (
+        "no decay for biases and LayerNorm.weight",
+        lambda c: 1 if "bias" in c.name or "LayerNorm.weight" in c.name else 0,
+    ),
+    ("no decay for biases and norms", lambda c: 1 if re.search(r"bias|norm|(^|\.)ln_", c.name.lower()) else 0),
+]
+
+
+def _proposals(
+    optimizer: OptimizerState, candidates: Sequence[Candidate], rules: Sequence[tuple[str, Rule]]
+) -> Iterable[tuple[str, list[str]]]:
+    shapes = [entry.shape for entry in optimizer.entries]
+    sizes = optimizer.group_sizes
+    groups = "one group" if len(sizes) == 1 else f"{len(sizes)} groups one after the other"
+    for names in _fits(shapes, candidates):
+        yield f"registration order in {groups}", names
+    if len(sizes) != 2:
+        return
+    for label, rule in rules:
+        parts = [[c for c in candidates if rule(c) == k] for k in range(2)]
+        for first in _fits(shapes[: sizes[0]], parts[0]):
+            for second in _fits(shapes[sizes[0] :], parts[1]):
+                yield label, first + second
+
+
+def _fits(shapes: Sequence[Shape | None], candidates: Sequence[Candidate]) -> list[list[str]]:
+    """The ways to find these shapes among the candidates, in order: none, the only one, or two that differ.
+
+    Candidates beyond the optimizer's may be frozen parameters or buffers. A shape that is not known fits anything.
+    """
+    available = [c.shape for c in candidates]
+    left = _greedy(shapes, available)
+    if left is None:
+        return []
+    # There is one way exactly if choosing from the left and choosing from the right give the same.
+    mirrored = _greedy(shapes[::-1], available[::-1]) or []
+    right = [len(available) - 1 - k for k in reversed(mirrored)]
+    return [[candidates[k].name for k in way] for way in ([left] if left == right else [left, right])]
+
+
+def _greedy(shapes: Sequence[Shape | None], available: Sequence[Shape]) -> list[int] | None:
+    chosen = []
+    k = 0
+    for shape in shapes:
+        while k < len(available) and shape is not None and available[k] != shape:
+            k += 1
+        if k == len(available):
+            return None
+        chosen.append(k)
+        k += 1
+    return chosen
+
+
+# -- messages ----------------------------------------------------------------------------------------------------------
+
+_WHAT_SETTLES_IT = (
+    "Give the names in the optimizer's order with --names FILE (names=[...]), or the model with --model; next time build the "
+    "optimizer from model.named_parameters(), which makes torch >= 2.6 record the names."
+)
+
+
+def _nothing_fits(optimizer: OptimizerState, sources: Sequence[tuple[str, Sequence[Candidate]]]) -> str:
+    groups = ", ".join(map(str, optimizer.group_sizes))
+    what = f"The optimizer state numbers its parameters (groups of {groups}) and records no names"
+    if not sources:
+        return f"{what}, and nothing in the source has them. {_WHAT_SETTLES_IT}"
+    tried = "; ".join(f"{label} has {len(candidates)} parameters" for label, candidates in sources)
+    return f"{what}, and no known convention proves them from what is at hand ({tried}). {_WHAT_SETTLES_IT}"
+
+
+def _several_fit(found: dict[tuple[str, ...], str]) -> str:
+    (first, how_first), (second, how_second) = list(found.items())[:2]
+    k = next(k for k, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    return (
+        f"{len(found)} conventions fit the optimizer's groups and shapes but give different names: parameter {k} is "
+        f"{first[k]!r} by «{how_first}» and {second[k]!r} by «{how_second}». {_WHAT_SETTLES_IT}"
+    )

@@ -1,0 +1,422 @@
+"""An optimizer's state as every reader delivers it, and what is made of it: an Importance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import NoAccumulatorError
+from ..importance import Importance, structure_hash
+from ..tensors import CHUNK, TensorSource
+from .accumulators import TABLE, Reading, identify, optimizer_name, reading
+
+__all__ = ["Candidate", "Entry", "Facts", "Found", "OptimizerState", "Options", "assemble", "check_usable", "values"]
+
+
+_EMPTY = (
+    "The optimizer has no state: it has taken no step yet, or it keeps none (SGD without momentum). Extract after training "
+    "with Adam or AdamW, or use squisher.Tracker."
+)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What an optimizer keeps for one parameter.
+
+    Attributes:
+        state: Accumulators and step; tensors in memory, lazy tensors, numbers. Empty if it never had a gradient.
+        group: The hyperparameters of its group.
+        group_number: Which group it is in.
+        name: Its name, where the source records it.
+    """
+
+    state: Mapping[str, Any]
+    group: Mapping[str, Any]
+    group_number: int = 0
+    name: str | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...] | None:
+        """The shape of the parameter, as far as its state tells."""
+        for key in ("exp_avg_sq", "exp_avg", "square_avg", "sum", "variance", "exp_inf", "momentum_buffer"):
+            if _is_tensor(self.state.get(key)):
+                return tuple(self.state[key].shape)
+        for row, column in (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col")):
+            if _is_tensor(self.state.get(row)) and _is_tensor(self.state.get(column)):
+                return _factored_shape(self.state[row].shape, self.state[column].shape)
+        return None
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """One optimizer: its parameters in its own order.
+
+    Attributes:
+        entries: One per parameter, in the order of the groups.
+        class_name: The optimizer's class, where it is known.
+        place: Where in the source it was found, for messages.
+    """
+
+    entries: Sequence[Entry]
+    class_name: str | None = None
+    place: str = ""
+
+    @property
+    def group_sizes(self) -> list[int]:
+        """How many parameters each group has."""
+        sizes: dict[int, int] = {}
+        for entry in self.entries:
+            sizes[entry.group_number] = sizes.get(entry.group_number, 0) + 1
+        return [sizes.get(k, 0) for k in range(max(sizes, default=-1) + 1)]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One parameter of a model, in registration order: what may stand behind a number in the optimizer.
+
+    Attributes:
+        name: Its name in the weight file.
+        shape: Its shape.
+        module: Class names of the module that owns it, its bases included; empty where only a state dict is at hand.
+        live_name: Its name in the running model, where it differs.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    module: tuple[str, ...] = ()
+    live_name: str | None = None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a reader found in a source.
+
+    Attributes:
+        optimizers: Every optimizer state, in order.
+        models: Where names may come from: a label for messages, and the parameters in registration order.
+        facts: Fields of `Facts` that the source proves (batch size, clipping, …).
+    """
+
+    optimizers: Sequence[OptimizerState]
+    models: Sequence[tuple[str, Sequence[Candidate]]] = ()
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user said that a reader may need.
+
+    Attributes:
+        model: Folder or file of the model, where the source is not enough.
+        base_model: Folder of the weights that training started from: what is bit-equal to them was frozen.
+        trainable: A regular expression for the names that were trained.
+        allow_coarse: Whether states of four bits are accepted.
+    """
+
+    model: Path | None = None
+    base_model: Path | None = None
+    trainable: str | None = None
+    allow_coarse: bool = False
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about the training run, beside the state: fields of the provenance.
+
+    Attributes:
+        naming: How names were found.
+        batch_size: Examples per optimizer step, if proven.
+        batch_tokens: Loss-bearing tokens per optimizer step, if known.
+        loss_reduction: How the loss was reduced, if known.
+        unit: What the loss is a mean of, if known.
+        absent: Parameters without a state, and why.
+        tied: Other names of parameters: alias to name.
+        live_names: Name in the running model, where it differs.
+        shapes: Shapes of the model's parameters, where they are known.
+        content: Hash of each weight, where the weights were at hand.
+        pollution: What else is in the squared gradient (clipping, a penalty), in sentences.
+        after_clipping: Whether gradients were clipped before they were squared, if known.
+    """
+
+    naming: str
+    batch_size: float | None = None
+    batch_tokens: float | None = None
+    loss_reduction: str | None = None
+    unit: str | None = None
+    absent: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    live_names: Mapping[str, str] = field(default_factory=dict)
+    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    content: Mapping[str, str] = field(default_factory=dict)
+    pollution: Sequence[str] = ()
+    after_clipping: bool | None = None
+
+
+def assemble(
+    named: Iterable[tuple[str, Entry, str | None]], facts: Facts, *, bias_correction: bool = True, lazy: bool = True
+) -> Importance:
+    """Turns named optimizer states into an importance of kind squisher.
+
+    Args:
+        named: Name, state, and the optimizer's class name where it is known.
+        facts: What else is known.
+        bias_correction: False leaves the accumulators as they are stored.
+        lazy: Read when asked for (files); otherwise a copy is made now (live states, which training overwrites).
+
+    Raises:
+        NoAccumulatorError: No parameter has a usable accumulator.
+        SquisherError: Values that no mean of squares can have.
+    """
+    parts: dict[str, tuple[Reading, list[Any], tuple[int, ...]]] = {}
+    absent = dict(facts.absent)
+    groups: dict[str, dict[str, Any]] = {}
+    first_refusal: NoAccumulatorError | None = None
+    for name, entry, class_name in named:
+        if not entry.state:
+            absent[name] = "no gradient ever reached it"
+            continue
+        try:
+            how = reading(entry.state, entry.group, class_name, bias_correction=bias_correction)
+            sources = [entry.state[key] for key in how.key]
+            shape = _checked_shape(sources, facts.shapes.get(name), how)
+        except NoAccumulatorError as error:
+            first_refusal = first_refusal or error
+            absent[name] = str(error).split(". ")[0]
+            continue
+        parts[name] = (how, sources, shape)
+        groups[name] = _group_record(how, entry.group, class_name)
+    if not parts:
+        raise first_refusal or NoAccumulatorError(_EMPTY)
+    tensors: Mapping[str, Tensor] = Recycled(parts)
+    if not lazy:
+        tensors = {name: values(how, sources) for name, (how, sources, _) in parts.items()}
+    return Importance(
+        tensors,
+        kind="squisher",
+        optimizer=_optimizer_record(groups, parts, facts),
+        steps=_steps({name: how.step for name, (how, _, _) in parts.items()}),
+        unit=facts.unit,
+        loss_reduction=facts.loss_reduction,
+        batch_size=facts.batch_size,
+        batch_tokens=facts.batch_tokens,
+        bias_corrected=bias_correction,
+        dtype_of_source=_dtype_of_source(parts),
+        absent=absent,
+        tied={alias: name for alias, name in facts.tied.items() if name in parts},
+        naming=facts.naming,
+        live_names={name: live for name, live in facts.live_names.items() if name in parts and live != name},
+        model=_model_record(parts, facts),
+    )
+
+
+def check_usable(optimizer: OptimizerState) -> None:
+    """Refuses an optimizer that keeps no squared gradient before anybody asks for the names of its parameters.
+
+    Raises:
+        NoAccumulatorError: No parameter has a usable accumulator.
+    """
+    refusal: NoAccumulatorError | None = None
+    for entry in optimizer.entries:
+        try:
+            identify(entry.state, entry.group, optimizer.class_name)
+        except NoAccumulatorError as error:
+            refusal = refusal or (error if entry.state or _names_itself(entry, optimizer) else None)
+        else:
+            if entry.state:
+                return
+    raise refusal or NoAccumulatorError(_EMPTY)
+
+
+def _names_itself(entry: Entry, optimizer: OptimizerState) -> bool:
+    """Whether a parameter without state still tells by its group which optimizer it belongs to (plain SGD)."""
+    return optimizer.class_name is not None or any(row.matches((), entry.group) for row in TABLE if row.group)
+
+
+def values(how: Reading, sources: Sequence[Any]) -> Tensor:
+    """The importance of one parameter as a new tensor in float32 or better, on the device where its state is."""
+    tensors = [source if isinstance(source, Tensor) else source.load() for source in sources]
+    tensors = [_plain(tensor.detach()) for tensor in tensors]
+    if len(tensors) == 2:
+        stored = _join(*tensors)
+    else:
+        stored = tensors[0].to(torch.promote_types(tensors[0].dtype, torch.float32), copy=True)
+    return _corrected_(stored, how)
+
+
+def _corrected_(stored: Tensor, how: Reading) -> Tensor:
+    if how.offset:
+        stored.sub_(how.offset).clamp_(min=0)  # a sum that never grew may round to just below its start
+    return stored if how.factor == 1.0 else stored.mul_(how.factor)
+
+
+class Recycled(Mapping[str, Tensor]):
+    """Importances computed from stored optimizer states when they are asked for."""
+
+    def __init__(self, parts: Mapping[str, tuple[Reading, list[Any], tuple[int, ...]]]):
+        self._parts = dict(parts)
+
+    def __getitem__(self, name: str) -> Tensor:
+        how, sources, shape = self._parts[name]
+        return values(how, sources).reshape(shape)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of one tensor, without reading it."""
+        return torch.Size(self._parts[name][2])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The data type of the values that come out."""
+        return torch.promote_types(self._parts[name][1][0].dtype, torch.float32)
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat pieces, in order."""
+        how, sources, shape = self._parts[name]
+        numel = math.prod(shape)
+        flat = _flat_reader(sources, shape)
+        for start in range(0, numel, size):
+            piece = flat(start, min(start + size, numel))
+            yield _corrected_(piece.to(torch.promote_types(piece.dtype, torch.float32)), how)
+
+
+def _flat_reader(sources: list[Any], shape: tuple[int, ...]) -> Any:
+    """A function of (start, stop) that gives that flat range as a tensor which may be overwritten."""
+    if len(sources) == 2:
+        row, column = (s if isinstance(s, Tensor) else s.load() for s in sources)
+        return lambda start, stop: _join_range(row, column, shape, start, stop)
+    source = sources[0]
+    if isinstance(source, Tensor):
+        whole = _plain(source.detach()).reshape(-1)
+        return lambda start, stop: whole[start:stop].cpu().clone()
+    return source.read_flat
+
+
+# -- factored second moments: v = row ⊗ column / mean(row), as torch, transformers and timm all reconstruct it ------------
+
+
+def _factored_shape(row: Sequence[int], column: Sequence[int]) -> tuple[int, ...]:
+    if len(row) >= 2 and row[-1] == 1 and len(row) == len(column) and column[-2] == 1:  # torch: (…, r, 1) and (…, 1, c)
+        return (*row[:-1], column[-1])
+    return (*row, column[-1])  # transformers: (…, r) and (…, c)
+
+
+def _row_and_column(row: Tensor, column: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    rows, columns = shape[-2], shape[-1]
+    row, column = row.float().reshape(-1, rows), column.float().reshape(-1, columns)
+    mean = row.mean(-1, keepdim=True)
+    return torch.where(mean > 0, row / mean, torch.zeros_like(row)), column
+
+
+def _join(row: Tensor, column: Tensor) -> Tensor:
+    shape = _factored_shape(row.shape, column.shape)
+    row, column = _row_and_column(row, column, shape)
+    return (row[:, :, None] * column[:, None, :]).reshape(shape)
+
+
+def _join_range(row: Tensor, column: Tensor, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
+    row, column = _row_and_column(row, column, shape)
+    rows, columns = shape[-2], shape[-1]
+    first, last = start // columns, -(-stop // columns)
+    pieces = [row[k // rows, k % rows] * column[k // rows] for k in range(first, last)]
+    return torch.cat(pieces)[start - first * columns : stop - first * columns]
+
+
+def _checked_shape(sources: Sequence[Any], expected: Sequence[int] | None, how: Reading) -> tuple[int, ...]:
+    for key, source in zip(how.key, sources, strict=True):
+        if not _is_tensor(source):
+            raise NoAccumulatorError(f"Its {key} is a {type(source).__name__}, not a tensor")
+    shapes = [tuple(source.shape) for source in sources]
+    shape = _factored_shape(*shapes) if len(shapes) == 2 else shapes[0]
+    if expected is not None and shape != tuple(expected):
+        raise NoAccumulatorError(
+            f"Its {how.key[0]} has the shape {shape}, but the parameter has {tuple(expected)}: not a value per weight"
+        )
+    return shape
+
+
+def _plain(tensor: Any) -> Tensor:
+    """A tensor of its own, whatever it was sharded over (every process must take part)."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, (Tensor, TensorSource))
+
+
+# -- provenance --------------------------------------------------------------------------------------------------------
+
+
+def _group_record(how: Reading, group: Mapping[str, Any], class_name: str | None) -> dict[str, Any]:
+    record = {
+        "class": optimizer_name(how.accumulator, group, class_name),
+        "key": " ".join(how.key),
+        "meaning": how.accumulator.meaning,
+        "beta2": how.beta2,
+        "eps": _number(group.get("eps")),
+        "weight_decay": _number(group.get("weight_decay")),
+        "amsgrad": bool(group["amsgrad"]) if "amsgrad" in group else None,
+        "pollution": list(how.pollution),
+    }
+    return {key: value for key, value in record.items() if value is not None}
+
+
+def _optimizer_record(groups: Mapping[str, dict[str, Any]], parts: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    distinct: dict[str, tuple[dict[str, Any], list[str]]] = {}
+    for name, record in groups.items():
+        distinct.setdefault(repr(record), (record, []))[1].append(name)
+    records = list(distinct.values())
+    first = records[0][0]
+    common = {k: v for k, v in first.items() if all(r.get(k) == v for r, _ in records)}
+    sentences = [s for record, _ in records for s in record["pollution"]] + list(facts.pollution)
+    common["pollution"] = list(dict.fromkeys(sentences))
+    if facts.after_clipping is not None:
+        common["after_clipping"] = facts.after_clipping
+    if len(records) > 1:
+        common["groups"] = [
+            {**{k: v for k, v in record.items() if k not in common or k == "pollution"}, "parameters": names}
+            for record, names in records
+        ]
+    return common
+
+
+def _steps(steps: Mapping[str, int | None]) -> dict[str, Any] | None:
+    known = [step for step in steps.values() if step is not None]
+    if not known:
+        return None
+    out: dict[str, Any] = {"min": min(known), "max": max(known)}
+    if len(set(steps.values())) > 1:
+        out["per_parameter"] = dict(steps)
+    return out
+
+
+def _dtype_of_source(parts: Mapping[str, tuple[Reading, list[Any], tuple[int, ...]]]) -> str:
+    # A quantised source says how it was stored; its own dtype is what it gives out.
+    stored = [getattr(sources[0], "stored_as", None) or sources[0].dtype for _, sources, _ in parts.values()]
+    names = {str(kind).removeprefix("torch.") for kind in stored}
+    return ", ".join(sorted(names))
+
+
+def _model_record(parts: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+    shapes = facts.shapes or {name: shape for name, (_, _, shape) in parts.items()}
+    record: dict[str, Any] = {"structure": structure_hash(shapes)}
+    if facts.content:
+        record["content"] = dict(facts.content)
+    return record
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.item()
+    if isinstance(value, (list, tuple)):
+        return [_number(v) for v in value]
+    return value if isinstance(value, (int, float)) else None
