@@ -1,0 +1,280 @@
+"""model + data -> Importance: the Fisher diagonal, measured.
+
+`fisher` walks the data. What is squared is decided in `likelihood`, how gradients are found one example at a time in `loop`
+(the definition) and all at once in `capture` (the fast engine, which proves itself against the loop).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from .. import ranks
+from ..errors import NamingError, SquisherError, near
+from ..importance import Importance, structure_hash
+from ..tensors import LiveParameter, live_parameters
+from .batches import Batch, batches_of, parse
+from .likelihood import Objective, objective_for
+from .loop import add_squares, add_squares_of_batch
+from .preserved import eager_original, preserved
+
+__all__ = ["fisher"]
+
+Parameters = str | re.Pattern[str] | Iterable[str] | Callable[[str], bool]
+
+
+def fisher(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    likelihood: str | Callable[[nn.Module, Any], Tensor] = "auto",
+    labels: str = "data",
+    per: str = "example",
+    unit: str | None = None,
+    draws: int = 1,
+    parameters: Parameters | None = None,
+    max_examples: int | None = None,
+    dtype: torch.dtype = torch.float32,
+    standard_error: bool = False,
+    eval_mode: bool = True,
+    seed: int = 0,
+    progress: Callable[[int, int | None], None] | None = None,
+    method: str = "auto",
+    shift: int | None = None,
+) -> Importance:
+    """The diagonal of the Fisher information of a model on data, as a mean over examples.
+
+    With several processes (torchrun) every process gets the same model and the same batches, takes every world-th batch, and
+    returns the same result.
+
+    Args:
+        model: any module; wrappers (compiled, data parallel) are looked through. Nothing about it is changed.
+        batches: an iterable of mappings (`model(**batch)`, labels under "labels"), pairs (inputs, labels), or inputs alone.
+        likelihood: "categorical", "tokens", "bernoulli", "gaussian" (σ = 1), a function `(model, batch) -> losses` with one
+            loss per example, or "auto": what a Hugging Face model says, otherwise categorical. Losses are summed over the
+            outputs or positions of an example; the label -100 is ignored.
+        labels: "data" (the empirical Fisher), "sampled" from the model (unbiased for the Fisher) or "exact" (the Fisher).
+        per: "example" squares the gradient of each example; "batch" that of each whole batch, at the price of one plain
+            backward (with sampled labels it is unbiased for the Fisher at any batch size).
+        unit: for tokens, "sequence" (default) squares a sequence's summed gradient, "token" that of each token.
+        draws: sampled labels for each example.
+        parameters: which ones: a regular expression, names, or a function of the name. By default the trainable ones.
+        max_examples: stop after this many.
+        dtype: of the result, and at least of the sums.
+        standard_error: also estimate, from the spread between batches, how far each parameter's mean is from its limit.
+        eval_mode: measure in evaluation mode, as papers do; False keeps the mode of every module.
+        seed: of sampled labels, which are a function of (seed, index of the example in the stream, position).
+        progress: called after every batch with the examples done and, if known, their number.
+        method: "auto" computes what it can for all examples at once, proves it against the loop, and leaves the rest to
+            the loop; "hooks" raises where something would be left to the loop; "loop" is the definition.
+        shift: for tokens, how far labels lie behind outputs (1 for causal language models); None asks the model.
+
+    Returns:
+        An importance of kind "fisher", whose provenance says what was computed how (`provenance.extra["coverage"]`).
+
+    Raises:
+        SquisherError: if a batch, the model's outputs or a setting do not fit.
+    """
+    if method not in ("auto", "hooks", "loop"):
+        raise SquisherError(f"method={method!r} is not known; expected 'auto', 'hooks' or 'loop'.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype == torch.float16:
+        raise SquisherError(f"dtype={dtype} cannot hold squared gradients; use torch.float32, float64 or bfloat16.")
+    if max_examples is not None and max_examples < 1:
+        raise SquisherError(f"max_examples={max_examples}: expected a positive number or None.")
+    model = eager_original(model)
+    objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift)
+    chosen, absent = _choose(model, parameters)
+    if not eval_mode and per == "example":
+        _refuse_batch_statistics(model)
+    by_name: dict[str, Tensor] = {p.name: p.parameter for p in chosen}
+    sums = {name: torch.zeros_like(p, dtype=_sum_dtype(p, dtype)) for name, p in by_name.items()}
+    spread = _Spread(sums) if standard_error else None
+    engine: _Engine
+    count = _Count()
+    failure: BaseException | None = None
+    try:
+        with preserved(model, eval_mode):
+            engine = _engine(method, per, model, objective, by_name)
+            for batch, index, mine in _stream(batches, model, max_examples):
+                if mine:
+                    units = engine.add(sums, batch, index)
+                    count.units += units
+                    if spread is not None:
+                        spread.add(sums, units)
+                count.examples += batch.size
+                if progress is not None:
+                    progress(count.examples, max_examples)
+    except (Exception, KeyboardInterrupt) as error:
+        failure = error
+    ranks.agree(failure)
+    if not count.examples:
+        raise SquisherError("There are no batches: nothing was measured. An iterator can be used once only.")
+    coverage = _merged(ranks.gather(engine.coverage))
+    units = sum(ranks.gather(count.units))
+    if not units:
+        raise SquisherError("No position counts: every label is -100 or masked, so there is nothing to measure.")
+    ranks.sum_in_place(sums.values())
+    relative = spread.relative(sums, units) if spread is not None else None
+    with torch.no_grad():
+        # As examples are counted, also where tokens are the unit: what a mean is over is in `unit`.
+        values = {name: s.div_(units).to(dtype) for name, s in sums.items()}
+    return Importance(
+        values,
+        kind="fisher",
+        estimator={"labels": labels, "per": per, "draws": draws, "likelihood": _name_of(objective)},
+        unit=objective.unit,
+        examples=count.examples,
+        dtype_of_source=_dtypes(by_name.values()),
+        absent=absent,
+        tied={alias: p.name for p in chosen for alias in p.aliases},
+        live_names={p.name: p.live_name for p in chosen if p.live_name != p.name},
+        naming="recorded",
+        model={"structure": structure_hash({p.name: tuple(p.parameter.shape) for p in live_parameters(model)})},
+        coverage=coverage,
+        **({"standard_error": relative} if relative is not None else {}),
+        **({"tokens": units} if objective.unit == "token" else {}),
+        **({"seed": seed} if labels == "sampled" else {}),
+    )
+
+
+class _Engine(Protocol):
+    coverage: dict[str, Any]
+
+    def add(self, sums: Mapping[str, Tensor], batch: Batch, index: Tensor) -> int: ...
+
+
+class _Loop:
+    """The definition as an engine."""
+
+    def __init__(self, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor], per: str):
+        self.model, self.objective, self.parameters = model, objective, parameters
+        self.one = add_squares if per == "example" else add_squares_of_batch
+        self.coverage: dict[str, Any] = {"method": "loop"}
+
+    def add(self, sums: Mapping[str, Tensor], batch: Batch, index: Tensor) -> int:
+        return self.one(sums, self.model, batch, index, self.objective, self.parameters)
+
+
+class _Count:
+    examples = 0
+    units = 0
+
+
+def _engine(method: str, per: str, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor]) -> _Engine:
+    return _Loop(model, objective, parameters, per)
+
+
+def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParameter], dict[str, str]]:
+    """The parameters to measure, and why the others are not."""
+    live = live_parameters(model)
+    names = {name: p for p in live for name in (p.name, p.live_name, *p.aliases)}
+    if wanted is None:
+        accept = {p.name for p in live if p.parameter.requires_grad}
+        why = "frozen (requires_grad is False)"
+    else:
+        why = "not asked for"
+        if isinstance(wanted, (str, re.Pattern)):
+            try:
+                accept = {p.name for name, p in names.items() if re.search(wanted, name)}
+            except re.error as error:
+                raise SquisherError(f"parameters={wanted!r} is not a regular expression: {error}.") from error
+        elif callable(wanted):
+            accept = {p.name for p in live if wanted(p.name)}
+        else:
+            accept = set()
+            for name in wanted:
+                if name not in names:
+                    raise NamingError(f"The model has no parameter {name!r}.{near(name, names)}")
+                accept.add(names[name].name)
+    chosen, absent = [], {}
+    for p in live:
+        if p.name not in accept:
+            absent[p.name] = why
+        elif not p.parameter.is_floating_point():
+            absent[p.name] = f"not a floating-point tensor ({p.parameter.dtype})"
+        else:
+            chosen.append(p)
+    if not chosen:
+        raise SquisherError(
+            f"There is no parameter to measure: the model has {len(live)}, and none is "
+            + ("trainable; choose some with parameters=..." if wanted is None else f"chosen by parameters={wanted!r}.")
+        )
+    return chosen, absent
+
+
+def _stream(batches: Iterable[Any], model: nn.Module, max_examples: int | None) -> Iterator[tuple[Batch, Tensor, bool]]:
+    """Batches with the position of their examples in the stream, and whether this process takes them."""
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    seen = 0
+    for number, raw in enumerate(batches_of(batches)):
+        batch = parse(raw, model, device)
+        if batch.size == 0:
+            continue
+        if max_examples is not None:
+            batch = batch.take(0, min(batch.size, max_examples - seen))
+        yield batch, torch.arange(seen, seen + batch.size), number % ranks.world() == ranks.rank()
+        seen += batch.size
+        if max_examples is not None and seen >= max_examples:
+            return  # without asking for the next batch
+
+
+def _refuse_batch_statistics(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise SquisherError(
+                f"{name!r} normalises with the statistics of the batch in training mode, so an example has no gradient of its "
+                "own. Use eval_mode=True, put it into evaluation mode, or use per='batch'."
+            )
+
+
+def _sum_dtype(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(torch.promote_types(parameter.dtype, torch.float32), dtype)
+
+
+def _dtypes(parameters: Iterable[Tensor]) -> str:
+    return "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
+
+
+def _name_of(objective: Objective) -> str:
+    return objective.likelihood if isinstance(objective.likelihood, str) else "function"
+
+
+def _merged(coverages: list[dict[str, Any]]) -> dict[str, Any]:
+    """One coverage for all processes: what any of them left to the loop is named."""
+    whole: dict[str, Any] = {}
+    for coverage in coverages:
+        for key, value in coverage.items():
+            whole[key] = {**whole.get(key, {}), **value} if isinstance(value, dict) else value
+    return whole
+
+
+class _Spread:
+    """Relative standard error of each parameter's total, from the differences between batches.
+
+    With batch means m_k over n_k units and F = Σ n_k m_k / N, the variance of F is about K/(K−1) Σ (n_k/N)² (m_k − F)². Only
+    sums over batches are kept, so that processes can add theirs.
+    """
+
+    def __init__(self, sums: Mapping[str, Tensor]):
+        self.names = list(sums)
+        self.before = torch.zeros(len(sums), dtype=torch.float64)
+        self.sums = torch.zeros(4, len(sums), dtype=torch.float64)  # K, Σ n², Σ n·(n m), Σ (n m)²
+
+    def add(self, sums: Mapping[str, Tensor], units: int) -> None:
+        now = torch.stack([sums[name].sum(dtype=torch.float64).cpu() for name in self.names])
+        part, self.before = now - self.before, now
+        self.sums += torch.stack([torch.ones_like(part), torch.full_like(part, units**2), units * part, part**2])
+
+    def relative(self, sums: Mapping[str, Tensor], units: int) -> dict[str, float | None]:
+        ranks.sum_in_place([self.sums])
+        total = torch.stack([sums[name].sum(dtype=torch.float64).cpu() for name in self.names])
+        mean = total / units
+        batches, squares, cross, parts = self.sums
+        spread = (parts - 2 * mean * cross + mean**2 * squares).clamp(min=0)
+        error = (batches / (batches - 1) * spread).sqrt() / total
+        return {n: float(e) if math.isfinite(e) else None for n, e in zip(self.names, error.tolist(), strict=True)}

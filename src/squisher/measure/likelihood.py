@@ -1,0 +1,441 @@
+"""What p(y | x) is: categorical, tokens, Bernoulli, Gaussian. Signs, sums and scales live only here.
+
+An `Objective` turns the outputs of a model into what the two engines need. The loop squares the gradients of its `terms`,
+scalars written down as the definition has them. The fast engine starts backward passes from its `columns`, gradients with
+respect to the outputs in closed form. Both describe the same quantity, one example at a time:
+
+    Fisher of example n = Σ over terms of (∇ term_n)² = Σ over columns of (Jᵀ column_n)².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..errors import SquisherError, near
+from .batches import Batch
+from .sampling import categories, normals, uniforms
+
+__all__ = ["IGNORED", "KINDS", "LABELS", "Objective", "Outputs", "objective_for"]
+
+KINDS = ("categorical", "tokens", "bernoulli", "gaussian")
+LABELS = ("data", "sampled", "exact")
+IGNORED = -100
+MOST_COLUMNS = 1000
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a model said about a batch, in one layout.
+
+    Attributes:
+        values: (examples, positions, classes) for categorical and tokens, (examples, positions) for bernoulli and
+            gaussian, (examples,) losses for a function; attached to the graph.
+        targets: (examples, positions), or None where there are no labels.
+        mask: (examples, positions), True where a position counts.
+    """
+
+    values: Tensor
+    targets: Tensor | None
+    mask: Tensor
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which Fisher: the likelihood, where labels come from, and what is squared."""
+
+    likelihood: str | Callable[[nn.Module, Any], Tensor]
+    labels: str = "data"
+    unit: str = "example"
+    draws: int = 1
+    seed: int = 0
+    shift: int | None = 0
+
+    # -- from a batch to outputs ---------------------------------------------------------------------------------------
+
+    def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
+        """Run the model and bring outputs and labels into one layout."""
+        if callable(self.likelihood):
+            losses = self.likelihood(model, batch.raw)
+            if not isinstance(losses, Tensor) or losses.shape != (batch.size,):
+                found = f"shape {tuple(losses.shape)}" if isinstance(losses, Tensor) else type(losses).__name__
+                raise SquisherError(
+                    f"The likelihood function returned {found} for a batch of {batch.size} examples. Expected one loss per "
+                    f"example, of shape ({batch.size},): do not reduce over the batch."
+                )
+            return Outputs(losses, None, torch.ones(batch.size, 1, dtype=torch.bool, device=losses.device))
+        logits = _logits(model(*batch.args, **batch.kwargs))
+        # Half-precision logits are turned into probabilities in single precision.
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if logits.dim() == 0 or logits.shape[0] != batch.size:
+            raise SquisherError(
+                f"The model returned outputs of shape {tuple(logits.shape)} for a batch of {batch.size} examples; the first "
+                "dimension must be the example."
+            )
+        if self.labels == "data" and batch.labels is None:
+            raise SquisherError(
+                "labels='data' needs labels, and a batch has none. Give (inputs, labels) or a mapping with 'labels', or "
+                "use labels='sampled' or 'exact'."
+            )
+        if self.likelihood in ("categorical", "tokens"):
+            return self._classes(logits, batch)
+        return self._reals(logits, batch)
+
+    def _classes(self, logits: Tensor, batch: Batch) -> Outputs:
+        labels = batch.labels
+        if logits.dim() < 2:
+            raise SquisherError(
+                f"The likelihood '{self.likelihood}' needs one output per class, and the model returned the shape "
+                f"{tuple(logits.shape)}. For one output per example use 'bernoulli' or 'gaussian'."
+            )
+        if labels is not None:
+            if labels.is_floating_point():
+                raise SquisherError(
+                    f"The likelihood '{self.likelihood}' needs class indices as labels, and they are {labels.dtype}. Use "
+                    "likelihood='gaussian' for regression, 'bernoulli' for several yes/no outputs."
+                )
+            if labels.dim() > 1 and labels.shape != logits.shape[:-1]:
+                if labels.shape == (logits.shape[0], *logits.shape[2:]):
+                    logits = logits.movedim(1, -1)  # torch's layout for images: classes second
+                elif labels.dim() == logits.dim() and labels.shape[1] == 1 and logits.dim() == 2:
+                    labels = labels[:, 0]
+            if labels.shape != logits.shape[:-1]:
+                raise SquisherError(
+                    f"Labels of shape {tuple(labels.shape)} do not fit outputs of shape {tuple(logits.shape)}: expected "
+                    f"{tuple(logits.shape[:-1])}, one class index for each row of outputs."
+                )
+            labels = labels.long()
+        values = logits.reshape(logits.shape[0], -1, logits.shape[-1])
+        if labels is not None:
+            targets = labels.reshape(labels.shape[0], -1)
+            kept = targets[targets != IGNORED]
+            if kept.numel() and (kept.min() < 0 or kept.max() >= values.shape[2]):
+                raise SquisherError(
+                    f"Labels lie between {int(kept.min())} and {int(kept.max())}, and the model has {values.shape[2]} "
+                    f"classes: expected 0 to {values.shape[2] - 1}, or {IGNORED} for 'ignore'."
+                )
+            mask = targets != IGNORED
+        else:
+            targets = None
+            given = batch.kwargs.get("attention_mask") if self.likelihood == "tokens" else None
+            if isinstance(given, Tensor) and given.shape == values.shape[:2]:
+                mask = given.bool()
+            else:
+                mask = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
+        shift = self._shift(batch)
+        if shift:
+            # Output t is about label t + 1. Padding the labels rather than slicing the outputs saves a copy of the outputs.
+            mask = F.pad(mask[:, shift:], (0, shift), value=False)
+            targets = None if targets is None else F.pad(targets[:, shift:], (0, shift), value=IGNORED)
+        return Outputs(values, targets, mask)
+
+    def _shift(self, batch: Batch) -> int:
+        if self.likelihood != "tokens":
+            return 0
+        if self.shift is not None:
+            return self.shift
+        ids = batch.kwargs.get("input_ids")
+        same = isinstance(ids, Tensor) and batch.labels is not None and ids.shape == batch.labels.shape
+        if same and bool(((ids == batch.labels) | (batch.labels == IGNORED)).all()):  # type: ignore[union-attr]
+            raise SquisherError(
+                "The labels of a batch equal its input_ids, and nothing says whether this model predicts the next token. "
+                "Give shift=1 (a causal language model: output t is about label t + 1) or shift=0 (labels lie where outputs do)."
+            )
+        return 0
+
+    def _reals(self, outputs: Tensor, batch: Batch) -> Outputs:
+        values = outputs.reshape(outputs.shape[0], -1)
+        if batch.labels is None:
+            return Outputs(values, None, torch.ones_like(values, dtype=torch.bool))
+        if batch.labels.numel() != values.numel() or batch.labels.shape[0] != values.shape[0]:
+            raise SquisherError(
+                f"Labels of shape {tuple(batch.labels.shape)} do not fit outputs of shape {tuple(outputs.shape)}: the "
+                f"likelihood '{self.likelihood}' needs one number for each output."
+            )
+        targets = batch.labels.reshape(values.shape).to(values.dtype)
+        if self.likelihood == "gaussian":
+            return Outputs(values, targets, torch.ones_like(values, dtype=torch.bool))
+        mask = targets != IGNORED
+        if bool((mask & ((targets < 0) | (targets > 1))).any()):
+            raise SquisherError("The likelihood 'bernoulli' needs labels between 0 and 1 (or -100 for 'ignore').")
+        return Outputs(values, targets, mask)
+
+    def units(self, outputs: Outputs) -> int:
+        """How many things the mean is over: examples, or tokens that count."""
+        return int(outputs.mask.sum()) if self.unit == "token" else outputs.values.shape[0]
+
+    # -- the definition ------------------------------------------------------------------------------------------------
+
+    def terms(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
+        """Scalars of shape (examples,) whose squared gradients sum to the Fisher of each example.
+
+        Args:
+            outputs: of `outputs`.
+            index: where each example is in the stream; sampled labels depend on it.
+        """
+        if callable(self.likelihood):
+            yield outputs.values
+        elif self.labels == "exact":
+            yield from self._exact_terms(outputs)
+        else:
+            for draw in range(self.draws if self.labels == "sampled" else 1):
+                targets = outputs.targets if self.labels == "data" else self.sample(outputs, index, draw)
+                losses = self._losses(outputs, targets) * self.draws**-0.5
+                if self.unit == "token":
+                    yield from losses.unbind(1)
+                else:
+                    yield losses.sum(1)
+
+    def _losses(self, outputs: Outputs, targets: Tensor | None) -> Tensor:
+        """Negative log-likelihood of every position, 0 where it does not count."""
+        values = outputs.values
+        if targets is None:
+            raise SquisherError("There are no labels.")
+        if self.likelihood == "gaussian":
+            return 0.5 * (values - targets) ** 2
+        if self.likelihood == "bernoulli":
+            losses = F.binary_cross_entropy_with_logits(values, targets.clamp(0, 1), reduction="none")
+            return losses * outputs.mask
+        losses = F.cross_entropy(values.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+        return losses.view(values.shape[:2])
+
+    def _exact_terms(self, outputs: Outputs) -> Iterator[Tensor]:
+        values = outputs.values
+        self._refuse_many(outputs)
+        # Outputs and positions are independent given x, so the square of their sum has no cross terms in expectation.
+        for position in range(values.shape[1]):
+            counts = outputs.mask[:, position]
+            if self.likelihood == "gaussian":
+                yield values[:, position] * counts
+                continue
+            if self.likelihood == "bernoulli":
+                logs = torch.stack([F.logsigmoid(values[:, position]), F.logsigmoid(-values[:, position])], 1)
+            else:
+                logs = values[:, position].log_softmax(1)
+            weights = logs.detach().exp().sqrt()
+            for label in range(logs.shape[1]):
+                yield weights[:, label] * logs[:, label] * counts
+
+    # -- closed forms --------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def columns(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
+        """Gradients with respect to `outputs.values` (possibly the same memory again) that stand for the terms."""
+        if callable(self.likelihood):
+            yield torch.ones_like(outputs.values)
+        elif self.labels == "exact":
+            yield from self._exact_columns(outputs)
+        elif self.labels == "data":
+            yield from self._per_unit(self._gradient(outputs, outputs.targets))
+        else:
+            for draw in range(self.draws):
+                column = self._sampled_gradient(outputs, index, draw)
+                yield from self._per_unit(column.mul_(self.draws**-0.5) if self.draws > 1 else column)
+
+    def _per_unit(self, column: Tensor) -> Iterator[Tensor]:
+        if self.unit != "token":
+            yield column
+            return
+        for position in range(column.shape[1]):
+            if column[:, position].any():
+                one = torch.zeros_like(column)
+                one[:, position] = column[:, position]
+                yield one
+
+    def _gradient(self, outputs: Outputs, targets: Tensor | None) -> Tensor:
+        if targets is None:
+            raise SquisherError("There are no labels.")
+        values = outputs.values
+        if self.likelihood == "gaussian":
+            return values - targets
+        if self.likelihood == "bernoulli":
+            return (values.sigmoid() - targets).masked_fill_(~outputs.mask, 0.0)
+        return _minus_one_hot(values.softmax(2), targets, outputs.mask)
+
+    def _sampled_gradient(self, outputs: Outputs, index: Tensor, draw: int) -> Tensor:
+        if self.likelihood not in ("categorical", "tokens"):
+            return self._gradient(outputs, self.sample(outputs, index, draw))
+        # The probabilities that labels are drawn from become the gradient: one tensor of the size of the outputs.
+        p = outputs.values.softmax(2)
+        return _minus_one_hot(p, self._draw_classes(p, outputs, index, draw), outputs.mask)
+
+    def _exact_columns(self, outputs: Outputs) -> Iterator[Tensor]:
+        values = outputs.values
+        self._refuse_many(outputs)
+        column = torch.zeros_like(values)
+        if self.likelihood in ("gaussian", "bernoulli"):
+            p = values.sigmoid()
+            sizes = torch.ones_like(values) if self.likelihood == "gaussian" else (p * (-values).sigmoid()).sqrt()
+            sizes = sizes * outputs.mask
+            for position in range(values.shape[1]):
+                yield column.zero_().index_copy_(
+                    1, torch.tensor([position], device=column.device), sizes[:, position, None]
+                )
+            return
+        # Cholesky factor of diag(p) − ppᵀ, in closed form from the tail sums of p; its last column is zero. Nothing is
+        # subtracted from 1, so it is accurate where a class has nearly all the probability.
+        p = values.softmax(2) * outputs.mask[:, :, None]
+        tail = p.flip(2).cumsum(2).flip(2)
+        tiny = torch.finfo(p.dtype).tiny
+        for position in range(values.shape[1]):
+            for k in range(values.shape[2] - 1):
+                here, rest, pk = tail[:, position, k], tail[:, position, k + 1], p[:, position, k]
+                ratio = (pk / (here * rest).clamp(min=tiny)).sqrt() * (rest > 0)
+                column.zero_()
+                column[:, position, k + 1 :] = -p[:, position, k + 1 :] * ratio[:, None]
+                column[:, position, k] = rest * ratio
+                yield column
+
+    # -- labels from the model -----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def sample(self, outputs: Outputs, index: Tensor, draw: int) -> Tensor:
+        """Labels drawn from the model, in the layout of targets."""
+        values = outputs.values.detach()
+        if self.likelihood in ("categorical", "tokens"):
+            return self._draw_classes(values.softmax(2), outputs, index, draw)
+        if self.likelihood == "gaussian":
+            noise = normals(self.seed, index, draw, values.shape[1])
+            return values + noise.to(values.device, values.dtype)
+        drawn = uniforms(self.seed, index, draw, values.shape[1]).to(values.device) < values.double().sigmoid()
+        return torch.where(outputs.mask, drawn.to(values.dtype), float(IGNORED))
+
+    def _draw_classes(self, p: Tensor, outputs: Outputs, index: Tensor, draw: int) -> Tensor:
+        uniform = uniforms(self.seed, index, draw, p.shape[1])
+        drawn = categories(p.flatten(0, 1), uniform.flatten()).view(p.shape[:2])
+        return torch.where(outputs.mask, drawn, IGNORED)
+
+    def _refuse_many(self, outputs: Outputs) -> None:
+        columns = outputs.values[0].numel()
+        if columns > MOST_COLUMNS:
+            raise SquisherError(
+                f"labels='exact' needs one backward pass per class and output, and this model has {columns} of them (at "
+                f"most {MOST_COLUMNS} are done). Use labels='sampled': it estimates the same Fisher without bias."
+            )
+
+
+def _minus_one_hot(p: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
+    """P minus the one-hot targets, in place; zero where the mask is False."""
+    index = targets.clamp(min=0)[:, :, None]
+    p.scatter_add_(2, index, torch.full_like(index, -1, dtype=p.dtype))
+    if not bool(mask.all()):
+        p.masked_fill_(~mask[:, :, None], 0.0)
+    return p
+
+
+def _logits(output: Any) -> Tensor:
+    if isinstance(output, Tensor):
+        return output
+    found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if found is None and isinstance(output, (tuple, list)) and output:
+        found = output[0]
+    if not isinstance(found, Tensor):
+        raise SquisherError(
+            f"The model returned a {type(output).__name__} without logits. Expected a tensor, a tuple that starts with one, "
+            "or something with `.logits`; otherwise give a function (model, batch) -> losses, one per example, as likelihood."
+        )
+    return found
+
+
+def objective_for(
+    model: nn.Module,
+    likelihood: str | Callable[[nn.Module, Any], Tensor] = "auto",
+    labels: str = "data",
+    per: str = "example",
+    unit: str | None = None,
+    draws: int = 1,
+    seed: int = 0,
+    shift: int | None = None,
+) -> Objective:
+    """Check what the user asked for, and fill in what the model says about itself.
+
+    Args:
+        model: asked for its Hugging Face configuration, if it has one.
+        likelihood: a kind, "auto", or a function.
+        labels: "data", "sampled" or "exact".
+        per: "example" or "batch".
+        unit: "example", "sequence" or "token"; None for the likelihood's own.
+        draws: how many sampled labels for each example.
+        seed: of sampled labels.
+        shift: how far labels lie behind outputs; None asks the model.
+
+    Returns:
+        The objective.
+
+    Raises:
+        SquisherError: for anything unknown or refused.
+    """
+    if not callable(likelihood):
+        _one_of("likelihood", likelihood, ("auto", *KINDS))
+    _one_of("labels", labels, LABELS)
+    _one_of("per", per, ("example", "batch"))
+    if callable(likelihood):
+        if labels != "data":
+            raise SquisherError(f"A function as likelihood knows its own labels; labels={labels!r} needs a named one.")
+        kind: str | Callable[[nn.Module, Any], Tensor] = likelihood
+    else:
+        kind = likelihood if likelihood != "auto" else _kind_of(model)
+    if kind == "tokens" and labels == "exact":
+        raise SquisherError(
+            "labels='exact' is not done for tokens (one backward pass per position and token of the vocabulary). Use "
+            "labels='sampled': it estimates the same Fisher without bias."
+        )
+    if per == "batch" and labels == "exact":
+        raise SquisherError("per='batch' with labels='exact' has no meaning; use labels='sampled'.")
+    units = ("sequence", "token") if kind == "tokens" else ("example",)
+    unit = units[0] if unit is None else unit
+    if unit not in units:
+        raise SquisherError(
+            f"unit={unit!r} does not fit the likelihood {kind if isinstance(kind, str) else 'function'!r}; expected "
+            f"{' or '.join(map(repr, units))}."
+        )
+    if per == "batch" and unit == "token":
+        raise SquisherError("per='batch' squares the gradient of a whole batch; unit='token' has no meaning there.")
+    if not isinstance(draws, int) or draws < 1 or (draws > 1 and labels != "sampled"):
+        raise SquisherError(
+            f"draws={draws!r} with labels={labels!r}: expected a positive number, above 1 only with labels='sampled'."
+        )
+    return Objective(kind, labels, unit, draws, seed, _shift_of(model) if shift is None else shift)
+
+
+def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise SquisherError(
+            f"{name}={value!r} is not known; expected {', '.join(map(repr, allowed))}.{near(str(value), allowed)}"
+        )
+
+
+def _loss_type(model: nn.Module) -> str:
+    return str(getattr(model, "loss_type", None) or type(model).__name__)
+
+
+def _kind_of(model: nn.Module) -> str:
+    """The likelihood that a Hugging Face model is trained with; categorical for anything else."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return "categorical"
+    problem = getattr(config, "problem_type", None)
+    if problem in ("regression", "multi_label_classification"):
+        return "gaussian" if problem == "regression" else "bernoulli"
+    name = type(model).__name__
+    if "ForSequenceClassification" in name and getattr(config, "num_labels", 2) == 1:
+        return "gaussian"
+    marks = ("CausalLM", "LMHead", "MaskedLM", "ForConditionalGeneration", "ForPreTraining", "Seq2SeqLM")
+    return "tokens" if any(mark in name for mark in marks) else "categorical"
+
+
+def _shift_of(model: nn.Module) -> int | None:
+    """1 where output t is about label t + 1, 0 where it is about label t, None where the model does not say."""
+    config = getattr(model, "config", None)
+    if config is None or not hasattr(config, "to_dict"):
+        return None
+    if getattr(config, "is_encoder_decoder", False):
+        return 0
+    names = (type(model).__name__, _loss_type(model))
+    causal = any(mark in name for name in names for mark in ("CausalLM", "LMHead", "ForConditionalGeneration"))
+    return int(causal and "MaskedLM" not in type(model).__name__)

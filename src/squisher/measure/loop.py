@@ -1,0 +1,91 @@
+"""One example at a time: the definition of the Fisher diagonal, the oracle of the fast engine, and its fallback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from .batches import Batch
+from .likelihood import Objective
+
+__all__ = ["add_squares", "add_squares_of_batch"]
+
+
+def add_squares(
+    sums: Mapping[str, Tensor],
+    model: nn.Module,
+    batch: Batch,
+    index: Tensor,
+    objective: Objective,
+    parameters: Mapping[str, Tensor],
+) -> int:
+    """Add Σ_n Σ_terms (∇ term_n)² over the examples of a batch, each on its own.
+
+    Args:
+        sums: what to add to, by name.
+        model: in the mode and on the device that are wanted.
+        batch: the examples.
+        index: where each example is in the stream.
+        objective: which Fisher.
+        parameters: with respect to what, by name.
+
+    Returns:
+        How many units (examples, or tokens) were added.
+    """
+    units = 0
+    with _only(model, parameters):
+        for n in range(batch.size):
+            outputs = objective.outputs(model, batch.take(n, n + 1))
+            units += objective.units(outputs)
+            for term in objective.terms(outputs, index[n : n + 1]):
+                _backward_and_square(term.sum(), sums, parameters)
+    return units
+
+
+def add_squares_of_batch(
+    sums: Mapping[str, Tensor],
+    model: nn.Module,
+    batch: Batch,
+    index: Tensor,
+    objective: Objective,
+    parameters: Mapping[str, Tensor],
+) -> int:
+    """Add Σ_terms (∇ Σ_n term_n)²: the gradient of the whole batch, squared. Arguments as of `add_squares`."""
+    with _only(model, parameters):
+        outputs = objective.outputs(model, batch)
+        for term in objective.terms(outputs, index):
+            _backward_and_square(term.sum(), sums, parameters)
+        return objective.units(outputs)
+
+
+def _backward_and_square(scalar: Tensor, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+    if not scalar.requires_grad:
+        return  # this output does not depend on any of these parameters
+    # Not autograd.grad: re-entrant activation checkpointing refuses it.
+    scalar.backward(retain_graph=True)
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None:
+                gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(sums[name].dtype)
+                sums[name].addcmul_(gradient, gradient)
+
+
+class _only:  # noqa: N801 (used like a function)
+    """Inside, these parameters require a gradient and no other does; `preserved` puts the flags back."""
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]):
+        self.wanted = {id(p) for p in parameters.values()}
+        self.all = list(model.parameters())
+
+    def __enter__(self) -> None:
+        self.flags = [p.requires_grad for p in self.all]
+        for p in self.all:
+            p.requires_grad_(id(p) in self.wanted)
+
+    def __exit__(self, *_: object) -> None:
+        for p, flag in zip(self.all, self.flags, strict=True):
+            p.requires_grad_(flag)
+            p.grad = None

@@ -1,0 +1,189 @@
+"""The closed forms against the definition, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from squisher.errors import SquisherError
+from squisher.measure.batches import parse
+from squisher.measure.likelihood import Objective, objective_for
+
+CPU = torch.device("cpu")
+INDEX = torch.arange(5)
+
+
+def _case(likelihood):
+    torch.manual_seed(0)
+    if likelihood == "categorical":
+        return torch.randn(5, 4).double() * 3, torch.randint(0, 4, (5,))
+    if likelihood == "tokens":
+        labels = torch.randint(0, 6, (5, 3))
+        labels[1, 2] = -100
+        labels[4] = -100
+        return torch.randn(5, 3, 6).double(), labels
+    if likelihood == "bernoulli":
+        labels = torch.randint(0, 2, (5, 3)).double()
+        labels[2, 1] = -100
+        return torch.randn(5, 3).double(), labels
+    return torch.randn(5, 3).double(), torch.randn(5, 3).double()
+
+
+CASES = [
+    (kind, labels, unit)
+    for kind in ("categorical", "tokens", "bernoulli", "gaussian")
+    for labels in ("data", "sampled", "exact")
+    for unit in (("sequence", "token") if kind == "tokens" else ("example",))
+    if not (kind == "tokens" and labels == "exact" and unit == "token")
+]
+
+
+@pytest.mark.parametrize(("kind", "labels", "unit"), CASES)
+def test_columns_equal_terms(kind, labels, unit):
+    """Σ over terms of (∇ term)², with respect to the outputs, equals Σ over columns of column²."""
+    logits, targets = _case(kind)
+    logits.requires_grad_()
+    objective = Objective(kind, labels, unit, draws=3 if labels == "sampled" else 1, seed=5)
+    outputs = objective.outputs(lambda x: x, parse((logits, targets), nn.Identity(), CPU))
+    outputs.values.retain_grad() if not outputs.values.is_leaf else outputs.values.requires_grad_()
+    expected = torch.zeros_like(outputs.values)
+    for term in objective.terms(outputs, INDEX):
+        outputs.values.grad = None
+        term.sum().backward(retain_graph=True)
+        expected += outputs.values.grad**2
+    found = sum(column.clone() ** 2 for column in objective.columns(outputs, INDEX))
+    assert expected.sum() > 0
+    assert torch.allclose(found, expected, rtol=1e-12, atol=1e-14)
+
+
+def test_cholesky_columns_give_the_covariance_also_when_saturated():
+    logits = torch.tensor([[0.0, 1.0, -2.0, 0.5], [40.0, 0.0, 1.0, -3.0], [0.0, 0.0, 800.0, 0.0]]).double()
+    objective = Objective("categorical", "exact")
+    outputs = objective.outputs(lambda x: x, parse((logits, torch.zeros(3).long()), nn.Identity(), CPU))
+    columns = torch.stack([c[:, 0].clone() for c in objective.columns(outputs, INDEX[:3])], 2)
+    p = logits.softmax(1)
+    covariance = torch.diag_embed(p) - p[:, :, None] * p[:, None, :]
+    assert columns.shape[2] == 3
+    assert torch.allclose(columns @ columns.mT, covariance, rtol=1e-12, atol=1e-15)
+
+
+def test_segmentation_layout_and_ignored_positions():
+    logits = torch.randn(2, 5, 3, 4)
+    labels = torch.randint(0, 5, (2, 3, 4))
+    labels[0, 1] = -100
+    objective = Objective("categorical")
+    losses = next(objective.terms(objective.outputs(lambda x: x, parse((logits, labels), nn.Identity(), CPU)), INDEX))
+    expected = nn.functional.cross_entropy(logits, labels, reduction="none").sum((1, 2))
+    assert torch.allclose(losses, expected)
+
+
+def test_shift_moves_labels_not_outputs():
+    logits, labels = torch.randn(2, 4, 6), torch.randint(0, 6, (2, 4))
+    objective = Objective("tokens", unit="sequence", shift=1)
+    outputs = objective.outputs(lambda x: x, parse((logits, labels), nn.Identity(), CPU))
+    expected = nn.functional.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none").sum(1)
+    assert torch.allclose(next(objective.terms(outputs, INDEX)), expected)
+    assert objective.units(outputs) == 2
+    assert Objective("tokens", unit="token", shift=1).units(outputs) == 6
+
+
+def test_without_labels_tokens_count_where_attention_does():
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0]])
+    objective = Objective("tokens", "sampled", "token", shift=1)
+    batch = parse({"x": torch.randn(2, 4, 6), "attention_mask": mask}, nn.Identity(), CPU)
+    outputs = objective.outputs(lambda x, attention_mask: x, batch)
+    assert outputs.mask.tolist() == [[True, True, False, False], [True, False, False, False]]
+
+
+def test_labels_equal_to_input_ids_need_a_shift():
+    ids = torch.randint(0, 6, (2, 4))
+    batch = parse({"input_ids": ids, "labels": ids}, nn.Identity(), CPU)
+    objective = objective_for(nn.Identity(), "tokens")
+    with pytest.raises(SquisherError, match="shift=1"):
+        objective.outputs(lambda input_ids: torch.randn(2, 4, 6), batch)
+
+
+class _Config:
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+    def to_dict(self):
+        return self.__dict__
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "kind", "shift"),
+    [
+        ("BertForSequenceClassification", {"num_labels": 3}, "categorical", 0),
+        ("BertForSequenceClassification", {"num_labels": 1}, "gaussian", 0),
+        (
+            "BertForSequenceClassification",
+            {"num_labels": 3, "problem_type": "multi_label_classification"},
+            "bernoulli",
+            0,
+        ),
+        ("BertForSequenceClassification", {"num_labels": 3, "problem_type": "regression"}, "gaussian", 0),
+        ("LlamaForCausalLM", {}, "tokens", 1),
+        ("GPT2LMHeadModel", {}, "tokens", 1),
+        ("BertForMaskedLM", {}, "tokens", 0),
+        ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "tokens", 0),
+        ("ViTForImageClassification", {"num_labels": 10}, "categorical", 0),
+    ],
+)
+def test_auto_reads_a_hugging_face_configuration(name, config, kind, shift):
+    model = type(name, (nn.Identity,), {})()
+    model.config = _Config(**config)
+    objective = objective_for(model)
+    assert objective.likelihood == kind
+    assert objective.shift == shift
+
+
+def test_auto_is_categorical_for_any_other_model():
+    assert objective_for(nn.Linear(2, 2)).likelihood == "categorical"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"likelihood": "tokens", "labels": "exact"}, "sampled"),
+        ({"labels": "exact", "per": "batch"}, "no meaning"),
+        ({"labels": "exakt"}, "Did you mean 'exact'"),
+        ({"likelihood": "poisson"}, "expected 'auto'"),
+        ({"unit": "token"}, "'example'"),
+        ({"likelihood": "tokens", "unit": "example"}, "'sequence' or 'token'"),
+        ({"likelihood": "tokens", "unit": "token", "per": "batch"}, "no meaning"),
+        ({"draws": 2}, "draws=2"),
+        ({"draws": 0, "labels": "sampled"}, "draws=0"),
+        ({"likelihood": lambda m, b: b, "labels": "sampled"}, "named one"),
+    ],
+)
+def test_refused_settings(settings, message):
+    with pytest.raises(SquisherError, match=message):
+        objective_for(nn.Linear(2, 2), **settings)
+
+
+@pytest.mark.parametrize(
+    ("objective", "batch", "message"),
+    [
+        (Objective("categorical"), (torch.randn(3, 4), torch.tensor([0, 1, 4])), "between 0 and 4"),
+        (Objective("categorical"), (torch.randn(3, 4), torch.randn(3)), "class indices"),
+        (Objective("categorical"), (torch.randn(3, 4), torch.tensor([[0, 1]] * 3)), "do not fit"),
+        (Objective("categorical"), (torch.randn(3), torch.tensor([0, 1, 1])), "one output per class"),
+        (Objective("categorical"), torch.randn(3, 4), "needs labels"),
+        (Objective("categorical", "exact"), torch.randn(3, 2000), "Use labels='sampled'"),
+        (Objective("bernoulli"), (torch.randn(3, 2), torch.full((3, 2), 2.0)), "between 0 and 1"),
+        (Objective("gaussian"), (torch.randn(3, 2), torch.randn(3)), "one number for each output"),
+        (Objective(lambda model, b: b[0].sum()), (torch.randn(3, 2), torch.zeros(3)), "one loss per example"),
+    ],
+)
+def test_refused_outputs(objective, batch, message):
+    with pytest.raises(SquisherError, match=message):
+        list(objective.columns(objective.outputs(lambda x: x, parse(batch, nn.Identity(), CPU)), INDEX[:3]))
+
+
+def test_outputs_without_logits_are_refused():
+    with pytest.raises(SquisherError, match=r"without logits.*function"):
+        Objective("categorical").outputs(
+            lambda x: {"loss": x}, parse((torch.randn(3, 4), torch.zeros(3).long()), nn.Identity(), CPU)
+        )
