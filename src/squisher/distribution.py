@@ -1,0 +1,145 @@
+"""How the values of an importance are distributed, per tensor and overall, from one pass in bounded memory.
+
+A histogram of the upper 16 bits of each value as float32 gives quantiles to a relative 2⁻⁷ and, summed into tenths of a
+decade, what is drawn. Sums, extremes and counts are exact.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["LOG10_EDGES", "Distribution", "Tally"]
+
+_FIRST, _PER_DECADE, _DECADES = -46, 10, 85
+LOG10_EDGES: tuple[float, ...] = tuple(_FIRST + i / _PER_DECADE for i in range(_DECADES * _PER_DECADE + 1))
+"""The edges of every histogram, as powers of ten: from below the smallest positive float32 to above the largest."""
+
+_BINS = 1 << 15  # 16 bits without the sign
+_NORMAL = 0x0080  # the first bin whose values are not denormal
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _middles() -> Tensor:
+    """The value in the middle of each of the 16-bit bins."""
+    return ((torch.arange(_BINS, dtype=torch.int32) << 16) | 0x8000).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The values of one tensor, or of all.
+
+    Attributes:
+        numel: How many there are.
+        total: Their sum.
+        mean: Their mean; like all below nan where there are none.
+        min: The smallest.
+        max: The largest.
+        p10: A tenth of the values is at most this large (to a relative 2⁻⁷).
+        median: Half of them.
+        p90: Nine tenths of them.
+        zeros: How many are exactly 0.
+        denormals: How many are positive but below 1.2e-38, where float32 loses digits and applications take them as 0.
+        histogram: How many positive values are in each tenth of a decade; `LOG10_EDGES` are the edges.
+    """
+
+    numel: int
+    total: float
+    mean: float
+    min: float
+    max: float
+    p10: float
+    median: float
+    p90: float
+    zeros: int
+    denormals: int
+    histogram: list[int] = field(repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON: nan is None, and the histogram is cut to where it is not empty."""
+        filled = [place for place, count in enumerate(self.histogram) if count] or [0]
+        plain: dict[str, Any] = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in vars(self).items()
+            if name != "histogram"
+        }
+        plain["log10_histogram"] = {
+            "first_edge": LOG10_EDGES[filled[0]],
+            "step": 1 / _PER_DECADE,
+            "counts": self.histogram[filled[0] : filled[-1] + 1],
+        }
+        return plain
+
+
+class Tally:
+    """Collects values piece by piece."""
+
+    def __init__(self) -> None:
+        self._counts = torch.zeros(_BINS, dtype=torch.int64)
+        self._numel = self._zeros = 0
+        self._total = 0.0
+        self._min, self._max = math.inf, -math.inf
+
+    def add(self, values: Tensor) -> None:
+        """Count one piece of non-negative finite values."""
+        if not values.numel():
+            return
+        low, high = values.aminmax()
+        self._min, self._max = min(self._min, float(low)), max(self._max, float(high))
+        self._numel += values.numel()
+        self._total += float(values.sum(dtype=torch.float64))
+        # On the bits, because a processor that flushes denormals takes them for zeros.
+        bits = values.view(_INTEGERS[values.element_size()])
+        self._zeros += values.numel() - int(torch.count_nonzero(bits & torch.iinfo(bits.dtype).max))
+        upper = (values.to(torch.float32).view(torch.int32) >> 16) & (_BINS - 1)
+        self._counts += torch.bincount(upper, minlength=_BINS)
+
+    def include(self, other: Tally) -> None:
+        """Add what another one has collected."""
+        self._min, self._max = min(self._min, other._min), max(self._max, other._max)
+        self._numel += other._numel
+        self._total += other._total
+        self._zeros += other._zeros
+        self._counts += other._counts
+
+    def distribution(self) -> Distribution:
+        """What was collected so far."""
+        some = self._numel > 0
+        p10, median, p90 = self._quantiles(0.1, 0.5, 0.9)
+        return Distribution(
+            numel=self._numel,
+            total=self._total,
+            mean=self._total / self._numel if some else math.nan,
+            min=self._min if some else math.nan,
+            max=self._max if some else math.nan,
+            p10=p10,
+            median=median,
+            p90=p90,
+            zeros=self._zeros,
+            denormals=int(self._counts[:_NORMAL].sum()) - self._zeros,
+            histogram=self._histogram(),
+        )
+
+    def _quantiles(self, *shares: float) -> Iterator[float]:
+        upto, middles = self._counts.cumsum(0), _middles()
+        for share in shares:
+            place = max(1, math.ceil(share * self._numel))
+            if not self._numel:
+                yield math.nan
+            elif place <= self._zeros:
+                yield 0.0
+            else:
+                middle = float(middles[int(torch.searchsorted(upto, place))])
+                yield min(max(middle, self._min), self._max)
+
+    def _histogram(self) -> list[int]:
+        positive = self._counts.clone()
+        positive[0] -= self._zeros
+        place = ((_middles().double().log10() - _FIRST) * _PER_DECADE).floor()
+        place = place.nan_to_num(0).clamp(0, _DECADES * _PER_DECADE - 1).long()
+        return [int(n) for n in torch.zeros(_DECADES * _PER_DECADE, dtype=torch.int64).index_add_(0, place, positive)]
