@@ -27,7 +27,7 @@ MAX_LINE = 4096
 MAX_KEY_LENGTH = 1 << 16
 # The hashes of strings are salted, those of numbers are not. Keys whose hashes can be chosen are counted, because a dict of
 # keys with equal hashes takes quadratic time.
-MAX_CHOSEN_KEYS = 10_000
+MAX_CHOSEN_KEYS = 4_000
 MAX_PLAIN_INT = 1 << 60  # below it no two numbers have the same hash
 MAX_TUPLE_DEPTH = 64
 MAX_TUPLE_WEIGHT = 1 << 23
@@ -68,7 +68,7 @@ class Machine:
         self.weights: dict[int, tuple[int, int]] = {}  # id of a tuple of tuples: its size with all inside it, its depth
         self.chosen_keys = 0
         # Some opcodes do work on an object of any size (copy it, say) in a few bytes: it is paid from here.
-        self.budget = 4 * len(data) + (1 << 20)
+        self.budget = 2 * len(data) + (1 << 16)
 
     def run(self) -> Any:
         """The object; `position` then stands behind its pickle."""
