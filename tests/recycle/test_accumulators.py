@@ -1,0 +1,198 @@
+"""The table, against the optimizers themselves."""
+
+import math
+
+import pytest
+import torch
+
+from squisher.errors import NoAccumulatorError
+from squisher.recycle.accumulators import TABLE, identify, optimizer_name, reading, step_of
+from squisher.recycle.states import values
+
+SHAPE = (4, 3)
+
+
+def trained(name, gradients, **settings):
+    """State and group of one parameter after steps with the given gradients, as `state_dict` has them."""
+    parameter = torch.nn.Parameter(torch.full(SHAPE, 0.5))
+    optimizer = getattr(torch.optim, name)([parameter], lr=1e-9 if name in ("Rprop", "SparseAdam") else 0.0, **settings)
+    for gradient in gradients:
+        parameter.grad = gradient.to_sparse() if name == "SparseAdam" else gradient.clone()
+        optimizer.step()
+    saved = optimizer.state_dict()
+    return saved["state"].get(0, {}), saved["param_groups"][0]
+
+
+def recycled(name, gradients, class_name=None, **settings):
+    state, group = trained(name, gradients, **settings)
+    how = reading(state, group, class_name)
+    return values(how, [state[key] for key in how.key])
+
+
+AVERAGING = ["Adam", "AdamW", "NAdam", "RAdam", "SparseAdam", "RMSprop", "Adadelta", "Adagrad", "Adafactor"]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 10, 700, 5000])
+@pytest.mark.parametrize("name", AVERAGING)
+def test_a_constant_gradient_gives_its_square_at_any_step(name, steps):
+    if steps > 1000 and name == "SparseAdam":
+        steps = 1000  # sparse steps are slow, and the arithmetic is Adam's
+    c = 0.37
+    result = recycled(name, [torch.full(SHAPE, c)] * steps)
+    assert torch.allclose(result, torch.full(SHAPE, c * c), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "decay"),
+    [
+        ("Adam", {"betas": (0.9, 0.95)}, 0.95),
+        ("AdamW", {"amsgrad": True}, 0.999),
+        ("AdamW", {"foreach": True}, 0.999),
+        ("AdamW", {"fused": True}, 0.999),
+        ("NAdam", {}, 0.999),
+        ("RMSprop", {"alpha": 0.9, "centered": True, "momentum": 0.5}, 0.9),
+        ("Adadelta", {"rho": 0.8}, 0.8),
+    ],
+)
+def test_the_average_is_the_weighted_mean_of_squares(name, settings, decay):
+    torch.manual_seed(1)
+    gradients = [torch.randn(SHAPE) for _ in range(17)]
+    weights = torch.tensor([decay ** (16 - k) for k in range(17)], dtype=torch.float64)
+    expected = sum(w * g.double() ** 2 for w, g in zip(weights, gradients, strict=True)) / weights.sum()
+    assert torch.allclose(recycled(name, gradients, **settings).double(), expected, rtol=1e-5)
+
+
+def test_adagrad_is_the_plain_mean_less_its_start():
+    torch.manual_seed(1)
+    gradients = [torch.randn(SHAPE) for _ in range(9)]
+    expected = torch.stack(gradients).square().mean(0)
+    assert torch.allclose(recycled("Adagrad", gradients, initial_accumulator_value=0.1), expected, rtol=1e-5)
+    zero = recycled("Adagrad", [torch.zeros(SHAPE)] * 3, initial_accumulator_value=0.1)
+    assert (zero == 0).all()
+
+
+def test_adafactor_is_the_product_of_its_row_and_column_means():
+    torch.manual_seed(1)
+    gradient = torch.randn(SHAPE)
+    square = gradient.square()
+    expected = square.mean(1, keepdim=True) * square.mean(0, keepdim=True) / square.mean()
+    assert torch.allclose(recycled("Adafactor", [gradient]), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("SGD", "keeps nothing of the gradient"),
+        ("Adamax", "decayed maximum"),
+        ("ASGD", "average of the weights"),
+        ("Rprop", "sign of the gradient"),
+        ("Muon", "moving average of the gradient"),
+    ],
+)
+@pytest.mark.parametrize("live", [True, False])
+def test_what_keeps_no_squared_gradient_is_refused_by_name_with_what_to_do(name, words, live):
+    state, group = trained(name, [torch.ones(SHAPE)] * 2)
+    with pytest.raises(NoAccumulatorError, match=rf"^{name} .*{words}.*squisher\.Tracker"):
+        reading(state, group, name if live else None)
+
+
+def test_sgd_with_momentum_and_lbfgs():
+    state, group = trained("SGD", [torch.ones(SHAPE)] * 2, momentum=0.9)
+    for class_name in ("SGD", None):
+        with pytest.raises(NoAccumulatorError, match="SGD keeps a moving average of the gradient"):
+            reading(state, group, class_name)
+    parameter = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.LBFGS([parameter])
+
+    def closure():
+        parameter.grad = parameter.detach().clone()
+        return parameter.square().sum()
+
+    optimizer.step(closure)
+    saved = optimizer.state_dict()
+    with pytest.raises(NoAccumulatorError, match="LBFGS keeps past directions"):
+        reading(saved["state"][0], saved["param_groups"][0])
+
+
+def test_every_torch_optimizer_is_in_the_table():
+    known = {name for row in TABLE for name in row.classes} | {row.optimizer for row in TABLE}
+    own = {n for n, o in vars(torch.optim).items() if isinstance(o, type) and issubclass(o, torch.optim.Optimizer)}
+    assert own - {"Optimizer"} <= known
+
+
+def test_an_unknown_optimizer_is_refused_with_its_keys():
+    with pytest.raises(NoAccumulatorError, match=r"Mystery is not one that is known.*keys alpha_state, step"):
+        identify({"alpha_state", "step"}, {"lr"}, "Mystery")
+
+
+@pytest.mark.parametrize(
+    ("keys", "group", "words"),
+    [
+        ("exp_avg exp_avg_sq Q GG", "betas", "SOAP keeps its squared gradient in a rotated basis"),
+        ("exp_avg exp_avg_sq exp_avg_diff", "betas", "Adan averages"),
+        ("exp_avg exp_avg_var", "betas", "AdaBelief averages"),
+        ("exp_avg exp_avg_sq", "betas initial_accumulator", "Yogi changes"),
+        ("exp_avg", "betas", "Lion keeps a moving average"),
+    ],
+)
+def test_what_only_looks_like_adam_is_refused(keys, group, words):
+    with pytest.raises(NoAccumulatorError, match=words):
+        identify(keys.split(), group.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "inside"),
+    [
+        ("Adam", {"weight_decay": 0.1}, True),
+        ("Adam", {"weight_decay": 0.1, "decoupled_weight_decay": True}, False),
+        ("AdamW", {"weight_decay": 0.1}, False),
+        ("NAdam", {"weight_decay": 0.1}, True),
+        ("RAdam", {"weight_decay": 0.1}, True),
+        ("RMSprop", {"weight_decay": 0.1}, True),
+        ("Adagrad", {"weight_decay": 0.1}, True),
+        ("Adadelta", {"weight_decay": 0.1}, True),
+        ("Adam", {}, False),
+    ],
+)
+@pytest.mark.parametrize("live", [True, False])
+def test_l2_decay_inside_the_square_is_measured_and_said(name, settings, inside, live):
+    state, group = trained(name, [torch.zeros(SHAPE)] * 3, **settings)
+    how = reading(state, group, name if live else None)
+    # With no gradient at all, what is left in the accumulator is the decay's: (0.1 · 0.5)².
+    left = values(how, [state[key] for key in how.key])
+    expected = (0.1 * 0.5) ** 2 if inside else 0.0
+    assert torch.allclose(left, torch.full(SHAPE, expected), rtol=1e-4)
+    assert any("L2 weight decay 0.1" in sentence for sentence in how.pollution) == inside
+
+
+def test_old_files_cannot_tell_adam_from_adamw_and_say_so():
+    state, group = trained("AdamW", [torch.ones(SHAPE)], weight_decay=0.1)
+    del group["decoupled_weight_decay"]
+    how = reading(state, group)
+    assert optimizer_name(how.accumulator, group) == "Adam or AdamW"
+    assert "cannot be told apart" in how.pollution[0]
+    assert reading(state, group, "AdamW").pollution == ()
+
+
+@pytest.mark.parametrize("step", [7, 7.0, torch.tensor(7.0), torch.tensor(7), torch.tensor([7.0])])
+def test_steps_of_every_kind(step):
+    assert step_of({"step": step}, {}) == 7
+
+
+def test_steps_in_the_group_and_no_steps_at_all():
+    state, group = trained("AdamW", [torch.ones(SHAPE)] * 3)
+    del state["step"]
+    assert step_of(state, {**group, "step": 3}) == 3
+    assert step_of(state, {**group, "k": 4}) == 4
+    with pytest.raises(NoAccumulatorError, match="no step count"):
+        reading(state, group)
+    assert reading(state, group, bias_correction=False).factor == 1.0
+    with pytest.raises(NoAccumulatorError, match="count is 0"):
+        reading({**state, "step": 0}, group)
+
+
+@pytest.mark.parametrize("betas", [None, (0.9,), (0.9, 1.0), (0.9, 1.5), (0.9, math.nan), "no"])
+def test_a_decay_that_cannot_be_is_refused(betas):
+    state, group = trained("AdamW", [torch.ones(SHAPE)])
+    with pytest.raises(NoAccumulatorError, match="decay β₂ of Adam"):
+        reading(state, {**group, "betas": betas})

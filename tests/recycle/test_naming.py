@@ -1,0 +1,145 @@
+"""State index to name: one answer with proof, or a refusal that says what settles it."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from squisher.errors import FileError, NamingError
+from squisher.recycle.naming import _fits, clean_names, given_names, resolve
+from squisher.recycle.states import Candidate, Entry, OptimizerState
+
+
+def optimizer(*groups, names=None):
+    entries = []
+    for number, shapes in enumerate(groups):
+        for shape in shapes:
+            state = {} if shape is None else {"exp_avg_sq": torch.zeros(shape), "exp_avg": torch.zeros(shape)}
+            entries.append(Entry(state, {"betas": (0.9, 0.999)}, number))
+    if names:
+        entries = [Entry(e.state, e.group, e.group_number, name) for e, name in zip(entries, names, strict=True)]
+    return OptimizerState(entries)
+
+
+def model(*parameters):
+    return [("the model", [Candidate(name, shape) for name, shape in parameters])]
+
+
+MLP = (("a.weight", (4, 3)), ("a.bias", (4,)), ("b.weight", (2, 4)), ("b.bias", (2,)))
+
+
+def test_recorded_names_win_and_lose_their_wrappers():
+    found = resolve(
+        optimizer([(4, 3), (4,)], names=["module._orig_mod.a.weight", "module._orig_mod.a.bias"]), model(*MLP)
+    )
+    assert found.names == ["a.weight", "a.bias"]
+    assert found.how == "recorded"
+
+
+def test_registration_order_in_one_group():
+    found = resolve(optimizer([(4, 3), (4,), (2, 4), (2,)]), model(*MLP))
+    assert found.names == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert found.how == "convention: the model, registration order in one group"
+
+
+def test_two_groups_by_dimension_in_either_order():
+    assert resolve(optimizer([(4, 3), (2, 4)], [(4,), (2,)]), model(*MLP)).names == [
+        "a.weight",
+        "b.weight",
+        "a.bias",
+        "b.bias",
+    ]
+    assert resolve(optimizer([(4,), (2,)], [(4, 3), (2, 4)]), model(*MLP)).names == [
+        "a.bias",
+        "b.bias",
+        "a.weight",
+        "b.weight",
+    ]
+
+
+def test_groups_one_after_the_other():
+    found = resolve(optimizer([(4, 3), (4,)], [(2, 4)], [(2,)]), model(*MLP))
+    assert found.names == [name for name, _ in MLP]
+
+
+def test_a_frozen_layer_is_found_if_shapes_leave_one_way():
+    found = resolve(optimizer([(2, 4), (2,)]), model(*MLP))
+    assert found.names == ["b.weight", "b.bias"]
+
+
+def test_a_frozen_layer_among_equal_ones_is_refused_and_shown():
+    """The trap of the wild: fc1 frozen, fc2 of the same shape. Order and shape alone would name it fc1, silently."""
+    twins = (("fc1.weight", (4, 4)), ("fc1.bias", (4,)), ("fc2.weight", (4, 4)), ("fc2.bias", (4,)))
+    with pytest.raises(NamingError, match=r"parameter 0 is 'fc1\.weight'.*and 'fc2\.weight'.*--names"):
+        resolve(optimizer([(4, 4), (4,)]), model(*twins))
+
+
+def test_conventions_that_disagree_are_refused():
+    square = (("a.weight", (4,)), ("a.bias", (4,)), ("norm.weight", (4,)), ("norm.bias", (4,)))
+    with pytest.raises(NamingError, match="give different names"):
+        resolve(optimizer([(4,), (4,)], [(4,), (4,)]), model(*square))
+
+
+def test_nothing_fits():
+    with pytest.raises(NamingError, match=r"groups of 1.*the model has 4 parameters.*--names FILE"):
+        resolve(optimizer([(9, 9)]), model(*MLP))
+    with pytest.raises(NamingError, match="nothing in the source has them"):
+        resolve(optimizer([(9, 9)]), [])
+
+
+def test_parameters_without_a_state_fit_anything_but_do_not_decide():
+    assert resolve(optimizer([(4, 3), None, (2, 4), None]), model(*MLP)).names == [name for name, _ in MLP]
+
+
+def test_given_names(tmp_path):
+    one = optimizer([(4, 3), (4,)])
+    assert resolve(one, model(*MLP), ["x", "y"]).names == ["x", "y"]
+    assert resolve(one, [], ["x", "y"]).how == "given"
+    with pytest.raises(NamingError, match="3 names were given, but the optimizer has 2 parameters"):
+        resolve(one, [], ["x", "y", "z"])
+    with pytest.raises(NamingError, match="'x' appears twice"):
+        resolve(one, [], ["x", "x"])
+    (tmp_path / "lines").write_text("x\n\n  y \n")
+    (tmp_path / "list").write_text(json.dumps(["x", "y"]))
+    assert (
+        given_names(tmp_path / "lines") == given_names(str(tmp_path / "list")) == given_names(["x", "y"]) == ["x", "y"]
+    )
+    for text in ("[1, 2]", '["x",'):
+        (tmp_path / "bad").write_text(text)
+        with pytest.raises(FileError, match="JSON list"):
+            given_names(tmp_path / "bad")
+    with pytest.raises(FileError, match="No such file"):
+        given_names(tmp_path / "none")
+
+
+def test_clean_names():
+    assert clean_names(["module.a", "module.b"]) == ["a", "b"]
+    assert clean_names(["module.module.a"]) == ["a"]
+    assert clean_names(["module.a", "b"]) == ["module.a", "b"]
+    assert clean_names(["net._orig_mod.a", "net._fsdp_wrapped_module.b._checkpoint_wrapped_module.c"]) == [
+        "net.a",
+        "net.b.c",
+    ]
+    with pytest.raises(NamingError, match="'a' appears twice"):
+        clean_names(["a", "_orig_mod.a"])
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(st.sampled_from([(1,), (2,), (3,)]), min_size=1, max_size=8),
+    st.lists(st.sampled_from([(1,), (2,), (3,), None]), max_size=5),
+)
+def test_fits_agrees_with_trying_everything(available, wanted):
+    candidates = [Candidate(f"p{k}", shape) for k, shape in enumerate(available)]
+    ways = [
+        [f"p{k}" for k in chosen]
+        for chosen in itertools.combinations(range(len(available)), len(wanted))
+        if all(w is None or w == available[k] for w, k in zip(wanted, chosen, strict=True))
+    ]
+    found = _fits(wanted, candidates)
+    assert len(found) == min(len(ways), 2)
+    assert all(way in ways for way in found)
+    assert len({tuple(way) for way in found}) == len(found)

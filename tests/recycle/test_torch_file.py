@@ -1,0 +1,218 @@
+"""Files that torch.save wrote, in the wrappings that training scripts make."""
+
+import argparse
+
+import pytest
+import torch
+from torch import nn
+
+import squisher
+from squisher.errors import FileError, NamingError, NoAccumulatorError
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 4)
+        self.conv = nn.Conv1d(4, 4, 3, padding=1)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 7)
+        self.register_buffer("scale", torch.ones(1))
+        self.decoder = nn.Linear(4, 7, bias=False)
+        self.decoder.weight = self.embed.weight
+
+    def forward(self, x):
+        hidden = self.norm(self.conv(self.embed(x).transpose(1, 2))).mean(-1) * self.scale
+        return self.head(hidden) + self.decoder(hidden)
+
+
+def trained(make_optimizer):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = make_optimizer(model)
+    for _ in range(4):
+        x = torch.randint(0, 7, (8, 5))
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, 0]).backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.fixture
+def run():
+    return trained(lambda model: torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def check(path, module, optimizer, **options):
+    imp = squisher.extract(path, **options)
+    live = squisher.extract(optimizer, module)
+    assert set(imp) == set(live)
+    for name in live:
+        assert torch.equal(imp[name], live[name])
+        assert torch.equal(torch.cat(list(imp.chunks(name, 5))), live[name].flatten())
+    assert imp.provenance.steps == live.provenance.steps
+    assert imp.provenance.optimizer["beta2"] == 0.999
+    return imp
+
+
+WRAPPINGS = {
+    "model and optimizer": lambda m, o: {"model": m.state_dict(), "optimizer": o.state_dict(), "epoch": 3},
+    "the PyTorch tutorial": lambda m, o: {"model_state_dict": m.state_dict(), "optimizer_state_dict": o.state_dict(), "loss": 0.1},
+    "timm, with a namespace": lambda m, o: {"state_dict": m.state_dict(), "optimizer": o.state_dict(), "args": argparse.Namespace(lr=1)},
+    "a list of optimizers": lambda m, o: {"state_dict": m.state_dict(), "optimizers": [o.state_dict()]},
+    "deep inside": lambda m, o: {"x": [{"y": ({"net": m.state_dict()}, {"opt": {"inner": o.state_dict()}})}]},
+    "compiled and parallel": lambda m, o: {
+        "model": {f"module._orig_mod.{k}": v for k, v in m.state_dict().items()}, "optimizer": o.state_dict(),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrapping", WRAPPINGS)
+@pytest.mark.parametrize("zipped", [True, False])
+def test_wrappings(tmp_path, run, wrapping, zipped):
+    path = tmp_path / "checkpoint.pt"
+    torch.save(WRAPPINGS[wrapping](*run), path, _use_new_zipfile_serialization=zipped)
+    imp = check(path, *run)
+    assert imp.provenance.naming.startswith("convention: the weights under")
+    assert imp.provenance.tied == {"decoder.weight": "embed.weight"}
+
+
+def test_a_bare_state_needs_names_and_takes_them_from_a_list_a_file_or_the_model(tmp_path, run):
+    path = tmp_path / "optimizer.pt"
+    torch.save(run[1].state_dict(), path)
+    with pytest.raises(NamingError, match="records no names, and nothing in the source has them"):
+        squisher.extract(path)
+    names = [name for name, _ in run[0].named_parameters()]
+    assert check(path, *run, names=names).provenance.naming == "given"
+    (tmp_path / "names.txt").write_text("\n".join(names))
+    check(path, *run, names=tmp_path / "names.txt")
+    imp = check(path, *run, model=run[0])
+    assert imp.provenance.naming == "convention: the model, registration order in one group"
+
+
+def test_recorded_names_with_shuffled_groups(tmp_path):
+    def make(model):
+        named = dict(model.named_parameters())
+        groups = [
+            ["head.bias", "conv.weight"],
+            ["embed.weight"],
+            ["norm.weight", "head.weight", "norm.bias", "conv.bias"],
+        ]
+        return torch.optim.AdamW([{"params": [(n, named[n]) for n in group]} for group in groups])
+
+    run = trained(make)
+    torch.save(run[1].state_dict(), tmp_path / "optimizer.pt")
+    assert check(tmp_path / "optimizer.pt", *run).provenance.naming == "recorded"
+
+
+def test_two_groups_by_decay(tmp_path):
+    def make(model):
+        parameters = list(model.parameters())
+        return torch.optim.AdamW(
+            [
+                {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+                {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+            ]
+        )
+
+    run = trained(make)
+    torch.save({"model": run[0].state_dict(), "optimizer": run[1].state_dict()}, tmp_path / "c.pt")
+    imp = check(tmp_path / "c.pt", *run)
+    assert [g["weight_decay"] for g in imp.provenance.optimizer["groups"]] == [0.1, 0.0]
+
+
+def test_frozen_parameters_are_listed_and_equal_shapes_refused(tmp_path):
+    run = trained(lambda model: torch.optim.AdamW([p for n, p in model.named_parameters() if not n.startswith("conv")]))
+    path = tmp_path / "c.pt"
+    torch.save({"model": run[0].state_dict(), "optimizer": run[1].state_dict()}, path)
+    # conv.bias, norm.weight and norm.bias have one shape: nobody can know which two were trained.
+    with pytest.raises(NamingError, match="give different names"):
+        squisher.extract(path)
+    imp = check(path, *run, trainable="embed|norm|head")
+    assert imp.provenance.naming.endswith("registration order in one group")
+
+
+def test_a_pickled_optimizer_and_model_are_never_executed(tmp_path, run):
+    torch.save({"model": run[0].state_dict(), "optimizer": run[1]}, tmp_path / "c.pt")
+    imp = check(tmp_path / "c.pt", *run)
+    assert imp.provenance.optimizer["class"] == "AdamW"
+
+
+def test_hostile_payloads_stay_inert(tmp_path, run):
+    class Payload:
+        def __reduce__(self):
+            return (open, (str(tmp_path / "owned"), "w"))
+
+    torch.save({"model": run[0].state_dict(), "optimizer": run[1].state_dict(), "x": Payload()}, tmp_path / "c.pt")
+    check(tmp_path / "c.pt", *run)
+    assert not (tmp_path / "owned").exists()
+
+
+def test_several_optimizers_over_other_or_the_same_parameters(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    optimizers = [torch.optim.Adam(dict(part.named_parameters(prefix=str(k))).items()) for k, part in enumerate(model)]
+    model(torch.rand(4, 3)).sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    path = tmp_path / "c.pt"
+    torch.save({"optimizers": [o.state_dict() for o in optimizers]}, path)
+    live = squisher.extract(optimizers, model)
+    imp = squisher.extract(path)
+    assert all(torch.equal(imp[name], live[name]) for name in live)
+    assert set(squisher.extract(path, optimizer=1)) == {"1.weight", "1.bias"}
+    with pytest.raises(squisher.SquisherError, match="There is no optimizer 2: the source holds 2"):
+        squisher.extract(path, optimizer=2)
+    torch.save({"a": optimizers[0].state_dict(), "b": optimizers[0].state_dict()}, path)
+    with pytest.raises(NamingError, match=r"2 optimizers \(0: a, 1: b\).*--optimizer K"):
+        squisher.extract(path)
+
+
+def test_refusals(tmp_path, run):
+    path = tmp_path / "c.pt"
+    with pytest.raises(FileError, match="There is no file or folder"):
+        squisher.extract(path)
+    torch.save(run[0].state_dict(), path)
+    with pytest.raises(FileError, match="holds weights but no optimizer state"):
+        squisher.extract(path)
+    torch.save({"epoch": 3}, path)
+    with pytest.raises(FileError, match="holds no optimizer state"):
+        squisher.extract(path)
+    torch.save(torch.optim.SGD(run[0].parameters(), lr=1).state_dict(), path)
+    with pytest.raises(NoAccumulatorError, match="SGD keeps nothing of the gradient"):
+        squisher.extract(path)
+    torch.save(torch.optim.AdamW(run[0].parameters()).state_dict(), path)
+    with pytest.raises(NoAccumulatorError, match="has taken no step"):
+        squisher.extract(path)
+    saved = run[1].state_dict()
+    saved["param_groups"][0]["param_names"] = ["one"]
+    torch.save(saved, path)
+    with pytest.raises(FileError, match="8 parameters and 1 names|7 parameters and 1 names"):
+        squisher.extract(path)
+
+
+def test_a_folder_with_an_optimizer_file_and_one_without(tmp_path, run):
+    torch.save({"model": run[0].state_dict(), "optimizer": run[1].state_dict()}, tmp_path / "optimizer.pt")
+    check(tmp_path, *run)
+    (tmp_path / "optimizer.pt").unlink()
+    (tmp_path / "weights.txt").write_text("")
+    with pytest.raises(FileError, match=r"no optimizer state of a known format; it has weights\.txt"):
+        squisher.extract(tmp_path)
+
+
+def test_nan_in_a_state_is_refused_when_saved_and_leaves_no_file(tmp_path, run):
+    run[1].state[run[0].head.weight]["exp_avg_sq"][0, 0] = float("nan")
+    torch.save({"model": run[0].state_dict(), "optimizer": run[1].state_dict()}, tmp_path / "c.pt")
+    imp = squisher.extract(tmp_path / "c.pt")
+    with pytest.raises(squisher.SquisherError, match=r"'head\.weight' has NaN"):
+        imp.save(tmp_path / "out.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+
+
+def test_factored_states_are_read_in_pieces_too(tmp_path):
+    run = trained(lambda model: torch.optim.Adafactor(model.named_parameters()))
+    torch.save(run[1].state_dict(), tmp_path / "o.pt")
+    imp, live = squisher.extract(tmp_path / "o.pt"), squisher.extract(run[1], run[0])
+    for name in live:
+        assert torch.allclose(imp[name], live[name])
+        assert torch.allclose(torch.cat(list(imp.chunks(name, 7))), live[name].flatten())

@@ -1,0 +1,399 @@
+"""Importance: a mapping that says what it is, checks what it holds, and knows its scale."""
+
+import math
+import re
+import warnings
+
+import pytest
+import torch
+
+import squisher
+import squisher.archive
+from squisher.errors import FileError, NamingError, ScaleError, SquisherError, SquisherWarning
+from squisher.importance import Importance, load, on_common_scale, structure_hash
+from squisher.tensors import chunks_of
+
+
+def example(**provenance):
+    torch.manual_seed(0)
+    return Importance(
+        {"a.weight": torch.rand(5, 3), "a.bias": torch.rand(5), "b.weight": torch.rand(2, 5)}, **provenance
+    )
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "words"), [(math.nan, "NaN"), (math.inf, "infinite"), (-1e-30, "negative"), (-math.inf, "negative")]
+)
+def test_impossible_values_are_refused_by_name(tmp_path, value, words):
+    tensor = torch.rand(4, 4)
+    tensor[2, 1] = value
+    with pytest.raises(SquisherError, match=rf"'bad\.one' has {words}"):
+        Importance({"good": torch.rand(2), "bad.one": tensor})
+    # The same in a file: opening it costs nothing, so it is noticed when it is read, in whole or in pieces.
+    squisher.archive.save(tmp_path / "x.safetensors", {"bad.one": tensor}, {"kind": "fisher"})
+    lazy = load(tmp_path / "x.safetensors")
+    with pytest.raises(SquisherError, match=rf"'bad\.one' has {words}"):
+        lazy["bad.one"]
+    with pytest.raises(SquisherError, match=rf"'bad\.one' has {words}"):
+        lazy.save(tmp_path / "y.safetensors")
+    assert not (tmp_path / "y.safetensors").exists()
+
+
+def test_what_is_not_a_mapping_of_tensors_is_refused():
+    with pytest.raises(SquisherError, match="at least one named tensor, but got nothing"):
+        Importance({})
+    with pytest.raises(SquisherError, match="'a' is a list"):
+        Importance({"a": [1.0]})
+    with pytest.raises(NamingError, match="not 3"):
+        Importance({3: torch.rand(2)})
+    with pytest.raises(SquisherError, match=r"torch\.int64"):
+        Importance({"a": torch.arange(3)})
+    with pytest.raises(SquisherError, match="not 'fischer'.*'fisher'"):
+        Importance({"a": torch.rand(2)}, kind="fischer")
+    with pytest.raises(KeyError, match=r"Did you mean 'a\.weight'"):
+        example()["a.wieght"]
+
+
+def test_denormals_survive_to_the_bit(tmp_path):
+    tiny = torch.tensor([1e-45, 1e-40, 1.2e-38, 0.0])
+    Importance({"a": tiny}).save(tmp_path / "a.safetensors")
+    assert torch.equal(load(tmp_path / "a.safetensors")["a"].view(torch.int32), tiny.view(torch.int32))
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+
+def test_round_trip_with_unknown_keys(tmp_path):
+    imp = example(
+        kind="squisher", batch_size=8, loss_reduction="mean", steps={"min": 1, "max": 3}, absent={"c": "frozen"},
+        invented={"deep": [1, {"x": None}]}, optimizer={"class": "AdamW", "surprise": 7},
+    )  # fmt: skip
+    imp.save(tmp_path / "a.safetensors")
+    back = load(tmp_path / "a.safetensors")
+    back.save(tmp_path / "b.safetensors")
+    again = load(tmp_path / "b.safetensors")
+    assert again.provenance == back.provenance
+    assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+    assert again.provenance.extra == {"invented": {"deep": [1, {"x": None}]}}
+    assert again.provenance.optimizer["surprise"] == 7
+    assert again.provenance.created_with == f"torch-squisher {squisher.__version__}"
+    assert list(again) == list(imp)
+    assert all(torch.equal(again[n], imp[n]) for n in imp)
+    for name, tensor in imp.items():
+        assert again.provenance.sum[name] == pytest.approx(tensor.double().sum().item(), rel=1e-11)
+        assert again.provenance.sum_of_squares[name] == pytest.approx(tensor.double().square().sum().item(), rel=1e-11)
+
+
+def test_bfloat16_file_holds_rounded_values_and_their_sums(tmp_path):
+    imp = example() * 1e-14
+    imp.save(tmp_path / "a.safetensors", dtype="bfloat16")
+    back = load(tmp_path / "a.safetensors")
+    assert back["a.weight"].dtype == torch.bfloat16
+    assert torch.equal(back["a.weight"], imp["a.weight"].bfloat16())
+    assert back.provenance.sum["a.bias"] == pytest.approx(imp["a.bias"].bfloat16().double().sum().item(), rel=1e-11)
+
+
+def test_float16_is_refused_with_the_reason(tmp_path):
+    with pytest.raises(SquisherError, match="float16 underflows"):
+        example().save(tmp_path / "a.safetensors", dtype=torch.float16)
+    with pytest.raises(SquisherError, match="float16 underflows"):
+        Importance({"a": torch.rand(3).half()}).save(tmp_path / "a.safetensors")
+    with pytest.raises(SquisherError, match=r"not int8"):
+        example().save(tmp_path / "a.safetensors", dtype="int8")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_and_files_that_are_not_ours(tmp_path):
+    with pytest.raises(FileError, match="holds no squisher.safetensors"):
+        load(tmp_path)
+    example().save(tmp_path)
+    assert set(load(tmp_path)) == set(example())
+    with pytest.raises(FileError, match="There is no file"):
+        load(tmp_path / "nothing.safetensors")
+    squisher.archive.save(tmp_path / "weights.safetensors", {"a": torch.rand(2)}, {"kind": "mask"})
+    with pytest.raises(FileError, match="holds a 'mask', not an importance"):
+        load(tmp_path / "weights.safetensors")
+    from safetensors.torch import save_file
+
+    save_file({"a": torch.rand(2)}, tmp_path / "plain.safetensors")
+    with pytest.raises(FileError, match="without Squisher's metadata"):
+        load(tmp_path / "plain.safetensors")
+    squisher.archive.save(tmp_path / "new.safetensors", {"a": torch.rand(2)}, {"kind": "fisher", "format_version": 99})
+    with pytest.raises(FileError, match="update torch-squisher"):
+        load(tmp_path / "new.safetensors")
+
+
+def test_loading_reads_no_tensor(tmp_path):
+    """A sparse file of 64 GB opens at once: only the header is read."""
+    header = '{"a":{"dtype":"F32","shape":[16000000000],"data_offsets":[0,64000000000]},"__metadata__":{"squisher":"{\\"kind\\":\\"fisher\\"}"}}'
+    with open(tmp_path / "huge.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header.encode())
+        file.truncate(8 + len(header) + 64_000_000_000)
+    imp = load(tmp_path / "huge.safetensors")
+    assert imp.shape("a") == (16_000_000_000,)
+    assert next(imp.chunks("a")).sum() == 0
+
+
+# -- arithmetic --------------------------------------------------------------------------------------------------------
+
+
+def test_scaling_is_lazy_and_recorded(tmp_path):
+    example().save(tmp_path / "a.safetensors")
+    imp = load(tmp_path / "a.safetensors")
+    twice = 2.0 * imp * 3 / 2
+    assert twice.provenance.scale == 3.0
+    assert imp.provenance.scale == 1.0
+    assert torch.allclose(twice["a.bias"], 3 * imp["a.bias"])
+    assert torch.allclose(torch.cat(list(chunks_of(twice, "a.weight", 4))), 3 * imp["a.weight"].flatten())
+    assert twice.provenance.sum["a.bias"] == pytest.approx(3 * imp.provenance.sum["a.bias"])
+    assert twice.provenance.sum_of_squares["a.bias"] == pytest.approx(9 * imp.provenance.sum_of_squares["a.bias"])
+    for wrong in (0, -1, math.nan, math.inf):
+        with pytest.raises(SquisherError, match="positive number"):
+            imp * wrong
+    with pytest.raises(TypeError):
+        imp * "2"
+
+
+def test_restrict():
+    imp = example(tied={"head.weight": "b.weight"})
+    assert list(imp.restrict("weight$")) == ["a.weight", "b.weight"]
+    assert list(imp.restrict(re.compile("^b"))) == ["b.weight"]
+    assert list(imp.restrict(lambda name: "bias" in name)) == ["a.bias"]
+    assert imp.restrict("^a").provenance.tied == {}
+    assert "b.weight" not in imp.restrict("^a")
+    with pytest.raises(KeyError):
+        imp.restrict("^a")["b.weight"]
+    with pytest.raises(NamingError, match="No parameter name matches 'zzz'"):
+        imp.restrict("zzz")
+    with pytest.raises(NamingError, match="not a regular expression"):
+        imp.restrict("(")
+
+
+def test_combine_is_the_mean_over_all_examples(tmp_path):
+    per_example = torch.rand(10, 4)
+    parts = [
+        Importance({"w": per_example[:3].mean(0)}, examples=3, unit="example"),
+        Importance({"w": per_example[3:].mean(0)}, examples=7, unit="example"),
+    ]
+    whole = Importance.combine(parts)
+    assert torch.allclose(whole["w"], per_example.mean(0))
+    assert whole.provenance.examples == 10
+    assert torch.allclose(Importance.combine(parts, weights="equal")["w"], (parts[0]["w"] + parts[1]["w"]) / 2)
+    assert torch.allclose(Importance.combine(parts, weights=[1, 3])["w"], (parts[0]["w"] + 3 * parts[1]["w"]) / 4)
+    whole.save(tmp_path / "a.safetensors")
+    assert torch.equal(load(tmp_path / "a.safetensors")["w"], whole["w"])
+
+
+def test_combine_refuses_what_does_not_belong_together():
+    a, b = example(examples=3), example(examples=4)
+    with pytest.raises(SquisherError, match="none"):
+        Importance.combine([])
+    with pytest.raises(NamingError, match=r"'b\.weight' is in one importance"):
+        Importance.combine([a, b.restrict("^a")])
+    with pytest.raises(ScaleError, match=r"unit \('token' against None\)|unit \(None against 'token'\)"):
+        Importance.combine([a, example(unit="token")])
+    with pytest.raises(SquisherError, match="how many examples"):
+        Importance.combine([a, example()])
+    with pytest.raises(SquisherError, match="2 positive weights"):
+        Importance.combine([a, b], weights=[1])
+    other = Importance({**dict(a), "a.bias": torch.rand(6)}, examples=3)
+    with pytest.raises(NamingError, match=r"'a\.bias' has the shape \(5,\) in one and \(6,\)"):
+        Importance.combine([a, other])
+
+
+# -- the scale rule ----------------------------------------------------------------------------------------------------
+
+
+def squisher_of(**provenance):
+    return example(kind="squisher", bias_corrected=True, **provenance)
+
+
+@pytest.mark.parametrize(
+    ("provenance", "unit", "factor", "becomes"),
+    [
+        ({"loss_reduction": "mean", "batch_size": 8}, None, 8, "example"),
+        ({"loss_reduction": "mean", "batch_size": 8, "unit": "sequence"}, None, 8, "sequence"),
+        ({"loss_reduction": "sum", "batch_size": 8}, None, 1 / 8, "example"),
+        ({"loss_reduction": "token_mean", "batch_tokens": 50}, None, 50, "token"),
+        ({"loss_reduction": "token_mean", "batch_tokens": 50, "batch_size": 4}, "sequence", 50 * 50 / 4, "sequence"),
+    ],
+)
+def test_as_fisher_factor_unit_and_idempotence(provenance, unit, factor, becomes):
+    imp = squisher_of(**provenance)
+    fisher = imp.as_fisher(unit)
+    assert torch.allclose(fisher["a.weight"], factor * imp["a.weight"])
+    assert fisher.provenance.scale == pytest.approx(factor)
+    assert fisher.provenance.unit == becomes
+    assert fisher.as_fisher().provenance == fisher.provenance
+    assert fisher.as_fisher(unit)["a.weight"].equal(fisher["a.weight"])
+
+
+def test_as_fisher_moves_between_tokens_and_sequences():
+    imp = squisher_of(loss_reduction="token_mean", batch_tokens=50, batch_size=4)
+    there = imp.as_fisher("token").as_fisher("sequence")
+    assert torch.allclose(there["a.bias"], imp.as_fisher("sequence")["a.bias"])
+    assert torch.allclose(there.as_fisher("token")["a.bias"], imp.as_fisher()["a.bias"])
+
+
+@pytest.mark.parametrize(
+    ("provenance", "unit", "words"),
+    [
+        ({}, None, "batch_size and loss_reduction"),
+        ({"batch_size": 8}, None, "loss_reduction of this Squisher not known"),
+        ({"loss_reduction": "mean"}, None, "batch_size of this Squisher is not known"),
+        ({"loss_reduction": "token_mean", "batch_size": 8}, None, "batch_tokens of this Squisher is not known"),
+        ({"loss_reduction": "token_mean", "batch_tokens": 8}, "sequence", "batch_size of this Squisher is not known"),
+        ({"loss_reduction": "token_mean", "batch_tokens": 8}, "example", "not per example"),
+        ({"loss_reduction": "mean", "batch_size": 8}, "token", "never apart"),
+        (
+            {"loss_reduction": "mean", "batch_size": 8, "unit": "example"},
+            "sequence",
+            "cannot be turned into one per sequence",
+        ),
+        ({"loss_reduction": "mean", "batch_size": 8, "bias_corrected": False}, None, "without bias correction"),
+    ],
+)
+def test_as_fisher_refuses_and_names_what_is_missing(provenance, unit, words):
+    with pytest.raises(ScaleError, match=words):
+        example(kind="squisher", **{"bias_corrected": True, **provenance}).as_fisher(unit)
+
+
+def test_a_missing_batch_size_can_be_supplied():
+    imp = squisher_of(loss_reduction="mean")
+    assert imp.with_provenance(batch_size=16).as_fisher().provenance.scale == 16
+
+
+def test_a_fisher_is_returned_as_it_is():
+    imp = example(unit="example")
+    assert imp.as_fisher()["a.bias"] is imp["a.bias"]
+    with pytest.raises(ScaleError, match="measure it so"):
+        imp.as_fisher("token")
+
+
+def test_low_precision_states_warn():
+    with pytest.warns(SquisherWarning, match="bfloat16 optimizer state"):
+        squisher_of(loss_reduction="mean", batch_size=2, dtype_of_source="bfloat16").as_fisher()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"unit": "word"},
+        {"loss_reduction": "median"},
+        {"batch_size": 0},
+        {"batch_size": "8"},
+        {"batch_tokens": math.nan},
+        {"absent": ["a"]},
+    ],
+)
+def test_provenance_that_cannot_be(wrong):
+    with pytest.raises(SquisherError, match=next(iter(wrong))):
+        example(**wrong)
+
+
+class TestSimulation:
+    """The factors, from the definition: gradients of single tokens are noise of mean zero at frozen weights.
+
+    Then the Fisher per unit is the variance of one unit's gradient, and the mean squared gradient of the step's loss,
+    multiplied as the rule says, must converge to it; with gradient accumulation, where a step sums micro-batches.
+    """
+
+    STEPS, MICRO, ACCUMULATION = 4000, 4, 3
+
+    def gradients(self):
+        generator = torch.Generator().manual_seed(7)
+        lengths = torch.randint(1, 9, (self.STEPS, self.ACCUMULATION, self.MICRO), generator=generator)
+        noise = torch.randn(self.STEPS, self.ACCUMULATION, self.MICRO, 8, generator=generator) * 1.7
+        token_gradients = noise * (torch.arange(8) < lengths[..., None])
+        return token_gradients.double(), lengths
+
+    def check(self, step_gradients, target, unit=None, **provenance):
+        v_hat = step_gradients.square().mean().reshape(1).float()
+        imp = Importance({"w": v_hat}, kind="squisher", bias_corrected=True, **provenance)
+        assert imp.as_fisher(unit)["w"].item() == pytest.approx(target, rel=5 * math.sqrt(2 / self.STEPS))
+
+    def test_mean_over_examples_with_accumulation(self):
+        tokens, _ = self.gradients()
+        examples = tokens.sum(-1)  # summed token log-likelihood of one example
+        micro_means = examples.mean(-1)
+        self.check(
+            micro_means.mean(-1),
+            examples.square().mean().item(),
+            loss_reduction="mean",
+            batch_size=self.MICRO * self.ACCUMULATION,
+        )
+
+    def test_sum_over_examples_with_accumulation(self):
+        examples = self.gradients()[0].sum(-1)
+        self.check(
+            examples.sum((-1, -2)),
+            examples.square().mean().item(),
+            loss_reduction="sum",
+            batch_size=self.MICRO * self.ACCUMULATION,
+        )
+
+    def test_mean_over_tokens_with_accumulation(self):
+        tokens, lengths = self.gradients()
+        counts = lengths.sum((-1, -2))
+        step = tokens.sum((-1, -2, -3)) / counts
+        known = {"loss_reduction": "token_mean", "batch_tokens": counts.double().mean().item(), "batch_size": 12}
+        self.check(step, (tokens.square().sum() / lengths.sum()).item(), unit="token", **known)
+        self.check(step, tokens.sum(-1).square().mean().item(), unit="sequence", **known)
+
+
+# -- combining several -------------------------------------------------------------------------------------------------
+
+KNOWN = {"loss_reduction": "mean", "batch_size": 8}
+
+
+def test_common_scale_converts_if_all_can():
+    a, b, c = squisher_of(**KNOWN), squisher_of(loss_reduction="sum", batch_size=4), example()
+    scaled = on_common_scale([a, b, c])
+    assert [s.provenance.scale for s in scaled] == [8, 0.25, 1]
+    assert [s.provenance.scale for s in on_common_scale([a, b, c], "stored")] == [1, 1, 1]
+
+
+def test_common_scale_takes_stored_values_if_none_can_and_nothing_differs():
+    a, b = squisher_of(), squisher_of()
+    assert on_common_scale([a, b]) == [a, b]
+    plain = {"a": torch.rand(2)}
+    assert on_common_scale([plain, plain]) == [plain, plain]
+    assert on_common_scale([a, plain])[0] is a
+
+
+def test_common_scale_refuses_mixtures_and_says_which():
+    with pytest.raises(ScaleError, match="number 2 cannot: batch_size"):
+        on_common_scale([squisher_of(**KNOWN), squisher_of(loss_reduction="mean")])
+    with pytest.raises(ScaleError, match=r"loss_reduction \(None against 'mean'\)"):
+        on_common_scale([squisher_of(), squisher_of(loss_reduction="mean")])
+    with pytest.raises(ScaleError, match="plain mapping"):
+        on_common_scale([example(), {"a": torch.rand(2)}])
+    with pytest.raises(ScaleError, match="Importance 2 of 2"):
+        on_common_scale([squisher_of(**KNOWN), squisher_of()], "as_fisher")
+    with pytest.raises(ScaleError, match="per token and per example"):
+        on_common_scale([example(unit="token"), example(unit="example")])
+    with pytest.raises(SquisherError, match="not 'best'"):
+        on_common_scale([], "best")
+
+
+def test_common_scale_finds_the_unit_that_all_can_have():
+    language = squisher_of(loss_reduction="token_mean", batch_tokens=50, batch_size=4)
+    fisher = example(unit="sequence")
+    scaled = on_common_scale([language, fisher])
+    assert [s.provenance.unit for s in scaled] == ["sequence", "sequence"]
+    assert scaled[0].provenance.scale == pytest.approx(625)
+
+
+def test_structure_hash_depends_on_names_and_shapes_only():
+    first = structure_hash({"a": (2, 3), "b": (4,)})
+    assert first == structure_hash({"b": torch.Size([4]), "a": [2, 3]})
+    assert first != structure_hash({"a": (3, 2), "b": (4,)})
+
+
+def test_a_model_under_warnings_as_errors_is_silent():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        squisher_of(**KNOWN).as_fisher()
