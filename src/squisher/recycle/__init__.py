@@ -16,6 +16,7 @@ from ..tensors import live_parameters
 from .formats import read_source
 from .live import from_optimizers, from_tracker, unwrapped
 from .naming import given_names, resolve
+from .quantized import check_precision
 from .states import Candidate, Entry, Facts, OptimizerState, Options, assemble, check_usable
 from .tracker import Tracker
 
@@ -97,7 +98,8 @@ def extract(
         )
     if optimizer is not None:
         optimizers = [_one_of(optimizers, optimizer)]
-    return from_optimizers([o for o in optimizers if o is not None], model, bias_correction=bias_correction, **known)
+    chosen = [o for o in optimizers if o is not None]
+    return from_optimizers(chosen, model, bias_correction=bias_correction, allow_coarse=allow_coarse, **known)
 
 
 def _from_file(
@@ -119,6 +121,7 @@ def _from_file(
     hows = []
     for one in optimizers:
         check_usable(one)
+        check_precision(one.entries, options.allow_coarse)
     for one in optimizers:
         naming = resolve(one, models, given)
         hows.append(naming.how)

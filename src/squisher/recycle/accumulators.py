@@ -126,6 +126,17 @@ TABLE: tuple[Accumulator, ...] = (
     _row("Adafactor", "exp_avg_sq_row exp_avg_sq_col", "exp_avg_sq_row exp_avg_sq_col", "average", classes="",
          notes=("It is factored: rank one per matrix.", "It averages g² + eps.")),
     _row("Adafactor", "exp_avg_sq", "exp_avg_sq", "average", group="decay_rate", classes="", notes=("It averages g² + eps.",)),
+    # -- bitsandbytes: decay is decoupled in both its Adam and its AdamW, not in its one-state optimizers -----------------
+    _row("AdEMAMix (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=_betas(1), group="betas t_alpha", class_only=True,
+         classes="AdEMAMix AdEMAMix8bit AdEMAMix32bit PagedAdEMAMix PagedAdEMAMix8bit PagedAdEMAMix32bit"),
+    _row("Adam (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=_betas(1),
+         classes="Adam Adam8bit Adam32bit PagedAdam PagedAdam8bit PagedAdam32bit AdamW AdamW8bit AdamW32bit PagedAdamW PagedAdamW8bit "
+                 "PagedAdamW32bit LAMB LAMB8bit LAMB32bit"),
+    _row("RMSprop (bitsandbytes)", "square_avg state1", "square_avg", "ema", beta=_betas(0), l2_inside=True,
+         classes="RMSprop RMSprop8bit RMSprop32bit"),
+    _row("Adagrad (bitsandbytes)", "sum state1", "sum", "sum", l2_inside=True, classes="Adagrad Adagrad8bit Adagrad32bit"),
+    _row("SGD or Lion (bitsandbytes)", "state1", without="state2 square_avg sum", refusal=_MOMENTUM,
+         classes="Lion Lion8bit Lion32bit PagedLion PagedLion8bit PagedLion32bit SGD8bit SGD32bit LARS8bit LARS32bit PytorchLARS"),
     # -- Adam's own family ---------------------------------------------------------------------------------------------
     _row("AdamWScheduleFree", "z exp_avg_sq", "exp_avg_sq", "ema", group="k", beta=_betas(1), classes="AdamWScheduleFree RAdamScheduleFree",
          notes=("Its gradients are taken at the extrapolated weights y, not at the averaged ones.",)),
@@ -145,8 +156,8 @@ TABLE: tuple[Accumulator, ...] = (
     _row("LBFGS", "old_dirs", refusal="keeps past directions, and no average of squares"),
     _row("Muon", "", group="ns_steps", refusal=_MOMENTUM),
     _row("SGD", "momentum_buffer", refusal=_MOMENTUM, classes="SGD LARS Lars"),
-    _row("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient", classes=""),
-    _row("Lion", "exp_avg", refusal=_MOMENTUM, classes="Lion Lion8bit DistributedLion"),
+    _row("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient"),
+    _row("Lion", "exp_avg", refusal=_MOMENTUM, classes="Lion DistributedLion"),
 )  # fmt: skip
 
 
@@ -220,7 +231,7 @@ def reading(
             factor = 1.0 / _one_minus_power(beta2 or 0.0, step)
         else:
             offset, factor = (row.start(group) if row.start else 0.0), 1.0 / step
-    return Reading(row, row.key, offset, factor, step, beta2, _pollution(row, group, class_name))
+    return Reading(row, row.key, offset, factor, step, beta2, _pollution(row, state, group, class_name))
 
 
 def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool) -> float | None:
@@ -241,14 +252,16 @@ def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool)
     )
 
 
-def _pollution(row: Accumulator, group: Group, class_name: str | None) -> tuple[str, ...]:
+def _pollution(row: Accumulator, state: Collection[str], group: Group, class_name: str | None) -> tuple[str, ...]:
     sentences = list(row.notes)
     decay = float(group.get("weight_decay") or 0.0)
     inside = row.l2_inside(group) if callable(row.l2_inside) else row.l2_inside
-    if decay > 0 and inside and class_name != "AdamW":
+    if decay > 0 and inside and not (class_name or "").startswith("AdamW"):
         certain = class_name is not None or "decoupled_weight_decay" in group or row.l2_inside is True
         verb = "holds" if certain else "may hold (Adam and AdamW cannot be told apart in this file)"
         sentences.append(f"It {verb} the L2 weight decay {decay:g}: the squares of g + {decay:g}·θ.")
+    if "gnorm_vec" in state:
+        sentences.append("The gradients were clipped at a percentile of their recent norms, tensor by tensor.")
     if group.get("amsgrad"):
         sentences.append("AMSGrad steps by the running maximum; this is the average itself, not that maximum.")
     return tuple(sentences)

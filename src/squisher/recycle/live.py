@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import NamingError, NoAccumulatorError, SquisherError, SquisherWarning
+from ..errors import NamingError, NoAccumulatorError, SquisherWarning
 from ..importance import Importance
 from ..tensors import LiveParameter, live_parameters
+from .quantized import check_precision, decoded
 from .states import Entry, Facts, assemble
 from .tracker import Tracker
 
@@ -20,7 +21,12 @@ __all__ = ["from_optimizers", "from_tracker", "unwrapped"]
 
 
 def from_optimizers(
-    optimizers: Sequence[torch.optim.Optimizer], model: nn.Module, *, bias_correction: bool, **known: Any
+    optimizers: Sequence[torch.optim.Optimizer],
+    model: nn.Module,
+    *,
+    bias_correction: bool,
+    allow_coarse: bool = False,
+    **known: Any,
 ) -> Importance:
     """The accumulators of one or several optimizers of a model, copied.
 
@@ -28,6 +34,7 @@ def from_optimizers(
         optimizers: Already unwrapped.
         model: The module whose parameters they train.
         bias_correction: False leaves the accumulators as they are stored.
+        allow_coarse: Accept states of four bits.
         **known: Fields of `Facts` that the caller knows.
 
     Raises:
@@ -39,6 +46,7 @@ def from_optimizers(
     named: list[tuple[str, Entry, str | None]] = []
     strangers = 0
     for optimizer in optimizers:
+        own: list[Entry] = []
         for number, group in enumerate(optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key != "params"}
             for parameter in group["params"]:
@@ -46,8 +54,11 @@ def from_optimizers(
                 if known_as is None:
                     strangers += 1
                     continue
-                state = optimizer.state.get(parameter, {})
-                named.append((known_as.name, Entry(state, settings, number), type(optimizer).__name__))
+                own.append(Entry(optimizer.state.get(parameter, {}), settings, number, known_as.name))
+        class_name = type(optimizer).__name__
+        own = decoded(own, class_name)
+        check_precision(own, allow_coarse)
+        named += [(entry.name or "", entry, class_name) for entry in own]
     _refuse_strangers(strangers, len(named))
     names = [name for name, _, _ in named]
     if len(set(names)) < len(names):
@@ -140,5 +151,3 @@ def _refuse_strangers(strangers: int, matched: int) -> None:
             SquisherWarning,
             stacklevel=4,
         )
-    if not matched and not strangers:
-        raise SquisherError("The optimizer has no parameters.")

@@ -10,6 +10,7 @@ from ..errors import FileError, NamingError
 from ..pickles import Record, Span, StoredTensor, read
 from ..tensors import LazyTensors, tied_names
 from .naming import clean_names
+from .quantized import decoded
 from .states import Candidate, Entry, Found, OptimizerState
 
 __all__ = ["candidates_of", "find_optimizers", "find_weights", "read_torch_file"]
@@ -96,7 +97,7 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
             own = state.get(member)
             own = own if isinstance(own, dict) else {}
             entries.append(Entry(own, settings, number, name or (member if isinstance(member, str) else None)))
-    return OptimizerState(entries, class_name, place)
+    return OptimizerState(decoded(entries, class_name), class_name, place)
 
 
 def _is_optimizer(value: Any) -> bool:
