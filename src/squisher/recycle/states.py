@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,13 +16,39 @@ from ..importance import Importance, structure_hash
 from ..tensors import CHUNK, TensorSource
 from .accumulators import TABLE, Reading, identify, optimizer_name, reading
 
-__all__ = ["Candidate", "Entry", "Facts", "Found", "OptimizerState", "Options", "assemble", "check_usable", "values"]
+__all__ = [
+    "Candidate",
+    "Entry",
+    "Facts",
+    "Found",
+    "OptimizerState",
+    "Options",
+    "Piece",
+    "assemble",
+    "check_usable",
+    "values",
+]
 
 
 _EMPTY = (
     "The optimizer has no state: it has taken no step yet, or it keeps none (SGD without momentum). Extract after training "
     "with Adam or AdamW, or use squisher.Tracker."
 )
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the weight file that is one flat stretch of a parameter (one expert of several that are kept together).
+
+    Attributes:
+        name: Its name in the weight file.
+        start: Where it begins in the parameter, counted in elements.
+        shape: Its shape.
+    """
+
+    name: str
+    start: int
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -34,16 +60,20 @@ class Entry:
         group: The hyperparameters of its group.
         group_number: Which group it is in.
         name: Its name, where the source records it.
+        piece: Which flat stretch of the parameter is meant, where a weight file stores it in several pieces.
     """
 
     state: Mapping[str, Any]
     group: Mapping[str, Any]
     group_number: int = 0
     name: str | None = None
+    piece: Piece | None = None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
         """The shape of the parameter, as far as its state tells."""
+        if "projector" in self.state:  # GaLore: what it keeps has the shape of the projection, not of the parameter
+            return None
         for key in ("exp_avg_sq", "exp_avg", "square_avg", "sum", "variance", "exp_inf", "momentum_buffer"):
             if _is_tensor(self.state.get(key)):
                 return tuple(self.state[key].shape)
@@ -83,14 +113,18 @@ class Candidate:
     Attributes:
         name: Its name in the weight file.
         shape: Its shape.
-        module: Class names of the module that owns it, its bases included; empty where only a state dict is at hand.
+        module: Full class names of the module that owns it, its bases included; empty where only a state dict is at hand.
         live_name: Its name in the running model, where it differs.
+        required: Whether it was surely trained, so that it must be one of the optimizer's.
+        pieces: What the weight file stores instead of it, where that is several tensors.
     """
 
     name: str
     shape: tuple[int, ...]
     module: tuple[str, ...] = ()
     live_name: str | None = None
+    required: bool = False
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -101,11 +135,13 @@ class Found:
         optimizers: Every optimizer state, in order.
         models: Where names may come from: a label for messages, and the parameters in registration order.
         facts: Fields of `Facts` that the source proves (batch size, clipping, …).
+        rules: Grouping conventions of the framework that wrote it, as `naming.Rule` with a label, beside the general ones.
     """
 
     optimizers: Sequence[OptimizerState]
     models: Sequence[tuple[str, Sequence[Candidate]]] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
+    rules: Sequence[tuple[str, Callable[[Candidate], int | None]]] = ()
 
 
 @dataclass(frozen=True)
@@ -173,7 +209,7 @@ def assemble(
         NoAccumulatorError: No parameter has a usable accumulator.
         SquisherError: Values that no mean of squares can have.
     """
-    parts: dict[str, tuple[Reading, list[Any], tuple[int, ...]]] = {}
+    parts: dict[str, Part] = {}
     absent = dict(facts.absent)
     groups: dict[str, dict[str, Any]] = {}
     first_refusal: NoAccumulatorError | None = None
@@ -184,23 +220,25 @@ def assemble(
         try:
             how = reading(entry.state, entry.group, class_name, bias_correction=bias_correction)
             sources = [entry.state[key] for key in how.key]
-            shape = _checked_shape(sources, facts.shapes.get(name), how)
+            shape = _checked_shape(sources, None if entry.piece else facts.shapes.get(name), how)
+            if entry.piece and entry.piece.start + math.prod(entry.piece.shape) > math.prod(shape):
+                raise NoAccumulatorError(f"Its {how.key[0]} has the shape {shape}, too small for one value per weight")
         except NoAccumulatorError as error:
             first_refusal = first_refusal or error
             absent[name] = str(error).split(". ")[0]
             continue
-        parts[name] = (how, sources, shape)
+        parts[name] = Part(how, sources, shape, entry.piece)
         groups[name] = _group_record(how, entry.group, class_name)
     if not parts:
         raise first_refusal or NoAccumulatorError(_EMPTY)
     tensors: Mapping[str, Tensor] = Recycled(parts)
     if not lazy:
-        tensors = {name: values(how, sources) for name, (how, sources, _) in parts.items()}
+        tensors = {name: values(part.how, part.sources) for name, part in parts.items()}
     return Importance(
         tensors,
         kind="squisher",
         optimizer=_optimizer_record(groups, parts, facts),
-        steps=_steps({name: how.step for name, (how, _, _) in parts.items()}),
+        steps=_steps({name: part.how.step for name, part in parts.items()}),
         unit=facts.unit,
         loss_reduction=facts.loss_reduction,
         batch_size=facts.batch_size,
@@ -255,15 +293,31 @@ def _corrected_(stored: Tensor, how: Reading) -> Tensor:
     return stored if how.factor == 1.0 else stored.mul_(how.factor)
 
 
+class Part(NamedTuple):
+    """What one importance is made of: how, from which stored tensors, their joined shape, and the piece that is meant."""
+
+    how: Reading
+    sources: list[Any]
+    whole: tuple[int, ...]
+    piece: Piece | None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the importance."""
+        return self.piece.shape if self.piece else self.whole
+
+
 class Recycled(Mapping[str, Tensor]):
     """Importances computed from stored optimizer states when they are asked for."""
 
-    def __init__(self, parts: Mapping[str, tuple[Reading, list[Any], tuple[int, ...]]]):
+    def __init__(self, parts: Mapping[str, Part]):
         self._parts = dict(parts)
 
     def __getitem__(self, name: str) -> Tensor:
-        how, sources, shape = self._parts[name]
-        return values(how, sources).reshape(shape)
+        part = self._parts[name]
+        if part.piece:
+            return torch.cat(list(self.chunks(name))).reshape(part.shape)
+        return values(part.how, part.sources).reshape(part.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -273,20 +327,21 @@ class Recycled(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> torch.Size:
         """The shape of one tensor, without reading it."""
-        return torch.Size(self._parts[name][2])
+        return torch.Size(self._parts[name].shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """The data type of the values that come out."""
-        return torch.promote_types(self._parts[name][1][0].dtype, torch.float32)
+        return torch.promote_types(self._parts[name].sources[0].dtype, torch.float32)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """One tensor in flat pieces, in order."""
-        how, sources, shape = self._parts[name]
-        numel = math.prod(shape)
-        flat = _flat_reader(sources, shape)
-        for start in range(0, numel, size):
-            piece = flat(start, min(start + size, numel))
-            yield _corrected_(piece.to(torch.promote_types(piece.dtype, torch.float32)), how)
+        part = self._parts[name]
+        first = part.piece.start if part.piece else 0
+        end = first + math.prod(part.shape)
+        flat = _flat_reader(part.sources, part.whole)
+        for start in range(first, end, size):
+            values_here = flat(start, min(start + size, end))
+            yield _corrected_(values_here.to(torch.promote_types(values_here.dtype, torch.float32)), part.how)
 
 
 def _flat_reader(sources: list[Any], shape: tuple[int, ...]) -> Any:
@@ -399,15 +454,15 @@ def _steps(steps: Mapping[str, int | None]) -> dict[str, Any] | None:
     return out
 
 
-def _dtype_of_source(parts: Mapping[str, tuple[Reading, list[Any], tuple[int, ...]]]) -> str:
+def _dtype_of_source(parts: Mapping[str, Part]) -> str:
     # A quantised source says how it was stored; its own dtype is what it gives out.
-    stored = [getattr(sources[0], "stored_as", None) or sources[0].dtype for _, sources, _ in parts.values()]
+    stored = [getattr(part.sources[0], "stored_as", None) or part.sources[0].dtype for part in parts.values()]
     names = {str(kind).removeprefix("torch.") for kind in stored}
     return ", ".join(sorted(names))
 
 
-def _model_record(parts: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
-    shapes = facts.shapes or {name: shape for name, (_, _, shape) in parts.items()}
+def _model_record(parts: Mapping[str, Part], facts: Facts) -> dict[str, Any]:
+    shapes = facts.shapes or {name: part.shape for name, part in parts.items()}
     record: dict[str, Any] = {"structure": structure_hash(shapes)}
     if facts.content:
         record["content"] = dict(facts.content)
