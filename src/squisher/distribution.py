@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["LOG10_EDGES", "Distribution", "Tally"]
+__all__ = ["LOG10_EDGES", "Distribution", "Tally", "places_of"]
 
 _FIRST, _PER_DECADE, _DECADES = -46, 10, 85
 LOG10_EDGES: tuple[float, ...] = tuple(_FIRST + i / _PER_DECADE for i in range(_DECADES * _PER_DECADE + 1))
@@ -25,9 +26,26 @@ _NORMAL = 0x0080  # the first bin whose values are not denormal
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+def _bins(values: Tensor) -> Tensor:
+    return (values.to(torch.float32).view(torch.int32) >> 16) & (_BINS - 1)
+
+
+@cache
 def _middles() -> Tensor:
     """The value in the middle of each of the 16-bit bins."""
     return ((torch.arange(_BINS, dtype=torch.int32) << 16) | 0x8000).view(torch.float32)
+
+
+@cache
+def _places() -> Tensor:
+    """For each of the 16-bit bins, its place in a histogram over `LOG10_EDGES`."""
+    place = ((_middles().double().log10() - _FIRST) * _PER_DECADE).floor()
+    return place.nan_to_num(0).clamp(0, _DECADES * _PER_DECADE - 1).long()
+
+
+def places_of(values: Tensor) -> Tensor:
+    """Where each positive value belongs in a histogram over `LOG10_EDGES`; edges are exact to a relative 2⁻⁷."""
+    return _places().index_select(0, _bins(values))
 
 
 @dataclass(frozen=True)
@@ -96,8 +114,7 @@ class Tally:
         # On the bits, because a processor that flushes denormals takes them for zeros.
         bits = values.view(_INTEGERS[values.element_size()])
         self._zeros += values.numel() - int(torch.count_nonzero(bits & torch.iinfo(bits.dtype).max))
-        upper = (values.to(torch.float32).view(torch.int32) >> 16) & (_BINS - 1)
-        self._counts += torch.bincount(upper, minlength=_BINS)
+        self._counts += torch.bincount(_bins(values), minlength=_BINS)
 
     def include(self, other: Tally) -> None:
         """Add what another one has collected."""
@@ -140,6 +157,5 @@ class Tally:
     def _histogram(self) -> list[int]:
         positive = self._counts.clone()
         positive[0] -= self._zeros
-        place = ((_middles().double().log10() - _FIRST) * _PER_DECADE).floor()
-        place = place.nan_to_num(0).clamp(0, _DECADES * _PER_DECADE - 1).long()
-        return [int(n) for n in torch.zeros(_DECADES * _PER_DECADE, dtype=torch.int64).index_add_(0, place, positive)]
+        counts = torch.zeros(_DECADES * _PER_DECADE, dtype=torch.int64).index_add_(0, _places(), positive)
+        return [int(count) for count in counts]

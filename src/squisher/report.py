@@ -1,0 +1,231 @@
+"""What people see: tables for a terminal, dictionaries for JSON, figures.
+
+Tables fit into 100 columns. A long model is shortened in the middle, and a line says how much was left out; the JSON has
+everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .agreement import Agreement
+from .figures import plot_agreement, plot_importance
+from .health import Diagnosis, Health
+from .importance import Importance
+
+__all__ = [
+    "compare_json",
+    "compare_tables",
+    "inspect_json",
+    "inspect_tables",
+    "plot_agreement",
+    "plot_importance",
+]
+
+MAX_ROWS = 30
+"""Longer tables are shortened in the middle."""
+
+_NAME_WIDTH = 42
+_MARKS = {"problem": ("✗", "bold red"), "warning": ("!", "yellow"), "info": ("·", "cyan")}
+
+T = TypeVar("T")
+
+
+def inspect_json(importance: Importance, health: Health) -> dict[str, Any]:
+    """Everything that `inspect` knows, as plain values."""
+    provenance = importance.provenance.to_dict()
+    for name in ("sum", "sum_of_squares"):  # the rows say it
+        provenance.pop(name, None)
+    return {"provenance": provenance, **health.to_dict()}
+
+
+def compare_json(agreement: Agreement) -> dict[str, Any]:
+    """Everything that `compare` knows, as plain values."""
+    return agreement.to_dict()
+
+
+def inspect_tables(importance: Importance, health: Health, max_rows: int = MAX_ROWS) -> RenderableType:
+    """What an importance is, what is wrong with it, and its parameters."""
+    facts = _list()
+    for label, value in _facts(importance, health):
+        facts.add_row(Text(label, style="dim"), Text(value))
+
+    table = _table("parameter", "shape", "mean", "median", "90%", "max", "zeros")
+    for row in _shortened(health.rows, max_rows, table):
+        v = row.values
+        numbers = [_number(x) for x in (v.mean, v.median, v.p90, v.max)]
+        zeros = "" if not v.zeros else _share(v.zeros / v.numel)
+        if row.invalid:
+            numbers, zeros = ["invalid", "", "", ""], ""
+        style = "red" if row.invalid else "yellow" if v.numel and v.zeros == v.numel else ""
+        table.add_row(_short(row.name), _shape(row.shape), *numbers, zeros, style=style)
+    return Group(facts, *_findings(health.diagnoses), Text(), table)
+
+
+def compare_tables(agreement: Agreement, a: str = "A", b: str = "B", max_rows: int = MAX_ROWS) -> RenderableType:
+    """How far two importances agree, overall and per parameter.
+
+    Args:
+        agreement: What `compare` returned.
+        a: What to call the first.
+        b: What to call the second.
+        max_rows: Longer tables are shortened in the middle.
+    """
+    facts = _list()
+    entries = f"{agreement.numel:,} in {_plural(len(agreement.rows), 'parameter')}"
+    rounded = "" if agreement.exact else "; ranks and ratios of values rounded to 16 bits"
+    facts.add_row(Text("A", style="dim"), Text(a))
+    facts.add_row(Text("B", style="dim"), Text(b))
+    facts.add_row(Text("common entries", style="dim"), Text(entries + rounded))
+    for label, names in (("only in A", agreement.only_a), ("only in B", agreement.only_b)):
+        if names:
+            facts.add_row(Text(label, style="dim"), Text(f"{len(names):,}: {_listed(names)}", style="yellow"))
+    facts.add_row(Text("Spearman", style="dim"), Text(_fixed(agreement.spearman), style="bold"))
+    facts.add_row(
+        Text("scale A/B", style="dim"),
+        Text(f"{_number(agreement.scale)} of the totals, {_number(agreement.median_ratio)} in the median"),
+    )
+
+    overlap = _table("largest", "entries of each", "in both", "by chance", title="Overlap of the largest entries")
+    cut = False
+    for o in agreement.overlaps:
+        at_zero = o.threshold_a == 0 or o.threshold_b == 0
+        cut |= at_zero
+        overlap.add_row(_share(o.fraction), f"{o.k:,}", _share(o.overlap) + ("*" if at_zero else ""), _share(o.chance))
+    note = [Text("* reaches into entries that are 0; which of them are taken depends on their place.", style="dim")]
+
+    rows = _table(
+        "parameter", "entries", "Spearman", "scale A/B", "median A/B", "overlap at 10%", title="Per parameter"
+    )
+    for row in _shortened(agreement.rows, max_rows, rows):
+        cells = _fixed(row.spearman), _number(row.scale), _number(row.median_ratio), _share(row.overlap)
+        rows.add_row(_short(row.name), f"{row.numel:,}", *cells)
+    return Group(facts, Text(), overlap, *(note if cut else []), Text(), rows)
+
+
+def _facts(importance: Importance, health: Health) -> list[tuple[str, str]]:
+    p = importance.provenance
+    optimizer, steps = p.optimizer or {}, p.steps or {}
+    facts: list[tuple[str, str | None]] = []
+    if p.kind == "squisher":
+        what = "Squisher: the mean squared gradient that an optimizer kept"
+        if p.bias_corrected is False:
+            what += ", not bias-corrected"
+        facts.append(("kind", what))
+        beta2 = f", β₂ = {optimizer['beta2']:g}" if optimizer.get("beta2") is not None else ""
+        facts.append(("optimizer", f"{optimizer['class']}{beta2}" if optimizer.get("class") else None))
+        low, high = steps.get("min"), steps.get("max")
+        if low is not None and high is not None:
+            facts.append(("steps", f"{low:,}" if low == high else f"{low:,} to {high:,}"))
+        facts.append(("batch", _batch(importance)))
+    else:
+        how = p.estimator or {}
+        labels = f", {how['labels']} labels" if how.get("labels") else ""
+        per = f", squared per {how['per']}" if how.get("per") else ""
+        facts.append(("kind", f"Fisher: measured on data{labels}{per}"))
+        facts.append(("examples", f"{p.examples:,}" if p.examples is not None else None))
+    per_unit = p.kind == "fisher" or p.per_unit
+    facts.append(("unit", (f"mean per {p.unit}" if per_unit else p.unit) if p.unit else None))
+    facts.append(("scale", f"multiplied by {p.scale:g}" if p.scale != 1 else None))
+    facts.append(("values", f"{health.totals.numel:,} in {_plural(len(health.rows), 'parameter')}"))
+    facts.append(("source type", p.dtype_of_source))
+    facts.append(("names", p.naming))
+    low_, high_ = _number(health.totals.min), _number(health.totals.max)
+    facts.append(
+        ("range", f"{low_} to {high_}; mean {_number(health.totals.mean)}, median {_number(health.totals.median)}")
+    )
+    return [(label, value) for label, value in facts if value]
+
+
+def _batch(importance: Importance) -> str:
+    p = importance.provenance
+    size = "size not known" if p.batch_size is None else f"{p.batch_size:g} examples"
+    tokens = f", {p.batch_tokens:g} tokens" if p.batch_tokens is not None else ""
+    reductions = {"mean": "mean loss", "sum": "summed loss", "token_mean": "mean loss over tokens"}
+    return f"{size}{tokens}, {reductions.get(p.loss_reduction or '', 'loss reduction not known')}"
+
+
+def _findings(diagnoses: Sequence[Diagnosis]) -> list[RenderableType]:
+    if not diagnoses:
+        return [Text(), Text("Nothing to remark.", style="green")]
+    grid = Table.grid(padding=(0, 1))
+    for diagnosis in diagnoses:
+        mark, style = _MARKS[diagnosis.severity]
+        grid.add_row(Text(mark, style=style), Text(diagnosis.sentence))
+        for more in (diagnosis.advice, _listed(diagnosis.parameters)):
+            if more:
+                grid.add_row("", Text(more, style="dim"))
+    return [Text(), grid]
+
+
+def _list() -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")  # a path is of no use without its end
+    return grid
+
+
+def _table(first: str, *others: str, title: str | None = None) -> Table:
+    table = Table(box=None, padding=(0, 1), pad_edge=False, title=title, title_justify="left", title_style="bold")
+    table.add_column(first, no_wrap=True, header_style="dim")
+    for header in others:
+        table.add_column(header, justify="right", no_wrap=True, header_style="dim")
+    return table
+
+
+def _shortened(rows: Sequence[T], max_rows: int, table: Table) -> Iterator[T]:
+    """The rows, or the first and last of them with a line in the table between that says how many are left out."""
+    if len(rows) <= max_rows:
+        yield from rows
+        return
+    head = math.ceil(max_rows / 2)
+    tail = max_rows - head
+    yield from rows[:head]
+    table.add_row(Text(f"… {len(rows) - max_rows:,} left out (--json has all)", style="dim italic"))
+    yield from rows[len(rows) - tail :]
+
+
+def _short(name: str) -> str:
+    """A name that fits its column; the middle goes, because the ends tell parameters apart."""
+    if len(name) <= _NAME_WIDTH:
+        return name
+    head = (_NAME_WIDTH - 1) // 2
+    return name[:head] + "…" + name[len(name) - (_NAME_WIDTH - 1 - head) :]
+
+
+def _listed(names: Sequence[str], count: int = 4) -> str:
+    more = f" and {len(names) - count:,} more" if len(names) > count else ""
+    return ", ".join(_short(name) for name in names[:count]) + more
+
+
+def _plural(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return "×".join(map(str, shape)) or "scalar"
+
+
+def _number(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.3g}"
+
+
+def _fixed(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.3f}"
+
+
+def _share(value: float) -> str:
+    """A share in percent, never shown as 0% or 100% unless it is."""
+    if math.isnan(value):
+        return "–"
+    if 0 < value < 0.0005:
+        return "<0.1%"
+    if 0.9995 <= value < 1:
+        return ">99.9%"
+    return f"{100 * value:.3g}%"
