@@ -1,0 +1,159 @@
+"""The command line as a user meets it: in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import squisher
+
+SQUISHER = Path(sys.executable).with_name("squisher")
+
+
+def run(*arguments, cwd=None, environment=None):
+    return subprocess.run(
+        [SQUISHER, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env={**os.environ, **(environment or {})},
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2, weight_decay=0.01)
+    for _ in range(30):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(torch.randn(16, 6)), torch.randint(0, 3, (16,))).backward()
+        optimizer.step()
+    path = tmp_path_factory.mktemp("run") / "checkpoint.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return path, squisher.extract(optimizer, model)
+
+
+def test_extract_inspect_compare(checkpoint, tmp_path):
+    source, live = checkpoint
+    out = tmp_path / "squisher.safetensors"
+    done = run("extract", source, "--out", out, "--batch-size", "16")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "4 tensors of Adam after 30 steps" in done.stdout
+    assert "L2 weight decay 0.01" in done.stdout
+    imp = squisher.load(out)
+    assert all(torch.equal(imp[name], live[name]) for name in live)
+    assert imp.provenance.batch_size == 16
+
+    shown = run("inspect", out)
+    assert shown.returncode == 0, shown.stderr
+    for words in ("Adam", "0.weight", "16 examples", "L2 weight decay"):
+        assert words in shown.stdout
+    document = json.loads(run("inspect", out, "--json").stdout)
+    assert document["provenance"]["optimizer"]["beta2"] == 0.999
+
+    raw = tmp_path / "raw.safetensors"
+    assert run("extract", source, "--out", raw, "--raw").returncode == 0
+    result = run("compare", out, raw, "--json")
+    agreement = json.loads(result.stdout)
+    assert agreement["spearman"] == pytest.approx(1.0)
+    assert agreement["scale"] == pytest.approx(1 / (1 - 0.999**30), rel=1e-4)
+    assert result.stderr == ""
+    assert "Spearman" in run("compare", out, raw).stdout
+
+
+def test_a_checkpoint_is_extracted_on_the_fly(checkpoint):
+    assert json.loads(run("inspect", checkpoint[0], "--json").stdout)["provenance"]["kind"] == "squisher"
+
+
+def test_pictures(checkpoint, tmp_path):
+    for command in (["inspect", checkpoint[0]], ["compare", checkpoint[0], checkpoint[0]]):
+        picture = tmp_path / f"{command[0]}.png"
+        done = run(*command, "--plot", picture)
+        assert done.returncode == 0, done.stderr
+        assert picture.read_bytes()[:4] == b"\x89PNG"
+
+
+def test_json_of_extract_and_bfloat16(checkpoint, tmp_path):
+    done = run(
+        "extract",
+        checkpoint[0],
+        "--out",
+        tmp_path,
+        "--dtype",
+        "bfloat16",
+        "--json",
+        "--loss-reduction",
+        "sum",
+        "--batch-size",
+        4,
+    )
+    document = json.loads(done.stdout)
+    assert document["file"] == str(tmp_path / "squisher.safetensors")
+    assert document["provenance"]["loss_reduction"] == "sum"
+    assert squisher.load(tmp_path)["0.weight"].dtype == torch.bfloat16
+
+
+def test_the_same_input_gives_the_same_bytes(checkpoint, tmp_path):
+    files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    for file, threads in zip(files, "12", strict=True):
+        run("extract", checkpoint[0], "--out", file, environment={"OMP_NUM_THREADS": threads})
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["extract", "nothing.pt", "--out", "a.safetensors"], "There is no file or folder nothing.pt"),
+        (["extract", "bare.pt", "--out", "a.safetensors"], "--names FILE"),
+        (["extract", "bare.pt", "--out", "a.bin"], "ends in .safetensors"),
+        (["extract", "bare.pt", "--out", "no/such/a.safetensors"], "there is no folder no/such"),
+        (["extract", "sgd.pt", "--out", "a.safetensors"], "squisher.Tracker"),
+        (["extract", "cut.pt", "--out", "a.safetensors"], "cut.pt"),
+        (["extract", "checkpoint.pt", "--out", "a.safetensors", "--dtype", "float16"], "float16 underflows"),
+        (["extract", "checkpoint.pt", "--out", "a.safetensors", "--loss-reduction", "avg"], "loss_reduction is mean"),
+        (["inspect", "nothing.safetensors"], "There is no file nothing.safetensors"),
+        (["inspect", "empty.safetensors"], "not a safetensors file"),
+    ],
+)
+def test_errors_are_one_paragraph_with_status_1_and_leave_nothing(checkpoint, tmp_path, arguments, words):
+    (tmp_path / "checkpoint.pt").write_bytes(checkpoint[0].read_bytes())
+    (tmp_path / "cut.pt").write_bytes(checkpoint[0].read_bytes()[:3000])
+    (tmp_path / "empty.safetensors").write_bytes(b"")
+    torch.save(torch.load(checkpoint[0])["optimizer"], tmp_path / "bare.pt")
+    torch.save(torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1).state_dict(), tmp_path / "sgd.pt")
+    before = sorted(p.name for p in tmp_path.iterdir())
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert words in done.stderr
+    assert done.stderr.startswith("squisher: ")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
+    assert sorted(p.name for p in tmp_path.iterdir()) == before
+    assert "Traceback" in run("--debug", *arguments, cwd=tmp_path).stderr
+
+
+def test_wrong_usage_is_status_2_with_a_suggestion():
+    done = run("extrct")
+    assert done.returncode == 2
+    assert "extract" in done.stderr
+    assert run("extract", "x").returncode == 2
+    assert run("extract", "x", "--out", "y", "--batch-size", "many").returncode == 2
+
+
+def test_version_and_help_without_torch():
+    code = "import sys, squisher.cli as c\nsys.argv = ['squisher', '--help']\ntry:\n    c.main()\nexcept SystemExit:\n    pass\nassert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "extract" in done.stdout
+    assert run("--version").stdout.strip() == f"squisher {squisher.__version__}"
+    for command in ("extract", "inspect", "compare"):
+        assert "Example: squisher" in run(command, "--help").stdout
