@@ -135,7 +135,7 @@ def thresholds(
                 upper = keys >> (shift + _DIGIT)
                 for prefix, row in prefixes.items():
                     inside = keys[_where(upper == prefix)]
-                    all_mine[row] += _count((inside >> shift) & (_BINS - 1))
+                    _count((inside >> shift) & (_BINS - 1), all_mine[row])
         all_counts = gather(all_mine.flatten()).view_as(all_mine)
         rows = {k: prefixes[prefix] for k, (prefix, _) in found.items()}
         found = {k: _descend(all_counts[rows[k]], prefix, above, k) for k, (prefix, above) in found.items()}
@@ -165,7 +165,7 @@ def _first_digit(
                 finest = max(finest, _bits_of(chunk, name))
                 if finest > width:
                     break
-                mine[:_BINS] += _count(_keys(chunk, width, name) >> (width - _DIGIT))
+                _count(_keys(chunk, width, name) >> (width - _DIGIT), mine[:_BINS])
             if finest > width:
                 break
     except SquisherError as found:
@@ -189,8 +189,12 @@ def _descend(counts: Tensor, prefix: int, above: int, k: int) -> tuple[int, int]
     return (prefix << _DIGIT) | (_BINS - 1 - place), above
 
 
-def _count(digits: Tensor) -> Tensor:
-    return torch.bincount(digits, minlength=_BINS).cpu()
+def _count(digits: Tensor, into: Tensor) -> None:
+    """Add to the counts how often each digit occurs; a small piece is not worth a whole histogram of its own."""
+    if digits.numel() < _BINS // 4:
+        into.index_add_(0, digits.cpu(), torch.ones(digits.numel(), dtype=torch.int64))
+    else:
+        into += torch.bincount(digits, minlength=_BINS).cpu()
 
 
 def _where(condition: Tensor) -> Tensor:
