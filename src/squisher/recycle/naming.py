@@ -15,10 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ..errors import FileError, NamingError
 from .states import Candidate, OptimizerState
 
-__all__ = ["Naming", "clean_names", "given_names", "resolve"]
+__all__ = ["RULES", "Naming", "Rule", "clean_names", "fitting", "given_names", "resolve"]
 
 Shape = tuple[int, ...]
 
@@ -55,16 +57,32 @@ def resolve(
     if count and all(name is not None for name in recorded):
         names = clean_names([name for name in recorded if name is not None])
         return Naming(names, "recorded")
-    found: dict[tuple[str, ...], str] = {}
-    for label, candidates in sources:
-        for rule_label, names in _proposals(optimizer, candidates, rules or RULES):
-            found.setdefault(tuple(names), f"convention: {label}, {rule_label}")
+    found = fitting(optimizer, sources, rules)
     if len(found) == 1:
         names_found, how = next(iter(found.items()))
         return Naming(list(names_found), how)
     if not found:
         raise NamingError(_nothing_fits(optimizer, sources))
-    raise NamingError(_several_fit(found))
+    raise NamingError(_several_fit(found, any(len(candidates) > count for _, candidates in sources)))
+
+
+def fitting(
+    optimizer: OptimizerState,
+    sources: Sequence[tuple[str, Sequence[Candidate]]],
+    rules: Sequence[tuple[str, Rule]] | None = None,
+) -> dict[tuple[str, ...], str]:
+    """The different names, in the optimizer's order, that fit its groups and shapes, each with how it was found.
+
+    Args:
+        optimizer: Its entries in its own order.
+        sources: Where names may come from, each with a label and the model's parameters in registration order.
+        rules: Grouping conventions to try; by default all that need no knowledge of the framework.
+    """
+    found: dict[tuple[str, ...], str] = {}
+    for label, candidates in sources:
+        for rule_label, names in _proposals(optimizer, candidates, rules or RULES):
+            found.setdefault(tuple(names), f"convention: {label}, {rule_label}")
+    return found
 
 
 def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
@@ -130,8 +148,8 @@ def _checked_given(optimizer: OptimizerState, given: Sequence[str]) -> list[str]
 
 # -- conventions -------------------------------------------------------------------------------------------------------
 
-Rule = Callable[[Candidate], int]
-"""The group that a convention puts a parameter into."""
+Rule = Callable[[Candidate], "int | None"]
+"""The group that a convention puts a parameter into; None if it cannot tell from what is known of the parameter."""
 
 RULES: list[tuple[str, Rule]] = [
     ("weights of two or more dimensions first", lambda c: 0 if len(c.shape) >= 2 else 1),
@@ -156,7 +174,10 @@ def _proposals(
     if len(sizes) != 2:
         return
     for label, rule in rules:
-        parts = [[c for c in candidates if rule(c) == k] for k in range(2)]
+        chosen = [rule(c) for c in candidates]
+        if None in chosen:
+            continue
+        parts = [[c for c, group in zip(candidates, chosen, strict=True) if group == k] for k in range(2)]
         for first in _fits(shapes[: sizes[0]], parts[0]):
             for second in _fits(shapes[sizes[0] :], parts[1]):
                 yield label, first + second
@@ -165,28 +186,60 @@ def _proposals(
 def _fits(shapes: Sequence[Shape | None], candidates: Sequence[Candidate]) -> list[list[str]]:
     """The ways to find these shapes among the candidates, in order: none, the only one, or two that differ.
 
-    Candidates beyond the optimizer's may be frozen parameters or buffers. A shape that is not known fits anything.
+    Candidates beyond the optimizer's may be frozen parameters or buffers, unless they are required. A shape that is not
+    known fits anything.
     """
-    available = [c.shape for c in candidates]
-    left = _greedy(shapes, available)
+    search = _with_required if any(c.required for c in candidates) else _greedy
+    left = search(shapes, candidates)
     if left is None:
         return []
     # There is one way exactly if choosing from the left and choosing from the right give the same.
-    mirrored = _greedy(shapes[::-1], available[::-1]) or []
-    right = [len(available) - 1 - k for k in reversed(mirrored)]
+    mirrored = search(shapes[::-1], candidates[::-1]) or []
+    right = [len(candidates) - 1 - k for k in reversed(mirrored)]
     return [[candidates[k].name for k in way] for way in ([left] if left == right else [left, right])]
 
 
-def _greedy(shapes: Sequence[Shape | None], available: Sequence[Shape]) -> list[int] | None:
+def _greedy(shapes: Sequence[Shape | None], candidates: Sequence[Candidate]) -> list[int] | None:
     chosen = []
     k = 0
     for shape in shapes:
-        while k < len(available) and shape is not None and available[k] != shape:
+        while k < len(candidates) and shape is not None and candidates[k].shape != shape:
             k += 1
-        if k == len(available):
+        if k == len(candidates):
             return None
         chosen.append(k)
         k += 1
+    return chosen
+
+
+def _with_required(shapes: Sequence[Shape | None], candidates: Sequence[Candidate]) -> list[int] | None:
+    """The leftmost way that leaves out no required candidate."""
+    count, size = len(shapes), len(candidates)
+    if count > size:
+        return None
+    places: dict[Shape, np.ndarray] = {}
+    for known in {c.shape for c in candidates}:
+        places[known] = np.array([k for k, c in enumerate(candidates) if c.shape == known])
+    # The next place must come no later than the next required candidate.
+    required = np.array([k for k, c in enumerate(candidates) if c.required] + [size])
+    usable: list[np.ndarray] = [np.array([size])]  # from the last entry to the first: where it can stand
+    for shape in reversed(shapes):
+        here = np.arange(size) if shape is None else places.get(shape, np.array([], dtype=int))
+        after = usable[-1]
+        following = np.searchsorted(after, here, side="right")
+        here, following = here[following < len(after)], following[following < len(after)]
+        here = here[after[following] <= required[np.searchsorted(required, here, side="right")]]
+        usable.append(here)
+    if not count and len(required) > 1:
+        return None
+    chosen = []
+    last = -1
+    for here in usable[:0:-1]:
+        k = int(np.searchsorted(here, last, side="right"))
+        if k == len(here) or here[k] > required[np.searchsorted(required, last, side="right")]:
+            return None
+        last = int(here[k])
+        chosen.append(last)
     return chosen
 
 
@@ -207,10 +260,14 @@ def _nothing_fits(optimizer: OptimizerState, sources: Sequence[tuple[str, Sequen
     return f"{what}, and no known convention proves them from what is at hand ({tried}). {_WHAT_SETTLES_IT}"
 
 
-def _several_fit(found: dict[tuple[str, ...], str]) -> str:
+def _several_fit(found: dict[tuple[str, ...], str], spare: bool) -> str:
     (first, how_first), (second, how_second) = list(found.items())[:2]
     k = next(k for k, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    frozen = (
+        "If some parameters were frozen, say which were trained with --trainable REGEX (trainable=...) or give the weights "
+        "that training started from with --base-model DIR (base_model=...). "
+    )
     return (
         f"{len(found)} conventions fit the optimizer's groups and shapes but give different names: parameter {k} is "
-        f"{first[k]!r} by «{how_first}» and {second[k]!r} by «{how_second}». {_WHAT_SETTLES_IT}"
+        f"{first[k]!r} by «{how_first}» and {second[k]!r} by «{how_second}». {frozen if spare else ''}{_WHAT_SETTLES_IT}"
     )
