@@ -7,7 +7,7 @@ import torch
 
 from squisher.errors import NoAccumulatorError
 from squisher.recycle.accumulators import TABLE, identify, optimizer_name, reading, step_of
-from squisher.recycle.states import values
+from squisher.recycle.states import stored, values
 
 SHAPE = (4, 3)
 
@@ -26,7 +26,7 @@ def trained(name, gradients, **settings):
 def recycled(name, gradients, class_name=None, **settings):
     state, group = trained(name, gradients, **settings)
     how = reading(state, group, class_name)
-    return values(how, [state[key] for key in how.key])
+    return values(how, stored(how.key, state, group))
 
 
 AVERAGING = ["Adam", "AdamW", "NAdam", "RAdam", "SparseAdam", "RMSprop", "Adadelta", "Adagrad", "Adafactor"]
@@ -159,7 +159,7 @@ def test_l2_decay_inside_the_square_is_measured_and_said(name, settings, inside,
     state, group = trained(name, [torch.zeros(SHAPE)] * 3, **settings)
     how = reading(state, group, name if live else None)
     # With no gradient at all, what is left in the accumulator is the decay's: (0.1 · 0.5)².
-    left = values(how, [state[key] for key in how.key])
+    left = values(how, stored(how.key, state, group))
     expected = (0.1 * 0.5) ** 2 if inside else 0.0
     assert torch.allclose(left, torch.full(SHAPE, expected), rtol=1e-4)
     assert any("L2 weight decay 0.1" in sentence for sentence in how.pollution) == inside

@@ -141,7 +141,8 @@ def _bitsandbytes(state: Mapping[str, Any], number: str) -> Any:
     codes = state[f"state{number}"]
     if not _is_part(codes) or codes.dtype != torch.uint8:
         return codes
-    table, scale = state.get(f"qmap{number}"), state.get(f"absmax{number}")
+    table: Any = state.get(f"qmap{number}")
+    scale: Any = state.get(f"absmax{number}")
     if not _is_part(table) or not _is_part(scale):
         raise FileError(
             f"A bitsandbytes state has eight-bit codes (state{number}) but not both of qmap{number} and absmax{number}, so it "

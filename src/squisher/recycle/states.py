@@ -15,6 +15,7 @@ from ..errors import NoAccumulatorError
 from ..importance import Importance, structure_hash
 from ..tensors import CHUNK, TensorSource
 from .accumulators import TABLE, Reading, identify, optimizer_name, reading
+from .factored import join
 
 __all__ = [
     "Candidate",
@@ -26,6 +27,7 @@ __all__ = [
     "Piece",
     "assemble",
     "check_usable",
+    "stored",
     "values",
 ]
 
@@ -77,10 +79,11 @@ class Entry:
         for key in ("exp_avg_sq", "exp_avg", "square_avg", "sum", "variance", "exp_inf", "momentum_buffer"):
             if _is_tensor(self.state.get(key)):
                 return tuple(self.state[key].shape)
-        for row, column in (("row_var", "col_var"), ("exp_avg_sq_row", "exp_avg_sq_col")):
-            if _is_tensor(self.state.get(row)) and _is_tensor(self.state.get(column)):
-                return _factored_shape(self.state[row].shape, self.state[column].shape)
-        return None
+        try:
+            how = identify(self.state, self.group)
+            return tuple(stored(how.key, self.state, self.group).shape)
+        except NoAccumulatorError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -219,21 +222,21 @@ def assemble(
             continue
         try:
             how = reading(entry.state, entry.group, class_name, bias_correction=bias_correction)
-            sources = [entry.state[key] for key in how.key]
-            shape = _checked_shape(sources, None if entry.piece else facts.shapes.get(name), how)
+            source = stored(how.key, entry.state, entry.group)
+            shape = _checked_shape(source, entry, None if entry.piece else facts.shapes.get(name), how)
             if entry.piece and entry.piece.start + math.prod(entry.piece.shape) > math.prod(shape):
                 raise NoAccumulatorError(f"Its {how.key[0]} has the shape {shape}, too small for one value per weight")
         except NoAccumulatorError as error:
             first_refusal = first_refusal or error
             absent[name] = str(error).split(". ")[0]
             continue
-        parts[name] = Part(how, sources, shape, entry.piece)
+        parts[name] = Part(how, source, shape, entry.piece)
         groups[name] = _group_record(how, entry.group, class_name)
     if not parts:
         raise first_refusal or NoAccumulatorError(_EMPTY)
     tensors: Mapping[str, Tensor] = Recycled(parts)
     if not lazy:
-        tensors = {name: values(part.how, part.sources) for name, part in parts.items()}
+        tensors = {name: values(part.how, part.source) for name, part in parts.items()}
     return Importance(
         tensors,
         kind="squisher",
@@ -276,28 +279,23 @@ def _names_itself(entry: Entry, optimizer: OptimizerState) -> bool:
     return optimizer.class_name is not None or any(row.matches((), entry.group) for row in TABLE if row.group)
 
 
-def values(how: Reading, sources: Sequence[Any]) -> Tensor:
+def values(how: Reading, source: Any) -> Tensor:
     """The importance of one parameter as a new tensor in float32 or better, on the device where its state is."""
-    tensors = [source if isinstance(source, Tensor) else source.load() for source in sources]
-    tensors = [_plain(tensor.detach()) for tensor in tensors]
-    if len(tensors) == 2:
-        stored = _join(*tensors)
-    else:
-        stored = tensors[0].to(torch.promote_types(tensors[0].dtype, torch.float32), copy=True)
-    return _corrected_(stored, how)
+    tensor = _plain(source.detach()) if isinstance(source, Tensor) else source.load()
+    return _corrected_(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True), how)
 
 
-def _corrected_(stored: Tensor, how: Reading) -> Tensor:
+def _corrected_(tensor: Tensor, how: Reading) -> Tensor:
     if how.offset:
-        stored.sub_(how.offset).clamp_(min=0)  # a sum that never grew may round to just below its start
-    return stored if how.factor == 1.0 else stored.mul_(how.factor)
+        tensor.sub_(how.offset).clamp_(min=0)  # a sum that never grew may round to just below its start
+    return tensor if how.factor == 1.0 else tensor.mul_(how.factor)
 
 
 class Part(NamedTuple):
-    """What one importance is made of: how, from which stored tensors, their joined shape, and the piece that is meant."""
+    """What one importance is made of: how, from which stored tensor, its shape, and the piece that is meant."""
 
     how: Reading
-    sources: list[Any]
+    source: Any
     whole: tuple[int, ...]
     piece: Piece | None
 
@@ -317,7 +315,7 @@ class Recycled(Mapping[str, Tensor]):
         part = self._parts[name]
         if part.piece:
             return torch.cat(list(self.chunks(name))).reshape(part.shape)
-        return values(part.how, part.sources).reshape(part.shape)
+        return values(part.how, part.source).reshape(part.shape)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -331,70 +329,47 @@ class Recycled(Mapping[str, Tensor]):
 
     def dtype(self, name: str) -> torch.dtype:
         """The data type of the values that come out."""
-        return torch.promote_types(self._parts[name].sources[0].dtype, torch.float32)
+        return torch.promote_types(self._parts[name].source.dtype, torch.float32)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """One tensor in flat pieces, in order."""
         part = self._parts[name]
         first = part.piece.start if part.piece else 0
         end = first + math.prod(part.shape)
-        flat = _flat_reader(part.sources, part.whole)
+        flat = _flat_reader(part.source)
         for start in range(first, end, size):
             values_here = flat(start, min(start + size, end))
             yield _corrected_(values_here.to(torch.promote_types(values_here.dtype, torch.float32)), part.how)
 
 
-def _flat_reader(sources: list[Any], shape: tuple[int, ...]) -> Any:
+def _flat_reader(source: Any) -> Callable[[int, int], Tensor]:
     """A function of (start, stop) that gives that flat range as a tensor which may be overwritten."""
-    if len(sources) == 2:
-        row, column = (s if isinstance(s, Tensor) else s.load() for s in sources)
-        return lambda start, stop: _join_range(row, column, shape, start, stop)
-    source = sources[0]
-    if isinstance(source, Tensor):
-        whole = _plain(source.detach()).reshape(-1)
-        return lambda start, stop: whole[start:stop].cpu().clone()
-    return source.read_flat
+    if not isinstance(source, Tensor) and getattr(source, "is_contiguous", True):
+        return source.read_flat
+    # A convolution in channels-last order is saved so: its elements stand in the file in another order.
+    whole = (_plain(source.detach()) if isinstance(source, Tensor) else source.load()).reshape(-1)
+    return lambda start, stop: whole[start:stop].cpu().clone()
 
 
-# -- factored second moments: v = row ⊗ column / mean(row), as torch, transformers and timm all reconstruct it ------------
+def stored(keys: Sequence[str], state: Mapping[str, Any], group: Mapping[str, Any]) -> Any:
+    """The accumulator as it is stored: a tensor, lazy or not, or the product of two factors.
+
+    Raises:
+        NoAccumulatorError: What is there is no tensor, or the factors do not fit together.
+    """
+    for key in keys:
+        if not _is_tensor(state[key]):
+            raise NoAccumulatorError(f"Its {key} is a {type(state[key]).__name__}, not a tensor")
+    return state[keys[0]] if len(keys) == 1 else join(keys, state, group)
 
 
-def _factored_shape(row: Sequence[int], column: Sequence[int]) -> tuple[int, ...]:
-    if len(row) >= 2 and row[-1] == 1 and len(row) == len(column) and column[-2] == 1:  # torch: (…, r, 1) and (…, 1, c)
-        return (*row[:-1], column[-1])
-    return (*row, column[-1])  # transformers: (…, r) and (…, c)
-
-
-def _row_and_column(row: Tensor, column: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    rows, columns = shape[-2], shape[-1]
-    row, column = row.float().reshape(-1, rows), column.float().reshape(-1, columns)
-    mean = row.mean(-1, keepdim=True)
-    return torch.where(mean > 0, row / mean, torch.zeros_like(row)), column
-
-
-def _join(row: Tensor, column: Tensor) -> Tensor:
-    shape = _factored_shape(row.shape, column.shape)
-    row, column = _row_and_column(row, column, shape)
-    return (row[:, :, None] * column[:, None, :]).reshape(shape)
-
-
-def _join_range(row: Tensor, column: Tensor, shape: tuple[int, ...], start: int, stop: int) -> Tensor:
-    row, column = _row_and_column(row, column, shape)
-    rows, columns = shape[-2], shape[-1]
-    first, last = start // columns, -(-stop // columns)
-    pieces = [row[k // rows, k % rows] * column[k // rows] for k in range(first, last)]
-    return torch.cat(pieces)[start - first * columns : stop - first * columns]
-
-
-def _checked_shape(sources: Sequence[Any], expected: Sequence[int] | None, how: Reading) -> tuple[int, ...]:
-    for key, source in zip(how.key, sources, strict=True):
-        if not _is_tensor(source):
-            raise NoAccumulatorError(f"Its {key} is a {type(source).__name__}, not a tensor")
-    shapes = [tuple(source.shape) for source in sources]
-    shape = _factored_shape(*shapes) if len(shapes) == 2 else shapes[0]
+def _checked_shape(source: Any, entry: Entry, expected: Sequence[int] | None, how: Reading) -> tuple[int, ...]:
+    shape, what = tuple(source.shape), "the parameter"
+    if expected is None and _is_tensor(entry.state.get("exp_avg")):
+        expected, what = tuple(entry.state["exp_avg"].shape), "its exp_avg"
     if expected is not None and shape != tuple(expected):
         raise NoAccumulatorError(
-            f"Its {how.key[0]} has the shape {shape}, but the parameter has {tuple(expected)}: not a value per weight"
+            f"Its {how.key[0]} has the shape {shape}, but {what} has {tuple(expected)}: not a value per weight"
         )
     return shape
 
@@ -456,8 +431,8 @@ def _steps(steps: Mapping[str, int | None]) -> dict[str, Any] | None:
 
 def _dtype_of_source(parts: Mapping[str, Part]) -> str:
     # A quantised source says how it was stored; its own dtype is what it gives out.
-    stored = [getattr(part.sources[0], "stored_as", None) or part.sources[0].dtype for part in parts.values()]
-    names = {str(kind).removeprefix("torch.") for kind in stored}
+    kinds = [getattr(part.source, "stored_as", None) or part.source.dtype for part in parts.values()]
+    names = {str(kind).removeprefix("torch.") for kind in kinds}
     return ", ".join(sorted(names))
 
 
