@@ -58,11 +58,11 @@ def test_linear_regression_and_bernoulli_have_closed_forms():
 def test_sampled_labels_are_unbiased_for_the_fisher(likelihood, per):
     model = _model()
     exact = _fisher(model, [X], likelihood=likelihood, labels="exact")
-    draws = 800
+    draws = 300
     sampled = _fisher(model, X.split(6), likelihood=likelihood, labels="sampled", draws=draws, per=per)
     for name in exact:
-        assert float((sampled[name] - exact[name]).abs().max() / exact[name].max()) < 0.2
-    assert float(sampled["weight"].sum() / exact["weight"].sum()) == pytest.approx(1, abs=0.05)
+        assert float((sampled[name] - exact[name]).abs().max() / exact[name].max()) < 0.3
+    assert float(sampled["weight"].sum() / exact["weight"].sum()) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize("labels", ["data", "sampled", "exact"])
@@ -96,14 +96,14 @@ def test_a_sequence_is_as_much_as_its_tokens_for_sampled_labels():
     model = _Tokens().double()
     ids, labels = torch.randint(0, 7, (6, 5)), torch.randint(0, 7, (6, 5))
     labels[::2, 3:] = -100  # lengths 3 and 5
-    settings = {"likelihood": "tokens", "labels": "sampled", "draws": 600}
+    settings = {"likelihood": "tokens", "labels": "sampled", "draws": 150}
     sequence = _fisher(model, [(ids, labels)], **settings)
     token = _fisher(model, [(ids, labels)], unit="token", **settings)
     assert token.provenance.unit == "token"
     assert sequence.provenance.unit == "sequence"
     assert token.provenance.extra["tokens"] == 24
     for name in sequence:
-        assert float(sequence[name].sum() / token[name].sum()) == pytest.approx(4, rel=0.08)
+        assert float(sequence[name].sum() / token[name].sum()) == pytest.approx(4, rel=0.15)
 
 
 def test_token_unit_squares_each_token():

@@ -19,6 +19,7 @@ from ..errors import NamingError, SquisherError, near
 from ..importance import Importance, structure_hash
 from ..tensors import LiveParameter, live_parameters
 from .batches import Batch, batches_of, parse
+from .capture import Capture
 from .likelihood import Objective, objective_for
 from .loop import add_squares, add_squares_of_batch
 from .preserved import eager_original, preserved
@@ -143,7 +144,8 @@ def fisher(
 
 
 class _Engine(Protocol):
-    coverage: dict[str, Any]
+    @property
+    def coverage(self) -> dict[str, Any]: ...
 
     def add(self, sums: Mapping[str, Tensor], batch: Batch, index: Tensor) -> int: ...
 
@@ -166,7 +168,9 @@ class _Count:
 
 
 def _engine(method: str, per: str, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor]) -> _Engine:
-    return _Loop(model, objective, parameters, per)
+    if method == "loop" or per == "batch":
+        return _Loop(model, objective, parameters, per)
+    return Capture(model, objective, parameters, strict=method == "hooks")
 
 
 def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParameter], dict[str, str]]:

@@ -38,9 +38,9 @@ class Batch:
             return self
         return self._map(lambda t: t[start:stop], stop - start)
 
-    def doubled(self) -> Batch:
-        """Every example twice: what the engine looks at when the first batch holds one example only."""
-        return self._map(lambda t: torch.cat([t, t]), 2 * self.size)
+    def select(self, indices: list[int]) -> Batch:
+        """These examples, in this order."""
+        return self._map(lambda t: t[torch.tensor(indices, device=t.device)], len(indices))
 
     def _map(self, change: Callable[[Tensor], Tensor], size: int) -> Batch:
         def one(t: Tensor) -> Tensor:

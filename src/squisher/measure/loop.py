@@ -20,6 +20,7 @@ def add_squares(
     index: Tensor,
     objective: Objective,
     parameters: Mapping[str, Tensor],
+    reached: set[str] | None = None,
 ) -> int:
     """Add Σ_n Σ_terms (∇ term_n)² over the examples of a batch, each on its own.
 
@@ -30,17 +31,18 @@ def add_squares(
         index: where each example is in the stream.
         objective: which Fisher.
         parameters: with respect to what, by name.
+        reached: gets the names of the parameters that the terms depend on at all.
 
     Returns:
         How many units (examples, or tokens) were added.
     """
     units = 0
-    with _only(model, parameters):
+    with _requiring(model, parameters) as everything:
         for n in range(batch.size):
             outputs = objective.outputs(model, batch.take(n, n + 1))
             units += objective.units(outputs)
             for term in objective.terms(outputs, index[n : n + 1]):
-                _backward_and_square(term.sum(), sums, parameters)
+                _backward_and_square(term.sum(), sums, parameters, everything, reached)
     return units
 
 
@@ -53,37 +55,52 @@ def add_squares_of_batch(
     parameters: Mapping[str, Tensor],
 ) -> int:
     """Add Σ_terms (∇ Σ_n term_n)²: the gradient of the whole batch, squared. Arguments as of `add_squares`."""
-    with _only(model, parameters):
+    with _requiring(model, parameters) as everything:
         outputs = objective.outputs(model, batch)
         for term in objective.terms(outputs, index):
-            _backward_and_square(term.sum(), sums, parameters)
+            _backward_and_square(term.sum(), sums, parameters, everything)
         return objective.units(outputs)
 
 
-def _backward_and_square(scalar: Tensor, sums: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
+def _backward_and_square(
+    scalar: Tensor,
+    sums: Mapping[str, Tensor],
+    parameters: Mapping[str, Tensor],
+    everything: list[Tensor],
+    reached: set[str] | None = None,
+) -> None:
     if not scalar.requires_grad:
         return  # this output does not depend on any of these parameters
     # Not autograd.grad: re-entrant activation checkpointing refuses it.
     scalar.backward(retain_graph=True)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            gradient, parameter.grad = parameter.grad, None
+            gradient = parameter.grad
             if gradient is not None:
+                if reached is not None:
+                    reached.add(name)
                 gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(sums[name].dtype)
                 sums[name].addcmul_(gradient, gradient)
+    for parameter in everything:
+        parameter.grad = None
 
 
-class _only:  # noqa: N801 (used like a function)
-    """Inside, these parameters require a gradient and no other does; `preserved` puts the flags back."""
+class _requiring:  # noqa: N801 (used like a function)
+    """Inside, these parameters require a gradient.
+
+    The others stay as they are: freezing them would save time, but re-entrant checkpointing gives no gradient to a block
+    whose inputs require none.
+    """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]):
         self.wanted = {id(p) for p in parameters.values()}
-        self.all = list(model.parameters())
+        self.all: list[Tensor] = list(model.parameters())
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> list[Tensor]:
         self.flags = [p.requires_grad for p in self.all]
         for p in self.all:
-            p.requires_grad_(id(p) in self.wanted)
+            p.requires_grad_(p.requires_grad or id(p) in self.wanted)
+        return self.all
 
     def __exit__(self, *_: object) -> None:
         for p, flag in zip(self.all, self.flags, strict=True):
