@@ -65,8 +65,8 @@ class Threshold:
 class Selection:
     """Marks the k chosen scores, chunk by chunk.
 
-    Call it once with every piece of every source, in the order in which `threshold` saw them (the pieces may be cut
-    differently). It counts the ties that it has taken.
+    Call it once with every piece of every source, in the order in which `threshold` saw and checked them (the pieces may
+    be cut differently). It counts the ties that it has taken.
 
     Args:
         kth: What `threshold` returned for the same scores.
@@ -79,7 +79,9 @@ class Selection:
 
     def __call__(self, scores: Tensor) -> Tensor:
         """Return a boolean tensor of the shape of `scores`: True where a score is among the k."""
-        keys = _keys(scores.reshape(-1), self._kth.width, "these scores")
+        keys = _bits(scores.reshape(-1), self._kth.width)
+        if self._kth.key == 0:  # only then does it matter that -0.0 counts as 0
+            keys = keys & _SIGNLESS[self._kth.width]
         chosen = keys > self._kth.key
         if self._left:
             taken = _where(keys == self._kth.key)[: self._left]
@@ -216,12 +218,15 @@ def _bits_of(chunk: Tensor, name: str) -> int:
     )
 
 
+def _bits(chunk: Tensor, width: int) -> Tensor:
+    if width == 64:
+        return chunk.to(torch.float64).view(torch.int64)
+    return chunk.to(torch.float32).view(torch.int32)
+
+
 def _keys(chunk: Tensor, width: int, name: str) -> Tensor:
     """Integers in the order of the scores; refuses what has no place in that order."""
-    if width == 64:
-        bits = chunk.to(torch.float64).view(torch.int64)
-    else:
-        bits = chunk.to(torch.float32).view(torch.int32)
+    bits = _bits(chunk, width)
     if not bits.numel():
         return bits
     low, high = (int(end) for end in bits.aminmax())
