@@ -378,6 +378,7 @@ BIG = struct.pack("<I", 0xFFFFFF)
         (patched(ZIP, END, 4, b"\x01\x00"), "in several"),
         (patched(ZIP, CENTRAL, 20, b"\xff" * 8), "does not say its size"),
         (patched(ZIP, CENTRAL, 10, b"\x0c\x00", 1), "compressed"),
+        (END + bytes(18), "with no data"),
         (ZIP[:-30], "is cut short"),
         (ZIP[: len(ZIP) // 2], "is cut short"),
     ],

@@ -113,7 +113,8 @@ class Archive:
             raise self._damaged("its directory is incomplete")
         rows.sort(key=lambda row: row[-1])
         entries: dict[str, Entry] = {}
-        for row, limit in zip(rows, [row[-1] for row in rows[1:]] + [start], strict=True):
+        limits = [*(row[-1] for row in rows), start][1:]
+        for row, limit in zip(rows, limits, strict=True):
             entry = Entry(*row, limit=limit)
             if entry.header + _local.size + entry.compressed > limit:
                 raise self._damaged(f"{shortened(entry.name)} overlaps with what follows it")
