@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,11 @@ from torch import nn
 
 from ..errors import NamingError, SquisherError
 from ..importance import Importance
-from ..tensors import live_parameters
+from .candidates import candidates_of_module
 from .formats import read_source
+from .hf_rules import trainer_rules
 from .live import from_optimizers, from_tracker, unwrapped
-from .naming import given_names, resolve
+from .naming import RULES, given_names, matching, resolve
 from .quantized import check_precision
 from .states import Candidate, Entry, Facts, OptimizerState, Options, assemble, check_usable
 from .tracker import Tracker
@@ -75,7 +76,8 @@ def extract(
     if isinstance(source, (str, os.PathLike)):
         where = Path(model) if isinstance(model, (str, os.PathLike)) else None
         base = None if base_model is None else Path(base_model)
-        options = Options(where, base, trainable, allow_coarse)
+        named = names is not None or isinstance(model, nn.Module)
+        options = Options(where, base, trainable, allow_coarse, named)
         return _from_file(Path(source), model, names, bias_correction, known, options, optimizer)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
@@ -112,9 +114,15 @@ def _from_file(
     which: int | None,
 ) -> Importance:
     found = read_source(path, options)
-    models = [_candidates(model)] if isinstance(model, nn.Module) else list(found.models)
+    models = list(found.models)
+    tied = dict(found.facts.get("tied", {}))
+    if isinstance(model, nn.Module):
+        candidates = candidates_of_module(model)
+        models, tied = [("the model", candidates.parameters)], candidates.tied
     if options.trainable is not None:
-        models = [(label, _matching(candidates, options.trainable)) for label, candidates in models]
+        models = [(label, matching(candidates, options.trainable)) for label, candidates in models]
+    every = {c.name: c for _, candidates in models for c in candidates}
+    rules = [*found.rules, *RULES, *trainer_rules(list(every.values()))]
     optimizers = list(found.optimizers) if which is None else [_one_of(found.optimizers, which)]
     given = None if names is None else given_names(names)
     named: list[tuple[str, Entry, str | None]] = []
@@ -123,40 +131,40 @@ def _from_file(
         check_usable(one)
         check_precision(one.entries, options.allow_coarse)
     for one in optimizers:
-        naming = resolve(one, models, given)
+        naming = resolve(one, models, given, rules)
         hows.append(naming.how)
         named += [(name, entry, one.class_name) for name, entry in zip(naming.names, one.entries, strict=True)]
     _disjoint(named, optimizers)
+    named, stored = _as_stored(named, every)
     held = {name for name, _, _ in named}
-    every = {c.name: c for _, candidates in models for c in candidates}
     facts = {
-        "absent": {name: "not in the optimizer: frozen, or never given to it" for name in every if name not in held},
-        "live_names": {name: c.live_name for name, c in every.items() if c.live_name and name in held},
+        "absent": {name: "not in the optimizer: frozen, or never given to it" for name in stored if name not in held},
+        "live_names": {name: live for name, (live, _) in stored.items() if live and name in held},
         **found.facts,
         **known,
+        "tied": tied,
     }
     _complete(facts)
-    if held <= set(every):
-        facts["shapes"] = {name: c.shape for name, c in every.items()}
+    if held <= set(stored):
+        facts["shapes"] = {name: shape for name, (_, shape) in stored.items()}
     return assemble(named, Facts(naming="; ".join(dict.fromkeys(hows)), **facts), bias_correction=bias_correction)
 
 
-def _candidates(model: nn.Module) -> tuple[str, list[Candidate]]:
-    owners = dict(model.named_modules())
-    candidates = []
-    for p in live_parameters(model):
-        owner = type(owners[p.live_name.rpartition(".")[0]])
-        if p.parameter.requires_grad:
-            classes = tuple(base.__name__ for base in owner.__mro__)
-            candidates.append(Candidate(p.name, tuple(p.parameter.shape), classes, p.live_name))
-    return "the model", candidates
-
-
-def _matching(candidates: Sequence[Candidate], pattern: str) -> list[Candidate]:
-    try:
-        return [c for c in candidates if re.search(pattern, c.name)]
-    except re.error as error:
-        raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
+def _as_stored(
+    named: Sequence[tuple[str, Entry, str | None]], every: Mapping[str, Candidate]
+) -> tuple[list[tuple[str, Entry, str | None]], dict[str, tuple[str | None, tuple[int, ...]]]]:
+    """What the weight file keeps in pieces in those pieces; and of every tensor there its live name and its shape."""
+    stored: dict[str, tuple[str | None, tuple[int, ...]]] = {}
+    for name, c in every.items():
+        pieces = {piece.name: (c.live_name, piece.shape) for piece in c.pieces}
+        stored.update(pieces or {name: (c.live_name, c.shape)})
+    out: list[tuple[str, Entry, str | None]] = []
+    for name, entry, class_name in named:
+        pieces_of = every[name].pieces if name in every else ()
+        out += [(piece.name, replace(entry, piece=piece), class_name) for piece in pieces_of]
+        if not pieces_of:
+            out.append((name, entry, class_name))
+    return out, stored
 
 
 def _one_of(optimizers: Sequence[Any], which: int) -> Any:

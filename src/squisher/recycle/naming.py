@@ -18,9 +18,10 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import FileError, NamingError
+from ..tensors import adapter_file_name
 from .states import Candidate, OptimizerState
 
-__all__ = ["RULES", "Naming", "Rule", "clean_names", "fitting", "given_names", "resolve"]
+__all__ = ["RULES", "Naming", "Rule", "clean_names", "fitting", "given_names", "matching", "recorded_name", "resolve"]
 
 Shape = tuple[int, ...]
 
@@ -110,6 +111,19 @@ def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
     return listed
 
 
+def matching(candidates: Sequence[Candidate], pattern: str) -> list[Candidate]:
+    """The candidates whose name, in the weight file or in the running model, a regular expression finds.
+
+    Raises:
+        NamingError: It is not a regular expression.
+    """
+    try:
+        search = re.compile(pattern).search
+    except re.error as error:
+        raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
+    return [c for c in candidates if any(map(search, (c.name, c.live_name or c.name, *(p.name for p in c.pieces))))]
+
+
 _ANYWHERE = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
 
 
@@ -124,6 +138,14 @@ def clean_names(names: Sequence[str]) -> list[str]:
         clean = [name.removeprefix("module.") for name in clean]
     _no_duplicates(clean, "after the names of wrappers are removed")
     return clean
+
+
+_ADAPTER = re.compile(r"\.(?:lora_\w+\.[^.]+\.weight$|lora_embedding_[AB]\.[^.]+$|modules_to_save\.)")
+
+
+def recorded_name(live_name: str) -> str:
+    """The name in the weight file of a parameter that was recorded in the running model: PEFT drops the adapter's own name."""
+    return adapter_file_name(live_name) if _ADAPTER.search(live_name) else live_name
 
 
 def _no_duplicates(names: Sequence[str], when: str) -> None:
@@ -254,6 +276,13 @@ _WHAT_SETTLES_IT = (
 def _nothing_fits(optimizer: OptimizerState, sources: Sequence[tuple[str, Sequence[Candidate]]]) -> str:
     groups = ", ".join(map(str, optimizer.group_sizes))
     what = f"The optimizer state numbers its parameters (groups of {groups}) and records no names"
+    shapes = [entry.shape for entry in optimizer.entries if entry.shape is not None]
+    if shapes and all(len(shape) == 1 for shape in shapes):
+        return (
+            f"{what}, and all it holds is one-dimensional, as in a file that one FSDP rank wrote for itself: flat shards, whose "
+            "parameters cannot be told. Save FSDP.optim_state_dict(model, optimizer) or with torch.distributed.checkpoint. If "
+            "it is no such file, give the names with --names FILE (names=[...])."
+        )
     if not sources:
         return f"{what}, and nothing in the source has them. {_WHAT_SETTLES_IT}"
     tried = "; ".join(f"{label} has {len(candidates)} parameters" for label, candidates in sources)

@@ -156,12 +156,14 @@ class Options:
         base_model: Folder of the weights that training started from: what is bit-equal to them was frozen.
         trainable: A regular expression for the names that were trained.
         allow_coarse: Whether states of four bits are accepted.
+        named: Whether names are at hand, so that a reader need not look for them.
     """
 
     model: Path | None = None
     base_model: Path | None = None
     trainable: str | None = None
     allow_coarse: bool = False
+    named: bool = False
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,225 @@
+"""Hugging Face Trainer folders: `checkpoint-N/` with optimizer.pt, the weights or an adapter, and what is known of the run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from ..errors import FileError, NamingError, SquisherError
+from .accumulators import step_of
+from .adapters import adapter_orders
+from .candidates import Candidates, candidates_of_module
+from .frozen import by_evidence
+from .hf_model import adapted_model, built_by, meta_model, read_json
+from .hf_rules import galore_rule, trainer_rules
+from .naming import RULES, Rule, fitting, matching
+from .states import Candidate, Found, OptimizerState, Options
+from .torch_file import candidates_of, read_torch_file
+from .training_args import facts_of, target_modules, training_args
+from .weights import Weights, open_weights
+
+__all__ = ["is_trainer_folder", "model_candidates", "optimizer_file", "read_trainer"]
+
+Sources = list[tuple[str, Sequence[Candidate]]]
+
+_ELSEWHERE = (
+    "optimizer_*",
+    "pytorch_model_fsdp_*",
+    "global_step*",
+)  # FSDP and DeepSpeed keep the state in folders inside
+
+
+def is_trainer_folder(path: Path) -> bool:
+    """Whether a folder is a checkpoint of the Hugging Face Trainer whose optimizer state is one torch file."""
+    beside = ("trainer_state.json", "training_args.bin", "config.json", "adapter_config.json")
+    return optimizer_file(path) is not None and any((path / name).is_file() for name in beside)
+
+
+def optimizer_file(folder: Path) -> Path | None:
+    """The torch file of an optimizer in a folder; None if there is none, or if FSDP or DeepSpeed keep the state elsewhere."""
+    if not folder.is_dir() or any(p.is_dir() for pattern in _ELSEWHERE for p in folder.glob(pattern)):
+        return None
+    files = [folder / name for name in ("optimizer.pt", "optimizer.bin")]
+    return next((file for file in files if file.is_file()), None)
+
+
+def read_trainer(folder: Path, options: Options) -> Found:
+    """The optimizer state of a Trainer folder, the model that it belongs to, and what is known about the run.
+
+    Raises:
+        FileError: A file is missing or damaged.
+        NamingError: Model and weights do not belong together.
+        SquisherError: transformers or peft is needed and not installed.
+    """
+    file = optimizer_file(folder)
+    if file is None:
+        raise FileError(f"The folder {folder} holds no optimizer.pt.")
+    state = read_torch_file(file)
+    if len(state.optimizers) != 1:
+        raise FileError(f"{file} holds {len(state.optimizers)} optimizers, but the Trainer saves one.")
+    optimizer = state.optimizers[0]
+    args = training_args(folder)
+    counts = (step_of(entry.state, entry.group) for entry in optimizer.entries if entry.state)
+    facts = facts_of(folder, args, next(counts, None))
+    targets = target_modules(args)
+    special = [galore_rule(targets)] if targets else []
+    if options.named or all(entry.name is not None for entry in optimizer.entries):
+        return Found([optimizer], facts=facts, rules=special)
+    sources, tied = _settled(optimizer, folder, options, special)
+    rules = [*special, *trainer_rules([c for _, candidates in sources for c in candidates])]
+    return Found([optimizer], sources, {**facts, "tied": tied}, rules)
+
+
+def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, Candidates, Candidates]:
+    """The parameters of a model from a folder with a config.json, or in the order of a torch weight file.
+
+    Args:
+        path: The folder or file.
+        weights: Checked against; by default those of the folder itself.
+
+    Returns:
+        A label, the parameters that a new model of this kind would train, and all of them.
+
+    Raises:
+        NamingError: Its order cannot be known.
+        SquisherError: transformers is needed and not installed.
+    """
+    if not path.exists():
+        raise FileError(f"There is no model {path}.")
+    own = open_weights(path) if path.is_file() or not (path / "config.json").is_file() else None
+    if own is not None and own.in_module_order:
+        candidates = Candidates(*candidates_of(own.tensors))
+        return f"the order of {own.label}", candidates, candidates
+    if not (path / "config.json").is_file():
+        what = (
+            "is sorted by name, so its order says nothing" if own is not None else "has neither config.json nor weights"
+        )
+        raise NamingError(
+            f"{path} cannot name an optimizer's parameters: it {what}. Give a folder with config.json, or a torch weight file."
+        )
+    weights = weights or open_weights(path)
+    model = meta_model(path)
+    every = candidates_of_module(model, weights, frozen_too=True)
+    trained = candidates_of_module(model, weights)
+    note = f" ({every.note})" if every.note else ""
+    return f"the model of config.json{built_by(path)}{note}", trained, every
+
+
+def _settled(
+    optimizer: OptimizerState, folder: Path, options: Options, special: Sequence[tuple[str, Rule]]
+) -> tuple[Sources, dict[str, str]]:
+    """The first source of names that fits at all: plain assumptions before those that need evidence."""
+    first: tuple[Sources, dict[str, str]] | None = None
+    for sources, tied in _proposals(folder, options):
+        if options.trainable is not None:
+            sources = [(label, matching(candidates, options.trainable)) for label, candidates in sources]
+        every = [c for _, candidates in sources for c in candidates]
+        if len(fitting(optimizer, sources, [*RULES, *trainer_rules(every), *special])) == 1:
+            return sources, tied
+        first = first or (sources, tied)
+    if (folder / "adapter_config.json").is_file() and (options.base_model or options.model) is None:
+        raise NamingError(
+            "The adapter's file sorts its names, and the order of its parameters cannot be told from them alone. Give the "
+            "folder of the model that was adapted with --base-model DIR (base_model=...; its config.json is enough), or the "
+            "names in the optimizer's order with --names."
+        )
+    return first or ([], {})
+
+
+def _proposals(folder: Path, options: Options) -> Iterator[tuple[Sources, dict[str, str]]]:
+    weights = open_weights(folder)
+    if (folder / "adapter_config.json").is_file():
+        yield from _adapter_proposals(folder, options, weights)
+        return
+    missing: SquisherError | None = None
+    model = options.model or (folder if (folder / "config.json").is_file() else None)
+    if model is not None:
+        try:
+            label, trained, every = model_candidates(model, weights)
+        except SquisherError as error:
+            if options.model is not None or isinstance(error, NamingError):
+                raise
+            missing = error  # transformers is not installed, but the weights may keep the order
+        else:
+            yield [(label, trained.parameters)], trained.tied
+            if len(every.parameters) > len(trained.parameters):
+                yield [(label, every.parameters)], every.tied
+            yield from _evidence(label, every, folder, options, weights)
+            return
+    if weights is not None and weights.in_module_order:
+        plain = Candidates(*candidates_of(weights.tensors))
+        label = f"the order of {weights.label}"
+        yield [(label, plain.parameters)], plain.tied
+        yield from _evidence(label, plain, folder, options, weights)
+    elif missing is not None:
+        raise missing
+
+
+def _evidence(
+    label: str, model: Candidates, folder: Path, options: Options, weights: Weights | None
+) -> Iterator[tuple[Sources, dict[str, str]]]:
+    if weights is None:
+        return
+    others = (
+        [("the base model", options.base_model)] if options.base_model else [(p.name, p) for p in _siblings(folder)]
+    )
+    for name, other in others:
+        before = open_weights(other)
+        if before is None:
+            if options.base_model:
+                raise FileError(f"{other} holds no weights to compare with.")
+            continue
+        for candidates in by_evidence(model.parameters, weights, before):
+            yield [(f"{label}, trained where the weights differ from {name}", candidates)], model.tied
+
+
+def _siblings(folder: Path) -> list[Path]:
+    """Another checkpoint of the same run, the one farthest away."""
+    own = re.fullmatch(r"checkpoint-(\d+)", folder.absolute().name)
+    if own is None:
+        return []
+    others = []
+    for other in folder.absolute().parent.glob("checkpoint-*"):
+        number = re.fullmatch(r"checkpoint-(\d+)", other.name)
+        if number and number[1] != own[1] and other.is_dir() and not other.is_symlink():
+            others.append((abs(int(number[1]) - int(own[1])), other.name, other))
+    return [max(others)[2]] if others else []
+
+
+def _adapter_proposals(
+    folder: Path, options: Options, weights: Weights | None
+) -> Iterator[tuple[Sources, dict[str, str]]]:
+    if weights is None:
+        raise FileError(f"The folder {folder} has an adapter_config.json but no adapter_model.safetensors.")
+    orders = adapter_orders(weights)
+    label = f"the names in {weights.label}, each submodule's together"
+    base = options.base_model or options.model or _recorded_base(folder)
+    if base is None:
+        yield [(label, order) for order in orders], {}
+        return
+    try:
+        model = adapted_model(meta_model(base), folder)
+    except NamingError:
+        raise
+    except SquisherError:
+        if not orders:
+            raise
+        yield [(label, order) for order in orders], {}
+        return
+    candidates = candidates_of_module(model, weights)
+    yield (
+        [(f"the adapter on the model of {base.name}/config.json{built_by(base)}", candidates.parameters)],
+        candidates.tied,
+    )
+
+
+def _recorded_base(folder: Path) -> Path | None:
+    """The folder of the base model, where the adapter names one that is on this disk."""
+    name = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        return None
+    local = Path(name)
+    if not local.is_absolute():
+        local = folder.parent / name
+    return local if (local / "config.json").is_file() else None
