@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import FileError
+from .dcp import is_dcp, read_dcp
 from .states import Found, Options
 from .torch_file import read_torch_file
+from .trainer import is_trainer_folder, read_trainer
 
 __all__ = ["READERS", "Reader", "read_source"]
 
@@ -22,6 +24,8 @@ class Reader(NamedTuple):
 
 
 READERS: list[Reader] = [
+    Reader("torch.distributed.checkpoint folder", is_dcp, read_dcp),
+    Reader("Hugging Face Trainer folder", is_trainer_folder, read_trainer),
     Reader("a folder with a torch optimizer file", lambda path: _optimizer_file(path) is not None, lambda path, options: _in_folder(path)),
     # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.
     Reader("torch.save file", Path.is_file, lambda path, options: read_torch_file(path)),

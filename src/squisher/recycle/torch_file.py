@@ -8,8 +8,9 @@ from typing import Any
 
 from ..errors import FileError, NamingError
 from ..pickles import Record, Span, StoredTensor, read
-from ..tensors import LazyTensors, tied_names
+from ..tensors import LazyTensors, TensorSource, tied_names
 from .naming import clean_names
+from .per_rank import without_shards
 from .quantized import decoded
 from .states import Candidate, Entry, Found, OptimizerState
 
@@ -55,7 +56,7 @@ def find_weights(tree: Any) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
                 yield place, tensors
 
 
-def candidates_of(weights: Mapping[str, StoredTensor]) -> tuple[list[Candidate], dict[str, str]]:
+def candidates_of(weights: Mapping[str, TensorSource]) -> tuple[list[Candidate], dict[str, str]]:
     """The parameters among saved weights, in module order, without what is surely a buffer, and the tied names.
 
     A buffer that looks like a parameter stays; fitting the shapes to the optimizer's then decides.
@@ -97,7 +98,7 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
             own = state.get(member)
             own = own if isinstance(own, dict) else {}
             entries.append(Entry(own, settings, number, name or (member if isinstance(member, str) else None)))
-    return OptimizerState(decoded(entries, class_name), class_name, place)
+    return OptimizerState(decoded(without_shards(entries), class_name), class_name, place)
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -140,7 +141,7 @@ def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"{place}.{key}" if place else key, item
 
 
-def _is_buffer(name: str, tensor: StoredTensor) -> bool:
+def _is_buffer(name: str, tensor: TensorSource) -> bool:
     known = ("running_mean", "running_var", "num_batches_tracked")
     return not tensor.dtype.is_floating_point or name.rsplit(".", 1)[-1] in known
 
