@@ -131,7 +131,7 @@ def _from_file(
         check_usable(one)
         check_precision(one.entries, options.allow_coarse)
     for one in optimizers:
-        naming = resolve(one, models, given, rules)
+        naming = resolve(one, models if one.models is None or options.named else one.models, given, rules)
         hows.append(naming.how)
         named += [(name, entry, one.class_name) for name, entry in zip(naming.names, one.entries, strict=True)]
     _disjoint(named, optimizers)

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import FileError
+from .accelerate import is_accelerate_folder, read_accelerate
 from .dcp import is_dcp, read_dcp
+from .lightning import is_lightning_file, read_lightning
+from .model_source import with_model
 from .states import Found, Options
 from .torch_file import read_torch_file
 from .trainer import is_trainer_folder, read_trainer
@@ -26,9 +29,11 @@ class Reader(NamedTuple):
 READERS: list[Reader] = [
     Reader("torch.distributed.checkpoint folder", is_dcp, read_dcp),
     Reader("Hugging Face Trainer folder", is_trainer_folder, read_trainer),
-    Reader("a folder with a torch optimizer file", lambda path: _optimizer_file(path) is not None, lambda path, options: _in_folder(path)),
+    Reader("Accelerate save_state folder", is_accelerate_folder, read_accelerate),
+    Reader("a folder with a torch optimizer file", lambda path: _optimizer_file(path) is not None, lambda path, options: with_model(_in_folder(path), options)),
+    Reader("Lightning checkpoint", is_lightning_file, read_lightning),
     # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.
-    Reader("torch.save file", Path.is_file, lambda path, options: read_torch_file(path)),
+    Reader("torch.save file", Path.is_file, lambda path, options: with_model(read_torch_file(path), options)),
 ]  # fmt: skip
 
 

@@ -21,7 +21,18 @@ from ..errors import FileError, NamingError
 from ..tensors import adapter_file_name
 from .states import Candidate, OptimizerState
 
-__all__ = ["RULES", "Naming", "Rule", "clean_names", "fitting", "given_names", "matching", "recorded_name", "resolve"]
+__all__ = [
+    "RULES",
+    "Naming",
+    "Rule",
+    "clean_names",
+    "exact",
+    "fitting",
+    "given_names",
+    "matching",
+    "recorded_name",
+    "resolve",
+]
 
 Shape = tuple[int, ...]
 
@@ -84,6 +95,22 @@ def fitting(
         for rule_label, names in _proposals(optimizer, candidates, rules or RULES):
             found.setdefault(tuple(names), f"convention: {label}, {rule_label}")
     return found
+
+
+def exact(
+    optimizer: OptimizerState,
+    sources: Sequence[tuple[str, Sequence[Candidate]]],
+    rules: Sequence[tuple[str, Rule]] | None = None,
+) -> list[tuple[str, Sequence[Candidate]]]:
+    """The sources that have exactly as many parameters as the optimizer and fit it.
+
+    Args:
+        optimizer: Its entries in its own order.
+        sources: Where names may come from.
+        rules: Grouping conventions to try.
+    """
+    same = [source for source in sources if len(source[1]) == len(optimizer.entries)]
+    return [source for source in same if fitting(optimizer, [source], rules)]
 
 
 def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -94,11 +95,13 @@ class OptimizerState:
         entries: One per parameter, in the order of the groups.
         class_name: The optimizer's class, where it is known.
         place: Where in the source it was found, for messages.
+        models: Where its own names may come from, if not from all models of the source.
     """
 
     entries: Sequence[Entry]
     class_name: str | None = None
     place: str = ""
+    models: Sequence[tuple[str, Sequence[Candidate]]] | None = None
 
     @property
     def group_sizes(self) -> list[int]:
@@ -290,7 +293,14 @@ def values(how: Reading, source: Any) -> Tensor:
 def _corrected_(tensor: Tensor, how: Reading) -> Tensor:
     if how.offset:
         tensor.sub_(how.offset).clamp_(min=0)  # a sum that never grew may round to just below its start
-    return tensor if how.factor == 1.0 else tensor.mul_(how.factor)
+    if how.factor == 1.0:
+        return tensor
+    if tensor.device.type != "cpu" or tensor.numel() > CHUNK:
+        return tensor.mul_(how.factor)
+    # The same product by numpy: torch shares even a piece among threads, which stalls on a machine that has other work.
+    values_here = tensor.numpy()
+    np.multiply(values_here, values_here.dtype.type(how.factor), out=values_here)
+    return tensor
 
 
 class Part(NamedTuple):
@@ -338,10 +348,18 @@ class Recycled(Mapping[str, Tensor]):
         part = self._parts[name]
         first = part.piece.start if part.piece else 0
         end = first + math.prod(part.shape)
-        flat = _flat_reader(part.source)
-        for start in range(first, end, size):
-            values_here = flat(start, min(start + size, end))
-            yield _corrected_(values_here.to(torch.promote_types(values_here.dtype, torch.float32)), part.how)
+        for piece in _pieces(part.source, first, end, size):
+            yield _corrected_(piece.to(torch.promote_types(piece.dtype, torch.float32)), part.how)
+
+
+def _pieces(source: Any, first: int, end: int, size: int) -> Iterator[Tensor]:
+    """Elements `first` to `end` in flat pieces which may be overwritten."""
+    if hasattr(source, "pieces") and source.is_contiguous and (first, end) == (0, math.prod(source.shape)):
+        yield from source.pieces(size)  # a whole stored tensor: its checksum is compared on the way
+        return
+    flat = _flat_reader(source)
+    for start in range(first, end, size):
+        yield flat(start, min(start + size, end))
 
 
 def _flat_reader(source: Any) -> Callable[[int, int], Tensor]:

@@ -13,13 +13,14 @@ from .candidates import Candidates, candidates_of_module
 from .frozen import by_evidence
 from .hf_model import adapted_model, built_by, meta_model, read_json
 from .hf_rules import galore_rule, trainer_rules
+from .model_source import model_candidates
 from .naming import RULES, Rule, fitting, matching
 from .states import Candidate, Found, OptimizerState, Options
 from .torch_file import candidates_of, read_torch_file
 from .training_args import facts_of, target_modules, training_args
 from .weights import Weights, open_weights
 
-__all__ = ["is_trainer_folder", "model_candidates", "optimizer_file", "read_trainer"]
+__all__ = ["is_trainer_folder", "optimizer_file", "read_trainer"]
 
 Sources = list[tuple[str, Sequence[Candidate]]]
 
@@ -69,41 +70,6 @@ def read_trainer(folder: Path, options: Options) -> Found:
     sources, tied = _settled(optimizer, folder, options, special)
     rules = [*special, *trainer_rules([c for _, candidates in sources for c in candidates])]
     return Found([optimizer], sources, {**facts, "tied": tied}, rules)
-
-
-def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, Candidates, Candidates]:
-    """The parameters of a model from a folder with a config.json, or in the order of a torch weight file.
-
-    Args:
-        path: The folder or file.
-        weights: Checked against; by default those of the folder itself.
-
-    Returns:
-        A label, the parameters that a new model of this kind would train, and all of them.
-
-    Raises:
-        NamingError: Its order cannot be known.
-        SquisherError: transformers is needed and not installed.
-    """
-    if not path.exists():
-        raise FileError(f"There is no model {path}.")
-    own = open_weights(path) if path.is_file() or not (path / "config.json").is_file() else None
-    if own is not None and own.in_module_order:
-        candidates = Candidates(*candidates_of(own.tensors))
-        return f"the order of {own.label}", candidates, candidates
-    if not (path / "config.json").is_file():
-        what = (
-            "is sorted by name, so its order says nothing" if own is not None else "has neither config.json nor weights"
-        )
-        raise NamingError(
-            f"{path} cannot name an optimizer's parameters: it {what}. Give a folder with config.json, or a torch weight file."
-        )
-    weights = weights or open_weights(path)
-    model = meta_model(path)
-    every = candidates_of_module(model, weights, frozen_too=True)
-    trained = candidates_of_module(model, weights)
-    note = f" ({every.note})" if every.note else ""
-    return f"the model of config.json{built_by(path)}{note}", trained, every
 
 
 def _settled(

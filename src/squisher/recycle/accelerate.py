@@ -1,0 +1,115 @@
+"""Folders of Accelerate's `save_state`: optimizer.bin, optimizer_1.bin, … and the models beside them, which nothing pairs up."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..errors import FileError, NamingError
+from .hf_rules import trainer_rules
+from .model_source import with_model
+from .naming import RULES, exact, matching
+from .states import Candidate, Found, OptimizerState, Options
+from .torch_file import candidates_of, read_torch_file
+from .trainer import optimizer_file
+from .weights import Weights, open_weights
+
+__all__ = ["is_accelerate_folder", "read_accelerate"]
+
+Sources = list[tuple[str, Sequence[Candidate]]]
+
+
+def is_accelerate_folder(path: Path) -> bool:
+    """Whether a folder has optimizer files as Accelerate writes them, and not those of FSDP or DeepSpeed."""
+    file = optimizer_file(path)
+    return file is not None and file.name == "optimizer.bin"
+
+
+def read_accelerate(folder: Path, options: Options) -> Found:
+    """The optimizers of a `save_state` folder, each with the models that fit it.
+
+    Weights in safetensors are sorted by name: they name an optimizer's parameters only if every shape occurs once.
+
+    Raises:
+        FileError: A file is missing or damaged.
+        NamingError: The model that was given cannot name them.
+    """
+    optimizers = [read_one(file) for file in _numbered(folder, r"optimizer(?:_(\d+))?\.bin")]
+    if options.model is not None:
+        return with_model(Found(optimizers), options)
+    weights = [opened for file in _weight_files(folder) if (opened := open_weights(file)) is not None]
+    ordered: Sources = []
+    tied: dict[str, str] = {}
+    for one in weights:
+        if one.in_module_order:
+            candidates, aliases = candidates_of(one.tensors)
+            ordered.append((f"the order of {one.label}", candidates))
+            tied.update(aliases)
+    if not options.named:
+        by_name = [one for one in weights if not one.in_module_order]
+        optimizers = [replace(one, models=_own_models(one, ordered, by_name, options)) for one in optimizers]
+    return Found(optimizers, ordered, {"tied": tied} if tied else {})
+
+
+def read_one(file: Path) -> OptimizerState:
+    """The one optimizer in a file.
+
+    Raises:
+        FileError: There is none, or more than one.
+    """
+    found = read_torch_file(file).optimizers
+    if len(found) != 1:
+        raise FileError(f"{file} holds {len(found)} optimizers, but Accelerate writes one to a file.")
+    return replace(found[0], place=file.name)
+
+
+def _numbered(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder that a pattern matches, by their number; the first has none."""
+    found = [(int(m[1] or 0), p) for p in folder.iterdir() if p.is_file() and (m := re.fullmatch(pattern, p.name))]
+    files = [path for _, path in sorted(found)]
+    numbers = [number for number, _ in sorted(found)]
+    if numbers != list(range(len(numbers))):
+        raise FileError(f"The folder {folder} has {', '.join(p.name for p in files)}: one between them is missing.")
+    return files
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    for pattern in (
+        r"model(?:_(\d+))?\.safetensors",
+        r"model(?:_(\d+))?\.safetensors\.index\.json",
+        r"pytorch_model(?:_(\d+))?\.bin",
+        r"pytorch_model(?:_(\d+))?\.bin\.index\.json",
+    ):
+        yield from sorted(p for p in folder.iterdir() if p.is_file() and re.fullmatch(pattern, p.name))
+
+
+def _own_models(optimizer: OptimizerState, ordered: Sources, by_name: Sequence[Weights], options: Options) -> Sources:
+    """Where an optimizer's names may come from: the models that have just its parameters before those that have more."""
+    if options.trainable is not None:
+        ordered = [(label, matching(candidates, options.trainable)) for label, candidates in ordered]
+    every = [c for _, candidates in ordered for c in candidates]
+    pinned = _pinned(optimizer, by_name)
+    models = [*exact(optimizer, ordered, [*RULES, *trainer_rules(every)]), *pinned] or ordered
+    if not models and by_name and not all(entry.name is not None for entry in optimizer.entries):
+        raise NamingError(
+            f"{by_name[0].label} sorts its tensors by name, and several have the same shape, so it cannot tell which is which "
+            f"in {optimizer.place}. Give the model with --model: a folder with its config.json, or its state_dict() saved with "
+            "torch.save, which keeps the order; or the names in the optimizer's order with --names."
+        )
+    return models
+
+
+def _pinned(optimizer: OptimizerState, weights: Sequence[Weights]) -> Sources:
+    """For each file whose shapes alone say which tensor an entry is: its tensors in the optimizer's order."""
+    sources: Sources = []
+    shapes = [entry.shape for entry in optimizer.entries]
+    for one in weights:
+        count = Counter(tuple(tensor.shape) for tensor in one.tensors.values())
+        names = {tuple(tensor.shape): name for name, tensor in one.tensors.items()}
+        if len(set(shapes)) == len(shapes) and all(shape is not None and count[shape] == 1 for shape in shapes):
+            order = [Candidate(names[shape], shape) for shape in shapes if shape is not None]
+            sources.append((f"{one.label}, in which every shape occurs once", order))
+    return sources
