@@ -8,60 +8,20 @@ Adam's but mean something else stand above Adam.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import NoAccumulatorError
+from .rows import MOMENTUM, Accumulator, Group, betas, coupled, known, says_decoupled, value
+from .zoo import OTHERS
 
 __all__ = ["TABLE", "Accumulator", "Reading", "identify", "optimizer_name", "reading", "step_of"]
-
-Group = Mapping[str, Any]
 
 _TRACK = (
     "Train with Adam or AdamW, or keep the average yourself: tracker = squisher.Tracker(model), tracker.observe() before "
     "every step, squisher.extract(tracker, model)."
 )
-
-
-@dataclass(frozen=True)
-class Accumulator:
-    """One row: how an optimizer is recognised, and what its accumulator is.
-
-    Attributes:
-        optimizer: Its usual name.
-        keys: Keys that the state of a parameter must have.
-        without: Keys that it must not have.
-        group: Keys that its group must have.
-        classes: Class names, for a live optimizer; they settle what the keys leave open.
-        class_only: Whether the keys are another optimizer's too, so that only the class can tell.
-        key: The accumulator: one key, or the two factors of a factored one.
-        meaning: `ema` (exponential moving average from zero), `sum`, `average` (weights sum to one: no correction needed),
-            or `none` (nothing that averages squared gradients).
-        beta: Where β₂ is, for an `ema`.
-        start: What the accumulator held before the first step.
-        l2_inside: Whether weight decay is added to the gradient before it is squared.
-        notes: What else is in it, in sentences; always said.
-        refusal: Why it cannot be used, for `none`.
-    """
-
-    optimizer: str
-    keys: frozenset[str] = frozenset()
-    without: frozenset[str] = frozenset()
-    group: frozenset[str] = frozenset()
-    classes: tuple[str, ...] = ()
-    class_only: bool = False
-    key: tuple[str, ...] = ()
-    meaning: str = "none"
-    beta: Callable[[Group], float] | None = None
-    start: Callable[[Group], float] | None = None
-    l2_inside: Callable[[Group], bool] | bool = False
-    notes: tuple[str, ...] = ()
-    refusal: str = ""
-
-    def matches(self, state: Collection[str], group: Collection[str]) -> bool:
-        """Whether the keys of a parameter's state and of its group are this optimizer's."""
-        return self.keys <= set(state) and not self.without & set(state) and self.group <= set(group)
 
 
 @dataclass(frozen=True)
@@ -87,77 +47,40 @@ class Reading:
     pollution: tuple[str, ...]
 
 
-def _betas(position: int) -> Callable[[Group], float]:
-    return lambda group: float(group["betas"][position])
-
-
-def _value(name: str) -> Callable[[Group], float]:
-    return lambda group: float(group[name])
-
-
-def _coupled_adam(group: Group) -> bool:
-    # Recent torch writes down whether decay is decoupled; before, only a live AdamW's class tells.
-    return not group.get("decoupled_weight_decay", False)
-
-
-def _row(optimizer: str, keys: str, key: str = "", meaning: str = "none", **more: Any) -> Accumulator:
-    for name in ("without", "group"):
-        more[name] = frozenset(more.get(name, "").split())
-    more["classes"] = tuple(more.get("classes", optimizer).split())
-    return Accumulator(optimizer, frozenset(keys.split()), key=tuple(key.split()), meaning=meaning, **more)
-
-
-_MOMENTUM = "keeps a moving average of the gradient, whose square is not the average of the squares"
-
 TABLE: tuple[Accumulator, ...] = (
-    # -- looks like Adam's, is something else --------------------------------------------------------------------------
-    _row("SOAP", "exp_avg_sq Q", refusal="keeps its squared gradient in a rotated basis, so it belongs to no single weight"),
-    _row("Shampoo", "pre_cond", refusal="keeps matrices, not a value per weight", classes="Shampoo ScalableShampoo"),
-    _row("Adan", "exp_avg_diff", refusal="averages the square of g + (1−β₂)·(g − previous g), not of g"),
-    _row("AdaBelief", "exp_avg_var", refusal="averages (g − its mean)², the variance around a moving mean, not g²"),
-    _row("Adamax", "exp_inf", refusal="keeps a decayed maximum of |g|, which is no average of squares"),
-    _row("Sophia", "hessian_moment", refusal="keeps an estimate of the Hessian, not of g²", classes="SophiaH SophiaG Sophia"),
-    _row("IVON", "", group="hess", refusal="keeps a Hessian estimate at perturbed weights, not an average of g²"),
-    _row("Yogi", "exp_avg_sq", group="initial_accumulator", refusal="changes its accumulator by sign, so it is no average of g²"),
-    _row("Adam-mini", "vmean", refusal="keeps one value per block, not one per weight", classes="Adam_mini"),
-    # -- factored ------------------------------------------------------------------------------------------------------
-    _row("Adafactor", "row_var col_var", "row_var col_var", "average", classes="", notes=("It is factored: rank one per matrix.",)),
-    _row("Adafactor", "variance", "variance", "average", group="beta2_decay", classes=""),
-    _row("Adafactor", "exp_avg_sq_row exp_avg_sq_col", "exp_avg_sq_row exp_avg_sq_col", "average", classes="",
-         notes=("It is factored: rank one per matrix.", "It averages g² + eps.")),
-    _row("Adafactor", "exp_avg_sq", "exp_avg_sq", "average", group="decay_rate", classes="", notes=("It averages g² + eps.",)),
+    *OTHERS,
+    known("Adamax", "exp_inf", refusal="keeps a decayed maximum of |g|, which is no average of squares"),
+    known("Adafactor", "row_var col_var", "row_var col_var", "average", classes="", notes=("It is factored: rank one per matrix.",)),
+    known("Adafactor", "variance", "variance", "average", group="beta2_decay", classes=""),
     # -- bitsandbytes: decay is decoupled in both its Adam and its AdamW, not in its one-state optimizers -----------------
-    _row("AdEMAMix (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=_betas(1), group="betas t_alpha", class_only=True,
+    known("AdEMAMix (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=betas(1), group="betas t_alpha", class_only=True,
          classes="AdEMAMix AdEMAMix8bit AdEMAMix32bit PagedAdEMAMix PagedAdEMAMix8bit PagedAdEMAMix32bit"),
-    _row("Adam (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=_betas(1),
+    known("Adam (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=betas(1),
          classes="Adam Adam8bit Adam32bit PagedAdam PagedAdam8bit PagedAdam32bit AdamW AdamW8bit AdamW32bit PagedAdamW PagedAdamW8bit "
                  "PagedAdamW32bit LAMB LAMB8bit LAMB32bit"),
-    _row("RMSprop (bitsandbytes)", "square_avg state1", "square_avg", "ema", beta=_betas(0), l2_inside=True,
+    known("RMSprop (bitsandbytes)", "square_avg state1", "square_avg", "ema", beta=betas(0), l2_inside=True,
          classes="RMSprop RMSprop8bit RMSprop32bit"),
-    _row("Adagrad (bitsandbytes)", "sum state1", "sum", "sum", l2_inside=True, classes="Adagrad Adagrad8bit Adagrad32bit"),
-    _row("SGD or Lion (bitsandbytes)", "state1", without="state2 square_avg sum", refusal=_MOMENTUM,
+    known("Adagrad (bitsandbytes)", "sum state1", "sum", "sum", l2_inside=True, classes="Adagrad Adagrad8bit Adagrad32bit"),
+    known("SGD or Lion (bitsandbytes)", "state1", without="state2 square_avg sum", refusal=MOMENTUM,
          classes="Lion Lion8bit Lion32bit PagedLion PagedLion8bit PagedLion32bit SGD8bit SGD32bit LARS8bit LARS32bit PytorchLARS"),
     # -- Adam's own family ---------------------------------------------------------------------------------------------
-    _row("AdamWScheduleFree", "z exp_avg_sq", "exp_avg_sq", "ema", group="k", beta=_betas(1), classes="AdamWScheduleFree RAdamScheduleFree",
-         notes=("Its gradients are taken at the extrapolated weights y, not at the averaged ones.",)),
-    _row("NAdam", "exp_avg_sq mu_product", "exp_avg_sq", "ema", beta=_betas(1), l2_inside=_coupled_adam),
-    _row("AdEMAMix", "exp_avg_sq exp_avg_slow", "exp_avg_sq", "ema", beta=_betas(1)),
-    _row("SparseAdam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=_betas(1), class_only=True,
+    known("NAdam", "exp_avg_sq mu_product", "exp_avg_sq", "ema", beta=betas(1), l2_inside=coupled),
+    known("SparseAdam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), class_only=True,
          notes=("Rows without a gradient do not decay, and their own step counts are not kept.",)),
-    _row("Adam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=_betas(1), l2_inside=_coupled_adam,
-         classes="Adam AdamW RAdam FusedAdam DeepSpeedCPUAdam"),
+    known("Adam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), l2_inside=coupled,
+         classes="Adam AdamW RAdam EXAdam FusedAdam DeepSpeedCPUAdam"),
     # -- squared-gradient averages without a first moment --------------------------------------------------------------
-    _row("Adadelta", "square_avg acc_delta", "square_avg", "ema", beta=_value("rho"), l2_inside=True),
-    _row("RMSprop", "square_avg", "square_avg", "ema", group="alpha", beta=_value("alpha"), l2_inside=True),
-    _row("Adagrad", "sum", "sum", "sum", start=lambda group: float(group.get("initial_accumulator_value", 0.0)), l2_inside=True),
+    known("Adadelta", "square_avg acc_delta", "square_avg", "ema", beta=value("rho"), l2_inside=True),
+    known("RMSprop", "square_avg", "square_avg", "ema", group="alpha", beta=value("alpha"), l2_inside=True),
+    known("Adagrad", "sum", "sum", "sum", start=lambda group: float(group.get("initial_accumulator_value", 0.0)), l2_inside=True),
     # -- no squared gradient at all ------------------------------------------------------------------------------------
-    _row("Rprop", "prev step_size", refusal="keeps the sign of the gradient only"),
-    _row("ASGD", "ax", refusal="keeps an average of the weights, and nothing of the gradient"),
-    _row("LBFGS", "old_dirs", refusal="keeps past directions, and no average of squares"),
-    _row("Muon", "", group="ns_steps", refusal=_MOMENTUM),
-    _row("SGD", "momentum_buffer", refusal=_MOMENTUM, classes="SGD LARS Lars"),
-    _row("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient"),
-    _row("Lion", "exp_avg", refusal=_MOMENTUM, classes="Lion DistributedLion"),
+    known("Rprop", "prev step_size", refusal="keeps the sign of the gradient only"),
+    known("ASGD", "ax", refusal="keeps an average of the weights, and nothing of the gradient"),
+    known("LBFGS", "old_dirs", refusal="keeps past directions, and no average of squares"),
+    known("Muon", "", group="ns_steps", refusal=MOMENTUM),
+    known("SGD", "momentum_buffer", refusal=MOMENTUM, classes="SGD LARS Lars"),
+    known("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient"),
+    known("Lion", "exp_avg", refusal=MOMENTUM, classes="Lion DistributedLion"),
 )  # fmt: skip
 
 
@@ -214,7 +137,7 @@ def reading(
         NoAccumulatorError: There is none, it has seen no step, or its bias cannot be corrected.
     """
     row = identify(state, group, class_name)
-    step = step_of(state, group)
+    step = step_of(state, group, row.ahead)
     beta2 = _beta2(row, group, class_name, bias_correction)
     offset, factor = 0.0, 1.0
     if bias_correction and row.meaning in ("ema", "sum"):
@@ -227,10 +150,14 @@ def reading(
             raise NoAccumulatorError(
                 "The optimizer has taken no step (its count is 0), so there is nothing to recycle yet."
             )
+        offset = row.start(group) if row.start else 0.0
         if row.meaning == "ema":
-            factor = 1.0 / _one_minus_power(beta2 or 0.0, step)
+            left = _one_minus_power(beta2 or 0.0, step)
+            offset, factor = offset * (1.0 - left), 1.0 / left
         else:
-            offset, factor = (row.start(group) if row.start else 0.0), 1.0 / step
+            factor = 1.0 / step
+        if row.scale:
+            factor /= row.scale(group)
     return Reading(row, row.key, offset, factor, step, beta2, _pollution(row, state, group, class_name))
 
 
@@ -257,7 +184,7 @@ def _pollution(row: Accumulator, state: Collection[str], group: Group, class_nam
     decay = float(group.get("weight_decay") or 0.0)
     inside = row.l2_inside(group) if callable(row.l2_inside) else row.l2_inside
     if decay > 0 and inside and not (class_name or "").startswith("AdamW"):
-        certain = class_name is not None or "decoupled_weight_decay" in group or row.l2_inside is True
+        certain = class_name is not None or says_decoupled(group) or row.l2_inside is True
         verb = "holds" if certain else "may hold (Adam and AdamW cannot be told apart in this file)"
         sentences.append(f"It {verb} the L2 weight decay {decay:g}: the squares of g + {decay:g}·θ.")
     if "gnorm_vec" in state:
@@ -267,19 +194,19 @@ def _pollution(row: Accumulator, state: Collection[str], group: Group, class_nam
     return tuple(sentences)
 
 
-def step_of(state: Mapping[str, Any], group: Group) -> int | None:
+def step_of(state: Mapping[str, Any], group: Group, ahead: int = 0) -> int | None:
     """Steps that a parameter has seen: its own count, else the one that some optimizers keep in the group."""
     for place, key in ((state, "step"), (group, "step"), (group, "k")):
-        value = place.get(key)
-        if value is None:
+        count = place.get(key)
+        if count is None:
             continue
-        load = getattr(value, "load", None)
+        load = getattr(count, "load", None)
         try:
-            count = float(load() if callable(load) else value)
+            number = float(load() if callable(load) else count)
         except (TypeError, ValueError, RuntimeError):
             continue
-        if math.isfinite(count):
-            return int(count)
+        if math.isfinite(number):
+            return int(number) - ahead
     return None
 
 
