@@ -115,13 +115,15 @@ def _from_file(
 ) -> Importance:
     found = read_source(path, options)
     models = list(found.models)
+    parameters = list(found.parameters) or [c for _, candidates in models for c in candidates]
     tied = dict(found.facts.get("tied", {}))
     if isinstance(model, nn.Module):
-        candidates = candidates_of_module(model)
-        models, tied = [("the model", candidates.parameters)], candidates.tied
+        whole = candidates_of_module(model, frozen_too=True)
+        models = [("the model", candidates_of_module(model).parameters)]
+        parameters, tied = whole.parameters, whole.tied
     if options.trainable is not None:
         models = [(label, matching(candidates, options.trainable)) for label, candidates in models]
-    every = {c.name: c for _, candidates in models for c in candidates}
+    every = {c.name: c for c in parameters}
     rules = [*found.rules, *RULES, *trainer_rules(list(every.values()))]
     optimizers = list(found.optimizers) if which is None else [_one_of(found.optimizers, which)]
     given = None if names is None else given_names(names)

@@ -15,9 +15,13 @@ from torch import nn
 
 from ..errors import FileError, NamingError, SquisherError
 
-__all__ = ["adapted_model", "built_by", "meta_model", "read_json"]
+__all__ = ["MissingPackage", "adapted_model", "built_by", "meta_model", "read_json"]
 
 _LAYERS = 10_000  # more than any model has; a hostile config may not keep us building for hours
+
+
+class MissingPackage(SquisherError):  # noqa: N818
+    """An extra that would name the parameters is not installed."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -41,7 +45,7 @@ def meta_model(folder: Path) -> nn.Module:
     """The model that a folder's config.json describes, without weights. No code of the folder is ever run.
 
     Raises:
-        SquisherError: transformers is not installed.
+        MissingPackage: transformers is not installed.
         NamingError: transformers does not know the model or cannot build it.
     """
     transformers = _imported("transformers")
@@ -74,7 +78,7 @@ def adapted_model(base: nn.Module, folder: Path) -> nn.Module:
     """A model on the meta device with the adapter that a folder's adapter_config.json describes.
 
     Raises:
-        SquisherError: peft is not installed.
+        MissingPackage: peft is not installed.
         NamingError: peft cannot put this adapter on this model.
     """
     peft = _imported("peft")
@@ -115,7 +119,7 @@ def _imported(package: str) -> Any:
     try:
         return __import__(package)
     except ImportError as error:
-        raise SquisherError(
+        raise MissingPackage(
             f"Naming this checkpoint's parameters takes {package}, which is not installed: pip install 'torch-squisher[hf]'."
         ) from error
 

@@ -19,8 +19,9 @@ def with_model(found: Found, options: Options) -> Found:
     """What a reader found, with the names of the model that the user gave, if one was given."""
     if options.model is None or options.named:
         return found
-    label, trained, _ = model_candidates(options.model)
-    return replace(found, models=[(label, trained.parameters)], facts={**found.facts, "tied": trained.tied})
+    label, trained, every = model_candidates(options.model)
+    facts = {**found.facts, "tied": every.tied}
+    return replace(found, models=[(label, trained.parameters)], facts=facts, parameters=every.parameters)
 
 
 def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, Candidates, Candidates]:
@@ -35,7 +36,7 @@ def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, C
 
     Raises:
         NamingError: Its order cannot be known.
-        SquisherError: transformers is needed and not installed.
+        MissingPackage: transformers is needed and not installed.
     """
     if not path.exists():
         raise FileError(f"There is no model {path}.")

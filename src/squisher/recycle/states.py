@@ -142,12 +142,14 @@ class Found:
         models: Where names may come from: a label for messages, and the parameters in registration order.
         facts: Fields of `Facts` that the source proves (batch size, clipping, …).
         rules: Grouping conventions of the framework that wrote it, as `naming.Rule` with a label, beside the general ones.
+        parameters: All parameters of the model, frozen ones too, where they are known and the models leave some out.
     """
 
     optimizers: Sequence[OptimizerState]
     models: Sequence[tuple[str, Sequence[Candidate]]] = ()
     facts: Mapping[str, Any] = field(default_factory=dict)
     rules: Sequence[tuple[str, Callable[[Candidate], int | None]]] = ()
+    parameters: Sequence[Candidate] = ()
 
 
 @dataclass(frozen=True)
@@ -334,6 +336,9 @@ class Recycled(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parts)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._parts  # the inherited one would read the tensor to find out
 
     def shape(self, name: str) -> torch.Size:
         """The shape of one tensor, without reading it."""

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from ..errors import FileError, NamingError, SquisherError
+from ..errors import FileError, NamingError
 from .accumulators import step_of
 from .adapters import adapter_orders
 from .candidates import Candidates, candidates_of_module
 from .frozen import by_evidence
-from .hf_model import adapted_model, built_by, meta_model, read_json
+from .hf_model import MissingPackage, adapted_model, built_by, meta_model, read_json
 from .hf_rules import galore_rule, trainer_rules
 from .model_source import model_candidates
 from .naming import RULES, Rule, fitting, matching
@@ -51,7 +51,7 @@ def read_trainer(folder: Path, options: Options) -> Found:
     Raises:
         FileError: A file is missing or damaged.
         NamingError: Model and weights do not belong together.
-        SquisherError: transformers or peft is needed and not installed.
+        MissingPackage: transformers or peft is needed and not installed.
     """
     file = optimizer_file(folder)
     if file is None:
@@ -67,56 +67,53 @@ def read_trainer(folder: Path, options: Options) -> Found:
     special = [galore_rule(targets)] if targets else []
     if options.named or all(entry.name is not None for entry in optimizer.entries):
         return Found([optimizer], facts=facts, rules=special)
-    sources, tied = _settled(optimizer, folder, options, special)
-    rules = [*special, *trainer_rules([c for _, candidates in sources for c in candidates])]
-    return Found([optimizer], sources, {**facts, "tied": tied}, rules)
+    sources, model = _settled(optimizer, folder, options, special)
+    rules = [*special, *trainer_rules(model.parameters)]
+    return Found([optimizer], sources, {**facts, "tied": model.tied}, rules, model.parameters)
 
 
 def _settled(
     optimizer: OptimizerState, folder: Path, options: Options, special: Sequence[tuple[str, Rule]]
-) -> tuple[Sources, dict[str, str]]:
+) -> tuple[Sources, Candidates]:
     """The first source of names that fits at all: plain assumptions before those that need evidence."""
-    first: tuple[Sources, dict[str, str]] | None = None
-    for sources, tied in _proposals(folder, options):
+    first: tuple[Sources, Candidates] | None = None
+    for sources, model in _proposals(folder, options):
         if options.trainable is not None:
             sources = [(label, matching(candidates, options.trainable)) for label, candidates in sources]
-        every = [c for _, candidates in sources for c in candidates]
-        if len(fitting(optimizer, sources, [*RULES, *trainer_rules(every), *special])) == 1:
-            return sources, tied
-        first = first or (sources, tied)
+        if len(fitting(optimizer, sources, [*RULES, *trainer_rules(model.parameters), *special])) == 1:
+            return sources, model
+        first = first or (sources, model)
     if (folder / "adapter_config.json").is_file() and (options.base_model or options.model) is None:
         raise NamingError(
             "The adapter's file sorts its names, and the order of its parameters cannot be told from them alone. Give the "
             "folder of the model that was adapted with --base-model DIR (base_model=...; its config.json is enough), or the "
             "names in the optimizer's order with --names."
         )
-    return first or ([], {})
+    return first or ([], Candidates([], {}))
 
 
-def _proposals(folder: Path, options: Options) -> Iterator[tuple[Sources, dict[str, str]]]:
+def _proposals(folder: Path, options: Options) -> Iterator[tuple[Sources, Candidates]]:
     weights = open_weights(folder)
     if (folder / "adapter_config.json").is_file():
         yield from _adapter_proposals(folder, options, weights)
         return
-    missing: SquisherError | None = None
+    missing: MissingPackage | None = None
     model = options.model or (folder if (folder / "config.json").is_file() else None)
     if model is not None:
         try:
             label, trained, every = model_candidates(model, weights)
-        except SquisherError as error:
-            if options.model is not None or isinstance(error, NamingError):
-                raise
+        except MissingPackage as error:
             missing = error  # transformers is not installed, but the weights may keep the order
         else:
-            yield [(label, trained.parameters)], trained.tied
+            yield [(label, trained.parameters)], every
             if len(every.parameters) > len(trained.parameters):
-                yield [(label, every.parameters)], every.tied
+                yield [(label, every.parameters)], every
             yield from _evidence(label, every, folder, options, weights)
             return
     if weights is not None and weights.in_module_order:
         plain = Candidates(*candidates_of(weights.tensors))
         label = f"the order of {weights.label}"
-        yield [(label, plain.parameters)], plain.tied
+        yield [(label, plain.parameters)], plain
         yield from _evidence(label, plain, folder, options, weights)
     elif missing is not None:
         raise missing
@@ -124,7 +121,7 @@ def _proposals(folder: Path, options: Options) -> Iterator[tuple[Sources, dict[s
 
 def _evidence(
     label: str, model: Candidates, folder: Path, options: Options, weights: Weights | None
-) -> Iterator[tuple[Sources, dict[str, str]]]:
+) -> Iterator[tuple[Sources, Candidates]]:
     if weights is None:
         return
     others = (
@@ -137,7 +134,7 @@ def _evidence(
                 raise FileError(f"{other} holds no weights to compare with.")
             continue
         for candidates in by_evidence(model.parameters, weights, before):
-            yield [(f"{label}, trained where the weights differ from {name}", candidates)], model.tied
+            yield [(f"{label}, trained where the weights differ from {name}", candidates)], model
 
 
 def _siblings(folder: Path) -> list[Path]:
@@ -153,31 +150,25 @@ def _siblings(folder: Path) -> list[Path]:
     return [max(others)[2]] if others else []
 
 
-def _adapter_proposals(
-    folder: Path, options: Options, weights: Weights | None
-) -> Iterator[tuple[Sources, dict[str, str]]]:
+def _adapter_proposals(folder: Path, options: Options, weights: Weights | None) -> Iterator[tuple[Sources, Candidates]]:
     if weights is None:
         raise FileError(f"The folder {folder} has an adapter_config.json but no adapter_model.safetensors.")
     orders = adapter_orders(weights)
     label = f"the names in {weights.label}, each submodule's together"
     base = options.base_model or options.model or _recorded_base(folder)
     if base is None:
-        yield [(label, order) for order in orders], {}
+        yield [(label, order) for order in orders], Candidates(orders[0] if orders else [], {})
         return
     try:
         model = adapted_model(meta_model(base), folder)
-    except NamingError:
-        raise
-    except SquisherError:
+    except MissingPackage:
         if not orders:
             raise
-        yield [(label, order) for order in orders], {}
+        yield [(label, order) for order in orders], Candidates(orders[0], {})
         return
     candidates = candidates_of_module(model, weights)
-    yield (
-        [(f"the adapter on the model of {base.name}/config.json{built_by(base)}", candidates.parameters)],
-        candidates.tied,
-    )
+    label = f"the adapter on the model of {base.name}/config.json{built_by(base)}"
+    yield [(label, candidates.parameters)], candidates
 
 
 def _recorded_base(folder: Path) -> Path | None:
