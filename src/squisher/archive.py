@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import math
 import os
+import queue
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,6 +30,7 @@ SHARD_BYTES = 5_000_000_000
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
+_ROW = 4096
 _WIDEST = -1.2345678901234567e-308  # no float prints longer
 
 
@@ -89,7 +93,7 @@ def save(
             with writer:
                 for name, (target, _) in shard.items():
                     total_sum, total_square = [], []
-                    for piece in chunks_of(tensors, name, CHUNK):
+                    for piece in _ahead(chunks_of(tensors, name, CHUNK)):
                         piece = piece.to(target)
                         if check is not None:
                             check(name, piece)
@@ -149,11 +153,51 @@ def exists(path: str | os.PathLike[str]) -> bool:
     return Path(path).is_file() or _index_path(Path(path)).is_file()
 
 
+def _ahead(pieces: Iterator[Tensor], depth: int = 2) -> Iterator[Tensor]:
+    """The same pieces, read by a thread of their own while the last ones are checked, summed and written."""
+    ready: queue.Queue[Tensor | BaseException | None] = queue.Queue(depth)
+    stopped = threading.Event()
+
+    def put(item: Tensor | BaseException | None) -> None:
+        while not stopped.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def read() -> None:
+        try:
+            for piece in pieces:
+                put(piece)
+            put(None)
+        except BaseException as error:  # handed to the reader, which raises it
+            put(error)
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    try:
+        while (item := ready.get()) is not None:
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stopped.set()
+        thread.join()
+
+
 def _sums(piece: Tensor) -> tuple[float, float]:
-    # Rows of fixed length are each summed by one thread, so that the result does not depend on their number.
-    rows = piece.double()
-    rows = torch.nn.functional.pad(rows, (0, -rows.numel() % 4096)).view(-1, 4096)
-    return math.fsum(rows.sum(1).tolist()), math.fsum(rows.square().sum(1).tolist())
+    # Rows of fixed length, each summed by itself, so that the result does not depend on a number of threads; numpy, because
+    # torch would share even a piece of this size among threads, which stalls on a machine that has other work to do.
+    values = _double(piece)
+    rows = [values[start : start + _ROW] for start in range(0, values.size, _ROW)]
+    return math.fsum(row.sum() for row in rows), math.fsum(np.dot(row, row) for row in rows)
+
+
+def _double(piece: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
+    if piece.dtype != torch.bfloat16:
+        return piece.numpy().astype(np.float64)
+    bits = piece.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16
+    return bits.view(np.float32).astype(np.float64)
 
 
 def _rounded(parts: list[float]) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import json
-import math
 import os
 import shutil
 import struct
@@ -65,10 +64,14 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, FileTensor], di
     ordered = sorted(tensors.items(), key=lambda item: item[1].offset)
     end = 8 + length
     for name, tensor in ordered:  # overlaps would let one tensor pose as two
-        if tensor.offset < end and math.prod(tensor.shape):
+        if tensor.offset < end and _numel(tensor.shape):
             raise FileError(f"{path}: tensor {name!r} overlaps another one; the file is damaged.")
-        end = max(end, tensor.offset + math.prod(tensor.shape) * tensor.dtype.itemsize)
+        end = max(end, tensor.offset + _numel(tensor.shape) * tensor.dtype.itemsize)
     return dict(ordered), metadata
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
 
 
 def _file_tensor(path: str, name: str, entry: Any, base: int, size: int) -> FileTensor:
@@ -77,7 +80,7 @@ def _file_tensor(path: str, name: str, entry: Any, base: int, size: int) -> File
         valid = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
     except (KeyError, TypeError, ValueError):
         valid = False
-    if not valid or stop - start != math.prod(shape) * dtype.itemsize or base + stop > size:
+    if not valid or stop - start != _numel(shape) * dtype.itemsize or base + stop > size:
         raise FileError(f"{path}: tensor {name!r} does not fit the file; it is damaged or truncated.")
     return FileTensor(path, dtype, shape, base + start)
 
@@ -144,7 +147,7 @@ class SafetensorsWriter:
         for name, (dtype, shape) in self._layout.items():
             if dtype not in _DTYPE_NAMES:
                 raise SquisherError(f"{name!r} has the type {dtype}, which a safetensors file cannot hold.")
-            end += math.prod(shape) * dtype.itemsize
+            end += _numel(shape) * dtype.itemsize
             self._ends[name] = end
         self._total = end
         self._room = -(-len(self._header(metadata_bound)) // 8) * 8

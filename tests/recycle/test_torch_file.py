@@ -216,3 +216,30 @@ def test_factored_states_are_read_in_pieces_too(tmp_path):
     for name in live:
         assert torch.allclose(imp[name], live[name])
         assert torch.allclose(torch.cat(list(imp.chunks(name, 7))), live[name].flatten())
+
+
+def test_asking_for_a_name_or_shape_reads_nothing(tmp_path, run, monkeypatch):
+    torch.save({"model": run[0].state_dict(), "optimizer": run[1].state_dict()}, tmp_path / "c.pt")
+    imp = squisher.extract(tmp_path / "c.pt")
+    (tmp_path / "c.pt").unlink()
+    assert "head.weight" in imp
+    assert "head.wieght" not in imp
+    assert imp.shape("head.weight") == (7, 4)
+    assert len(list(imp)) == 7
+    with pytest.raises(FileError, match="cannot be read"):
+        imp["head.weight"]
+
+
+def test_a_flipped_bit_in_the_accumulator_is_noticed(tmp_path, run):
+    path = tmp_path / "c.pt"
+    torch.save({"model": run[0].state_dict(), "optimizer": run[1].state_dict()}, path)
+    data = bytearray(path.read_bytes())
+    needle = run[1].state[run[0].conv.weight]["exp_avg_sq"].numpy().tobytes()
+    data[data.index(needle) + 9] ^= 1
+    path.write_bytes(data)
+    imp = squisher.extract(path)
+    with pytest.raises(FileError, match="checksum does not fit"):
+        imp["conv.weight"]
+    with pytest.raises(FileError, match="checksum does not fit"):
+        imp.save(tmp_path / "out.safetensors")
+    assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +61,11 @@ class Storage:
         for start in range(0, span.length, PIECE):
             found = zlib.crc32(span.read(start, min(PIECE, span.length - start)), found)
         if found != expected:
-            raise FileError(f"{span.label} is damaged: its checksum does not fit its bytes. Get the file again.")
+            raise self.damaged()
+
+    def damaged(self) -> FileError:
+        """The error for bytes that are not the ones that were written."""
+        return FileError(f"{self.span.label} is damaged: its checksum does not fit its bytes. Get the file again.")
 
     def __repr__(self) -> str:
         return f"<Storage of {self.nbytes} bytes, {self.dtype}>"
@@ -148,7 +152,9 @@ class StoredTensor:
     def load(self) -> torch.Tensor:
         """Read it: a fresh contiguous CPU tensor."""
         if self.is_contiguous:
-            return self.read_flat(0, self.numel).reshape(self.shape)
+            flat = self.read_flat(0, self.numel)
+            self._compare(zlib.crc32(flat.view(torch.uint8).numpy().data) if self._checksum is not None else 0)
+            return flat.reshape(self.shape)
         flat = self._read(self.storage_offset, self._last + 1)
         return flat.as_strided(self.shape, self.stride).contiguous()
 
@@ -163,6 +169,33 @@ class StoredTensor:
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(f"elements {start} to {stop} of a tensor of {self.numel}")
         return self._read(self.storage_offset + start, self.storage_offset + stop)
+
+    def pieces(self, size: int) -> Iterator[torch.Tensor]:
+        """Read a contiguous tensor front to back in flat pieces of at most `size` elements.
+
+        Where the file keeps a checksum of exactly these bytes, it is compared on the way, at no further read.
+
+        Raises:
+            FileError: If the checksum does not fit; after the last piece, since it cannot be known before.
+        """
+        found = 0
+        for start in range(0, self.numel, size):
+            piece = self.read_flat(start, min(start + size, self.numel))
+            if self._checksum is not None:
+                found = zlib.crc32(piece.view(torch.uint8).numpy().data, found)
+            yield piece
+        self._compare(found)
+
+    @property
+    def _checksum(self) -> int | None:
+        """The checksum that the file keeps of exactly the bytes of this tensor, if it does."""
+        kept = self.storage.checksum
+        alone = kept is not None and self.storage_offset == 0 and 0 < self.nbytes == kept[0].length
+        return kept[1] if alone and kept is not None else None
+
+    def _compare(self, found: int) -> None:
+        if self._checksum not in (None, found):
+            raise self.storage.damaged()
 
     @property
     def _last(self) -> int:

@@ -1,0 +1,123 @@
+"""What every benchmark shares: cases in processes of their own, interleaved; time, anonymous memory, environment, JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers depend on; no host, path or date."""
+    import numpy
+    import safetensors
+    import torch
+
+    import squisher
+
+    model = next(
+        (line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), ""
+    )
+    return {
+        "squisher": squisher.__version__,
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "safetensors": safetensors.__version__,
+        "python": platform.python_version(),
+        "processor": model or platform.machine(),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _lines(path: str) -> list[str]:
+    try:
+        return Path(path).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def anonymous_bytes() -> int:
+    """Anonymous memory of this process: what mapped files and the page cache do not count towards."""
+    for line in _lines("/proc/self/status"):
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+class PeakMemory:
+    """The largest growth of anonymous memory inside a `with` block, sampled every two milliseconds."""
+
+    def __enter__(self) -> PeakMemory:
+        self.before = self.peak = anonymous_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+        return self
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.002):
+            self.peak = max(self.peak, anonymous_bytes())
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.peak = max(self.peak, anonymous_bytes())
+
+    @property
+    def extra_mb(self) -> float:
+        """Growth in megabytes."""
+        return (self.peak - self.before) / 1e6
+
+
+def run_case(work: Callable[[], object]) -> None:
+    """Runs one case in this process, and prints its time and memory as JSON for `interleaved`."""
+    with PeakMemory() as memory:
+        start = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - start
+    print(json.dumps({"seconds": seconds, "extra_mb": memory.extra_mb}))
+
+
+def interleaved(module: str, cases: Sequence[str], arguments: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
+    """Every case once a round, each in a process of its own; medians, and all the values behind them."""
+    seen: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
+    for number in range(rounds):
+        for case in cases:
+            command = [sys.executable, "-m", module, "--case", case, *arguments]
+            start = time.perf_counter()
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise SystemExit(f"{case} failed:\n{done.stderr}")
+            values = json.loads(done.stdout.splitlines()[-1])
+            values["process_seconds"] = time.perf_counter() - start
+            seen[case].append(values)
+            print(f"round {number + 1}: {case}: {values['seconds']:.2f} s, +{values['extra_mb']:.0f} MB", flush=True)
+    return {
+        case: {
+            "seconds": statistics.median(r["seconds"] for r in runs),
+            "process_seconds": statistics.median(r["process_seconds"] for r in runs),
+            "extra_mb": max(r["extra_mb"] for r in runs),
+            "all_seconds": [round(r["seconds"], 4) for r in runs],
+        }
+        for case, runs in seen.items()
+    }
+
+
+def write(name: str, document: dict[str, Any]) -> Path:
+    """Writes a result with its environment into `benchmarks/results`."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({**document, "environment": environment()}, indent=2) + "\n")
+    print(f"wrote {path.relative_to(RESULTS.parents[1])}")
+    return path

@@ -1,0 +1,1 @@
+"""The paper's settings, through the public API of squisher only."""

@@ -1,0 +1,52 @@
+"""What the README and the pages of docs/ say is run, or at least known to exist."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+
+
+def snippets(page, language):
+    return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_python_snippets_run_one_after_the_other(page, tmp_path):
+    code = "\n".join(snippets(page, "python"))
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_readme_has_snippets():
+    assert len(snippets(ROOT / "README.md", "python")) >= 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_commands_and_their_options_exist(page):
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    helps = {}
+    for line in "\n".join(snippets(page, "sh")).splitlines():
+        words = line.partition("#")[0].split()
+        if words[:1] == ["make"]:
+            assert words[1] in targets, line
+        elif words[:1] == ["squisher"]:
+            if words[1] not in helps:
+                done = subprocess.run(
+                    [Path(sys.executable).with_name("squisher"), words[1], "--help"],
+                    capture_output=True, text=True, check=False, env={"COLUMNS": "200", "TERMINAL_WIDTH": "200"},
+                )  # fmt: skip
+                assert done.returncode == 0, line
+                helps[words[1]] = done.stdout
+            for option in re.findall(r"--[a-z-]+", line):
+                assert option in helps[words[1]], line
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert target.startswith("https://") or (page.parent / target).exists(), target
