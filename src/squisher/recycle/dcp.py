@@ -14,10 +14,13 @@ from typing import Any
 
 from ..errors import FileError, NamingError
 from ..tensors import TensorSource
+from .accumulators import step_of
 from .dcp_metadata import Checkpoint
 from .megatron import megatron_optimizer, refuse_buckets
+from .model_source import with_model
 from .naming import clean_names, recorded_name
 from .states import Candidate, Entry, Found, OptimizerState, Options
+from .training_args import facts_of, training_args
 
 __all__ = ["is_dcp", "read_dcp"]
 
@@ -66,7 +69,11 @@ def read_dcp(path: Path, options: Options) -> Found:
         models = [
             (label, listed) for label, listed in models if recorded & {n for c in listed for n in (c.name, c.live_name)}
         ]
-    return Found(optimizers, models)
+    facts = {}
+    if (path / "training_args.bin").is_file():  # FSDP under the Hugging Face Trainer
+        steps = (step_of(e.state, e.group) for optimizer in optimizers for e in optimizer.entries if e.state)
+        facts = facts_of(path, training_args(path), next(steps, None))
+    return with_model(Found(optimizers, models, facts), options)
 
 
 def _folders(path: Path) -> list[Path]:

@@ -36,8 +36,9 @@ class Checkpoint:
         self._places: dict[tuple[str, tuple[int, ...] | None], Record] = {}
         for index, info in _attribute(record, "storage_data", dict).items():
             if isinstance(index, Record) and isinstance(info, Record):
-                offset = index.get("offset")
-                self._places[index.get("fqn"), None if offset is None else tuple(offset)] = info
+                name, offset = index.get("fqn"), index.get("offset")
+                if isinstance(name, str) and (offset is None or isinstance(offset, tuple)):
+                    self._places[name, offset] = info
         self._files: dict[str, Span] = {}
         planned = record.get("planner_data")
         # The planner's order is the order of saving; that of the entries is shuffled where shards are spread over ranks.

@@ -14,6 +14,7 @@ from .model_source import with_model
 from .states import Found, Options
 from .torch_file import read_torch_file
 from .trainer import is_trainer_folder, read_trainer
+from .zero import is_zero, read_zero
 
 __all__ = ["READERS", "Reader", "read_source"]
 
@@ -28,6 +29,7 @@ class Reader(NamedTuple):
 
 READERS: list[Reader] = [
     Reader("torch.distributed.checkpoint folder", is_dcp, read_dcp),
+    Reader("DeepSpeed ZeRO checkpoint", is_zero, read_zero),
     Reader("Hugging Face Trainer folder", is_trainer_folder, read_trainer),
     Reader("Accelerate save_state folder", is_accelerate_folder, read_accelerate),
     Reader("a folder with a torch optimizer file", lambda path: _optimizer_file(path) is not None, lambda path, options: with_model(_in_folder(path), options)),
