@@ -54,7 +54,7 @@ class Capture:
     def add(self, sums: Mapping[str, Tensor], batch: Batch, index: Tensor) -> int:
         """Add the squares of a batch; returns how many units it had."""
         if self.proven is None:
-            self.proven = prove(self.model, self.objective, batch, index, self.parameters)
+            self.proven = prove(sums, self.model, self.objective, batch, index, self.parameters)
             if self.proven is None:  # nothing counts in this batch, so there was nothing to prove with
                 return loop_squares(sums, self.model, batch, index, self.objective, self.parameters)
             self._leave(self.proven.failed)

@@ -45,7 +45,7 @@ class Rule(Protocol):
             g: gradient with respect to the output of the operation.
             dim: the dimension of the output that the examples are in.
             examples: how many there are.
-            absolute: with absolute values throughout, which bounds what rounding can do.
+            absolute: a bound on the sum of the absolute values instead, which says what rounding can do.
         """
 
     def saved(self) -> Sequence[Tensor]:
@@ -201,9 +201,9 @@ class Linear:
             a = a.expand(*g.shape[:-1], a.shape[-1])
         elif a.shape[:-1] != g.shape[:-1]:
             a = a.expand(*g.shape[:-1], -1)
-        if absolute:
-            a, g = a.abs(), g.abs()
         a, g = (to_examples(t, dim, examples).flatten(1, -2) for t in (a, g))
+        if absolute:  # |Σ_t g_t a_t| ≤ ‖g‖ ‖a‖
+            a, g = (t.to(_at_least_single(t)).norm(dim=1, keepdim=True) for t in (a, g))
         return Outer(a, g, False) if self.transposed else Outer(g, a)
 
     def saved(self) -> Sequence[Tensor]:
@@ -334,7 +334,10 @@ class Convolution:
         if a.shape[0] != g.shape[0]:
             a = a.expand(g.shape[0], *a.shape[1:])
         if absolute:
-            a, g = a.abs(), g.abs()
+            rows = self.weight.shape[0]
+            sizes = (t.to(_at_least_single(t)).reshape(examples, -1).norm(dim=1)[:, None, None] for t in (g, a))
+            left, right = sizes
+            return Outer(left.expand(-1, 1, rows), right.expand(-1, 1, self.weight.numel() // rows))
         return ConvolutionPiece(self, a, g, examples)
 
     def saved(self) -> Sequence[Tensor]:
@@ -405,6 +408,10 @@ class ConvolutionPiece:
 def _merge_images(t: Tensor, examples: int) -> Tensor:
     """(images, channels, positions) to (examples, channels, images per example · positions)."""
     return t.unflatten(0, (examples, -1)).transpose(1, 2).flatten(2)
+
+
+def _at_least_single(t: Tensor) -> torch.dtype:
+    return torch.promote_types(t.dtype, torch.float32)
 
 
 def _examples(piece: Any) -> int:

@@ -92,7 +92,7 @@ class Pass:
         layouts: for every parameter, the layouts of its uses in order.
         examples: how many there are.
         many: whether several columns go through the same graph.
-        bounds: where squares of absolute values go, if wanted.
+        bounds: gets the pieces of absolute values of each parameter, if wanted.
         spoiled: what could not be captured, and why.
         precision: the type of the gradient that each parameter's result was computed from.
     """
@@ -101,12 +101,12 @@ class Pass:
     layouts: Mapping[str, list[Layout]]
     examples: int
     many: bool = False
-    bounds: Mapping[str, Tensor] | None = None
+    bounds: dict[str, list[Piece]] | None = None
     spoiled: dict[str, str] = field(default_factory=dict)
     precision: dict[str, torch.dtype] = field(default_factory=dict)
     _used: dict[str, int] = field(default_factory=dict)
     _unseen: dict[str, int] = field(default_factory=dict)
-    _pending: dict[str, list[tuple[Piece, Piece | None]]] = field(default_factory=dict)
+    _pending: dict[str, list[Piece]] = field(default_factory=dict)
     _squares: dict[str, tuple[Outer, Tensor]] = field(default_factory=dict)
     _to_come: dict[str, int] | None = None
     _leaf: Tensor = field(default_factory=lambda: torch.zeros((), requires_grad=True))
@@ -195,27 +195,24 @@ class Pass:
                     continue
                 self.precision[name] = g.dtype
                 try:
-                    piece = rule.piece(g, layout.dim or 0, self.examples)
-                    bound = None
                     if self.bounds is not None:
                         bound = rule.piece(g, layout.dim or 0, self.examples, absolute=True)
-                    self._take(name, piece, bound)
+                        self.bounds.setdefault(name, []).append(bound)
+                    self._take(name, rule.piece(g, layout.dim or 0, self.examples))
                 except (ValueError, RuntimeError) as error:
                     self.spoiled[name] = f"its rule does not fit ({error})"
 
-    def _take(self, name: str, piece: Piece, bound: Piece | None) -> None:
+    def _take(self, name: str, piece: Piece) -> None:
         uses = len(self.layouts[name])
-        if uses == 1 and self.many and isinstance(piece, Outer) and piece.left.shape[1] == 1:
-            self._aggregate(name, piece)
-            if self.bounds is not None and bound is not None:
-                bound.add_squares(self.bounds[name])
-        elif uses == 1:
-            self._add(name, [(piece, bound)])
-        else:
+        if uses > 1:
             held = self._pending.setdefault(name, [])
-            held.append((piece, bound))
+            held.append(piece)
             if len(held) == uses:
-                self._add(name, self._pending.pop(name))
+                add_squares(self.sums[name], self._pending.pop(name))
+        elif self.many and isinstance(piece, Outer) and piece.left.shape[1] == 1:
+            self._aggregate(name, piece)
+        else:
+            piece.add_squares(self.sums[name])
 
     def _aggregate(self, name: str, piece: Outer) -> None:
         """Σ_columns (g²)ᵀ(a²) = (Σ_columns g²)ᵀ(a²): one matrix product for all columns."""
@@ -225,18 +222,13 @@ class Pass:
         else:
             self._squares[name] = (piece, g.square())
 
-    def _add(self, name: str, pieces: list[tuple[Piece, Piece | None]]) -> None:
-        add_squares(self.sums[name], [p for p, _ in pieces])
-        if self.bounds is not None:
-            add_squares(self.bounds[name], [b for _, b in pieces if b is not None])
-
     @torch.no_grad()
     def end_column(self) -> None:
         """The backward pass is over: what waits for a use whose output did not matter is complete."""
         for name in list(self._pending):
             pieces = self._pending.pop(name)
             if name not in self.spoiled:
-                self._add(name, pieces)
+                add_squares(self.sums[name], pieces)
 
     @torch.no_grad()
     def end(self) -> None:
