@@ -7,8 +7,12 @@ TEST_WORKERS ?= 2
 # One OpenMP thread a worker: two workers with two threads each only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
+# The frameworks that write the formats are large, so they have an environment of their own.
+FRAMEWORK_VENV := .venv-formats
+FRAMEWORKS := $(FRAMEWORK_VENV)/.installed
+
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow lint format bench docs clean
+.PHONY: help install demo test test-slow test-formats fuzz lint format bench docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -16,6 +20,11 @@ help: ## this list
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+$(FRAMEWORKS): pyproject.toml constraints.txt tests/formats.txt
+	@test -x $(FRAMEWORK_VENV)/bin/python || $(PYTHON) -m venv $(FRAMEWORK_VENV)
+	$(FRAMEWORK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' --requirement tests/formats.txt
 	@touch $@
 
 install: $(INSTALLED) ## create .venv and install the package with what the tests need
@@ -28,6 +37,12 @@ test: lint ## linters, types and tests: what CI runs
 
 test-slow: $(INSTALLED) ## the tests that take minutes or gigabytes
 	$(BIN)/python -m pytest -m slow
+
+test-formats: $(FRAMEWORKS) ## read checkpoints that the real frameworks write here and now
+	$(TEST_ENV) $(FRAMEWORK_VENV)/bin/python -m pytest -m formats
+
+fuzz: $(INSTALLED) ## 100,000 damaged files against the reader of torch files
+	$(BIN)/python -m tests.fuzz_pickles --count 100000 tests/fixtures/pickles/*
 
 lint: $(INSTALLED) ## ruff (rules, format, docstrings) and mypy
 	$(BIN)/ruff check .
@@ -45,4 +60,4 @@ docs: $(INSTALLED) ## run every tutorial and check every page
 	$(BIN)/python -m pytest tests/test_readme.py
 
 clean: ## remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(FRAMEWORK_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -216,8 +216,9 @@ class Importance(Mapping[str, Tensor]):
         factor, target = fisher_factor(p, unit)
         if p.kind == "squisher" and any(mark in (p.dtype_of_source or "") for mark in _LOW_PRECISION):
             warnings.warn(
-                f"This Squisher comes from a {p.dtype_of_source} optimizer state: its scale is biased (a bfloat16 average "
-                "stalls at 0.39 of the true value), so treat the result as a ranking rather than as a Fisher.",
+                f"This Squisher comes from a {p.dtype_of_source} optimizer state, whose scale is biased: a bfloat16 average ends "
+                "at about 0.4 of the true value for constant gradients and at 1.8 of it for noisy ones. Use it to rank, not "
+                "as a Fisher.",
                 SquisherWarning,
                 stacklevel=2,
             )
