@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import NamingError, SquisherError
 from ..importance import Importance
+from .accumulators import GIVEN_BETA2
 from .candidates import candidates_of_module
 from .formats import read_source
 from .hf_rules import trainer_rules
@@ -38,6 +39,7 @@ def extract(
     base_model: str | os.PathLike[str] | None = None,
     optimizer: int | None = None,
     allow_coarse: bool = False,
+    beta2: float | None = None,
 ) -> Importance:
     """The squared-gradient average that an optimizer already holds, as a named importance.
 
@@ -57,6 +59,7 @@ def extract(
         base_model: Folder of the weights that training started from: what is bit-equal to them was frozen.
         optimizer: Which optimizer, counted from 0, where a source holds several over the same names.
         allow_coarse: Accept states of four bits, which keep little more than the order of magnitude.
+        beta2: Decay of the squared-gradient average, for sources that do not record it (optax, `.weights.h5`).
 
     Returns:
         An importance of kind `squisher`. From a file it is lazy: nothing is read until it is asked for.
@@ -77,11 +80,13 @@ def extract(
         where = Path(model) if isinstance(model, (str, os.PathLike)) else None
         base = None if base_model is None else Path(base_model)
         named = names is not None or isinstance(model, nn.Module)
-        options = Options(where, base, trainable, allow_coarse, named)
+        options = Options(where, base, trainable, allow_coarse, named, beta2)
         return _from_file(Path(source), model, names, bias_correction, known, options, optimizer)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
             raise SquisherError(f"{option} is for files; a live optimizer's names are found by identity in the model.")
+    if beta2 is not None:
+        raise SquisherError("beta2 is for files that do not record it; a live optimizer knows its own.")
     if isinstance(model, (str, os.PathLike)):
         raise SquisherError("A live optimizer needs the live model that it trains, not a path.")
     _complete(known)
@@ -137,6 +142,9 @@ def _from_file(
         hows.append(naming.how)
         named += [(name, entry, one.class_name) for name, entry in zip(naming.names, one.entries, strict=True)]
     _disjoint(named, optimizers)
+    if options.beta2 is not None:
+        said = {GIVEN_BETA2: options.beta2}
+        named = [(name, replace(entry, group={**entry.group, **said}), kind) for name, entry, kind in named]
     named, stored = _as_stored(named, every)
     held = {name for name, _, _ in named}
     facts = {
@@ -146,6 +154,10 @@ def _from_file(
         **known,
         "tied": tied,
     }
+    if "batch_size" in known and facts.get("loss_reduction") is None:
+        facts.pop(
+            "loss_reduction", None
+        )  # the source cannot tell, but who knows the batch size would have said otherwise
     _complete(facts)
     if held <= set(stored):
         facts["shapes"] = {name: shape for name, (_, shape) in stored.items()}

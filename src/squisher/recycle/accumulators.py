@@ -16,12 +16,16 @@ from ..errors import NoAccumulatorError
 from .rows import MOMENTUM, Accumulator, Group, betas, coupled, known, says_decoupled, value
 from .zoo import OTHERS
 
-__all__ = ["TABLE", "Accumulator", "Reading", "identify", "optimizer_name", "reading", "step_of"]
+__all__ = ["GIVEN_BETA2", "TABLE", "Accumulator", "Reading", "identify", "optimizer_name", "reading", "step_of"]
 
 _TRACK = (
     "Train with Adam or AdamW, or keep the average yourself: tracker = squisher.Tracker(model), tracker.observe() before "
     "every step, squisher.extract(tracker, model)."
 )
+
+
+GIVEN_BETA2 = "beta2 given by the user"
+"""A group's key for the decay that the user said, for sources that do not record it."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +172,8 @@ def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool)
         beta2 = row.beta(group)
     except (KeyError, IndexError, TypeError, ValueError):
         beta2 = math.nan
+    if math.isnan(beta2) and group.get(GIVEN_BETA2) is not None:
+        beta2 = float(group[GIVEN_BETA2])
     if 0 <= beta2 < 1:
         return beta2
     if not needed:
@@ -175,7 +181,7 @@ def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool)
     found = "is missing" if math.isnan(beta2) else f"is {beta2}"
     raise NoAccumulatorError(
         f"The decay β₂ of {class_name or row.optimizer} {found}, but must lie in [0, 1) for its bias to be corrected. "
-        "Extract the accumulator as it is stored (--raw, bias_correction=False)."
+        "Give it (--beta2 0.999, beta2=0.999), or extract the accumulator as it is stored (--raw, bias_correction=False)."
     )
 
 
@@ -183,6 +189,7 @@ def _pollution(row: Accumulator, state: Collection[str], group: Group, class_nam
     sentences = list(row.notes)
     decay = float(group.get("weight_decay") or 0.0)
     inside = row.l2_inside(group) if callable(row.l2_inside) else row.l2_inside
+    inside = inside and not group.get("decoupled_weight_decay")
     if decay > 0 and inside and not (class_name or "").startswith("AdamW"):
         certain = class_name is not None or says_decoupled(group) or row.l2_inside is True
         verb = "holds" if certain else "may hold (Adam and AdamW cannot be told apart in this file)"

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ..errors import FileError
 from .accelerate import is_accelerate_folder, read_accelerate
 from .dcp import is_dcp, read_dcp
+from .keras import is_keras, read_keras
 from .lightning import is_lightning_file, read_lightning
 from .model_source import with_model
 from .states import Found, Options
@@ -34,6 +35,7 @@ READERS: list[Reader] = [
     Reader("Accelerate save_state folder", is_accelerate_folder, read_accelerate),
     Reader("a folder with a torch optimizer file", lambda path: _optimizer_file(path) is not None, lambda path, options: with_model(_in_folder(path), options)),
     Reader("Lightning checkpoint", is_lightning_file, read_lightning),
+    Reader("Keras file", is_keras, read_keras),
     # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.
     Reader("torch.save file", Path.is_file, lambda path, options: with_model(read_torch_file(path), options)),
 ]  # fmt: skip

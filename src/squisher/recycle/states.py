@@ -162,6 +162,7 @@ class Options:
         trainable: A regular expression for the names that were trained.
         allow_coarse: Whether states of four bits are accepted.
         named: Whether names are at hand, so that a reader need not look for them.
+        beta2: Decay of the squared-gradient average, for sources that do not record it.
     """
 
     model: Path | None = None
@@ -169,6 +170,7 @@ class Options:
     trainable: str | None = None
     allow_coarse: bool = False
     named: bool = False
+    beta2: float | None = None
 
 
 @dataclass(frozen=True)

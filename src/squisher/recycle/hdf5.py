@@ -1,0 +1,104 @@
+"""Tensors in HDF5 files: found with h5py, then read straight from their bytes."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import FileError, SquisherError
+from ..pickles import Span
+
+__all__ = ["ByteTensor", "is_hdf5", "open_hdf5", "tensor_at"]
+
+_DTYPES = {
+    "<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16, "<i8": torch.int64, "<i4": torch.int32, "<i2": torch.int16,
+    "|i1": torch.int8, "|u1": torch.uint8, "<u2": torch.int16, "<u4": torch.int32,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ByteTensor:
+    """A tensor that is one stretch of bytes."""
+
+    span: Span
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def load(self) -> Tensor:
+        """The whole tensor."""
+        return self.read_flat(0, math.prod(self.shape)).reshape(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` in flat order."""
+        out = torch.empty(stop - start, dtype=self.dtype)
+        if stop > start:
+            self.span.read_into(out.view(torch.uint8).numpy().data, start * self.dtype.itemsize)
+        return out
+
+
+def is_hdf5(path: Path) -> bool:
+    """Whether a file begins as HDF5 files do."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(8) == b"\x89HDF\r\n\x1a\n"
+    except OSError:
+        return False
+
+
+@contextmanager
+def open_hdf5(span: Span) -> Iterator[Any]:
+    """An HDF5 file, whole or inside another one, to look around in.
+
+    Raises:
+        SquisherError: h5py is not installed.
+        FileError: It is damaged.
+    """
+    try:
+        h5py = importlib.import_module("h5py")
+    except ImportError as error:
+        raise SquisherError("Keras files need h5py to be read: pip install 'torch-squisher[keras]'.") from error
+    with span.open() as raw:
+        try:
+            file = h5py.File(raw, "r")
+        except (OSError, ValueError) as error:
+            raise FileError(f"{span.label} is a damaged HDF5 file: {error}. Get it again.") from error
+        try:
+            yield file
+        except (KeyError, RuntimeError, OSError, TypeError, ValueError, AttributeError) as error:
+            raise FileError(f"{span.label} is a damaged HDF5 file: {error}. Get it again.") from error
+        finally:
+            file.close()
+
+
+def tensor_at(span: Span, file: Any, path: str) -> Any:
+    """One dataset: its bytes in the file where they lie in one stretch, else its values.
+
+    Raises:
+        FileError: It is missing, lies in another file, or holds no numbers.
+    """
+    data = file.get(path)
+    if data is None or not hasattr(data, "shape") or data.file.filename != file.filename:
+        raise FileError(f"{span.label} lacks {path}, or keeps it in another file.")
+    if data.external or data.is_virtual:
+        raise FileError(f"{span.label} keeps {path} in another file, which is not read.")
+    dtype = _DTYPES.get(data.dtype.newbyteorder("<").str if data.dtype.byteorder == "=" else data.dtype.str)
+    if dtype is None:
+        raise FileError(f"{span.label}: {path} has the type {data.dtype}, which is not read.")
+    if data.attrs.get("dtype") == "bfloat16" and dtype == torch.int16:
+        dtype = torch.bfloat16
+    shape, offset = tuple(data.shape), data.id.get_offset()
+    numel = math.prod(shape)
+    if offset is not None and data.chunks is None:
+        return ByteTensor(span.part(offset, numel * dtype.itemsize, path), dtype, shape)
+    if numel * dtype.itemsize > max(64 * data.id.get_storage_size(), 1 << 20):
+        raise FileError(f"{span.label}: {path} claims {numel} elements but stores few bytes, so it is not read.")
+    content = data[()].tobytes()
+    return ByteTensor(Span.of_bytes(content, f"{span.label}, {path}"), dtype, shape)

@@ -1,0 +1,344 @@
+"""Keras 3: `.keras` archives, `.weights.h5` and legacy `.h5` files.
+
+Names are the variables' paths as Keras shows them, joined with "/" (`dense/kernel`). A legacy file records them. In the others
+the optimizer's variables are only numbered: config.json gives the order of the layers, each layer's variables have a fixed order,
+and the shapes must fit. A `.weights.h5` alone has no config.json, so its names must be given, and β₂ too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ..errors import FileError, NoAccumulatorError
+from ..pickles import Span, zip_entries
+from .hdf5 import is_hdf5, open_hdf5, tensor_at
+from .states import Candidate, Entry, Found, OptimizerState, Options
+
+__all__ = ["is_keras", "read_keras"]
+
+# For each variable of the model, in turn: the optimizer's variables; then whole blocks, each under the option that adds it.
+_LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
+    "Adam": (("momentum", "velocity"), (("amsgrad", "velocity_hat"),)),
+    "AdamW": (("momentum", "velocity"), (("amsgrad", "velocity_hat"),)),
+    "Nadam": (("momentum", "velocity"), ()),
+    "Lamb": (("momentum", "velocity"), ()),
+    "RMSprop": (("velocity",), (("momentum", "momentum"), ("centered", "average_gradient"))),
+    "Adagrad": (("accumulator",), ()),
+    "Adadelta": (("accumulated_grad", "accumulated_delta_var"), ()),
+    "Adafactor": (("r", "c", "velocity"), ()),
+}
+_BEFORE = (("use_ema", "average"), ("gradient_accumulation_steps", "gradient_accumulator"))
+_KEPT = {"Adagrad": "accumulator", "Adadelta": "accumulated_grad"}  # the others call it velocity
+_REFUSED = {
+    "SGD": "keeps at most a moving average of the gradient",
+    "Lion": "keeps a moving average of the gradient",
+    "Muon": "keeps a moving average of the gradient for most weights",
+    "Adamax": "keeps a decayed maximum of |g|",
+    "Ftrl": "keeps a sum that its own steps changed",
+    "ScheduleFreeAdamW": "is not verified",
+    "LossScaleOptimizer": "is not verified; extract from the inner optimizer",
+}
+
+
+def is_keras(path: Path) -> bool:
+    """Whether a file is a Keras archive or an HDF5 file."""
+    return path.is_file() and (path.suffix == ".keras" or is_hdf5(path))
+
+
+def read_keras(path: Path, options: Options) -> Found:
+    """The optimizer of a Keras file.
+
+    Raises:
+        FileError: It is damaged, or holds no optimizer.
+        NoAccumulatorError: Its optimizer keeps no average of the squared gradient.
+    """
+    if is_hdf5(path):
+        span, config = Span.of(path), {}
+    else:
+        entries = zip_entries(path)
+        if "model.weights.h5" not in entries or "config.json" not in entries:
+            raise FileError(f"{path} is no Keras archive: it must hold config.json and model.weights.h5, uncompressed.")
+        span, config = entries["model.weights.h5"], _json(entries["config.json"].read(), f"config.json in {path}")
+    with open_hdf5(span) as file:
+        if "optimizer_weights" in file:
+            return _legacy(span, file)
+        if "optimizer" not in file or "vars" not in file["optimizer"]:
+            raise FileError(
+                f"{path} holds weights but no optimizer state. Save the whole compiled model: model.save('model.keras')."
+            )
+        return _numbered(span, file, config)
+
+
+def _json(text: bytes | str, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{what} cannot be read: {error}.") from error
+    return value if isinstance(value, dict) else {}
+
+
+# -- numbered variables ------------------------------------------------------------------------------------------------
+
+
+def _numbered(span: Span, file: Any, config: Mapping[str, Any]) -> Found:
+    group = file["optimizer"]["vars"]
+    numbers = sorted((key for key in group if key.isdecimal()), key=int)
+    if [int(number) for number in numbers] != list(range(len(numbers))):
+        raise FileError(f"{span.label} lacks some of the optimizer's variables: it has {', '.join(numbers[:8])}, …")
+    tensors = [tensor_at(span, file, f"optimizer/vars/{number}") for number in numbers]
+    saved = (config.get("compile_config") or {}).get("optimizer") or {}
+    known = saved.get("config") if isinstance(saved, dict) else None
+    settings = known if isinstance(known, dict) else {}
+    name = saved.get("class_name") if settings else _class_by_name(str(group.attrs.get("name", "")))
+    _refuse(name, span)
+    iteration, chosen = _layout(str(name), tensors, settings, span)
+    facts, steps = _facts(settings), int(iteration.load())
+    every = settings.get("gradient_accumulation_steps")
+    steps = steps // every if isinstance(every, int) and every > 0 else steps
+    entries = [Entry({_key(str(name)): source, "step": steps}, _group(str(name), settings)) for source in chosen]
+    models = [("the layers in config.json", candidates)] if (candidates := _candidates(config, file)) else []
+    return Found([OptimizerState(entries, str(name), "optimizer")], models, facts)
+
+
+def _class_by_name(name: str) -> str:
+    """An optimizer without a config has the name that Keras gives to the first of its class, unless the user chose one."""
+    plain = re.sub(r"_\d+$", "", name)
+    for known in (*_LAYOUTS, *_REFUSED):
+        if _snake_case(known) == plain:
+            return known
+    return name
+
+
+def _refuse(name: Any, span: Span) -> None:
+    if name in _REFUSED:
+        raise NoAccumulatorError(
+            f"{span.label} was trained with Keras's {name}, which {_REFUSED[name]}, so it holds no usable average of the "
+            "squared gradient. Train with Adam or AdamW."
+        )
+    if name not in _LAYOUTS:
+        raise NoAccumulatorError(
+            f"{span.label} has the optimizer {str(name)!r}, which is not one that is known: {', '.join(_LAYOUTS)}. Give the "
+            ".keras file, which records the class."
+        )
+
+
+def _layout(name: str, tensors: Sequence[Any], settings: Mapping[str, Any], span: Span) -> tuple[Any, list[Any]]:
+    """The iteration, and the squared-gradient variables in the model's order; shapes must prove the layout."""
+    each, blocks = _LAYOUTS[name]
+    header = 2 if len(tensors) > 1 and tensors[1].shape == () else 1  # a learning-rate schedule is no variable
+    rest = list(tensors[header:])
+    if name == "Nadam" and rest:
+        rest.pop()  # the product of its momentum factors
+    flags = [key for key, _ in (*_BEFORE, *blocks)]
+    switches = [[bool(settings.get(key))] if settings else [False, True] for key in flags]
+    found: dict[tuple[int, ...], list[Any]] = {}
+    for states in product(*switches):
+        on = dict(zip(flags, states, strict=True))
+        before = sum(on[key] for key, _ in _BEFORE)
+        after = sum(on[key] for key, _ in blocks)
+        count, left = divmod(len(rest), len(each) + before + after)
+        if left or not count:
+            continue
+        start, end = before * count, (before + len(each)) * count
+        main = rest[start:end]
+        place = each.index(_KEPT.get(name, "velocity"))
+        chosen = main[place :: len(each)]
+        shapes = [tensor.shape for tensor in chosen]
+        fits = all(
+            rest[k + j].shape == shapes[j]
+            for k in (*range(0, start, count), *range(end, len(rest), count))
+            for j in range(count)
+        )
+        if name != "Adafactor":
+            fits = fits and all(tensor.shape == shapes[k // len(each)] for k, tensor in enumerate(main))
+        if fits:
+            found.setdefault(tuple(id(tensor) for tensor in chosen), chosen)
+    if len(found) != 1 or not tensors or tensors[0].shape != ():
+        how = "do not fit" if not found else "fit in several ways"
+        raise FileError(
+            f"{span.label}: the {len(tensors)} variables of the Keras optimizer {name} {how} to what is known of it. "
+            "Give the .keras file, or one of a version that is known (Keras 3)."
+        )
+    return tensors[0], next(iter(found.values()))
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+_VARIABLES = {  # the variables of a layer in their order; what config switches off is left out
+    "Dense": ("kernel", "bias"), "EinsumDense": ("kernel", "bias"), "Embedding": ("embeddings",),
+    "Conv1D": ("kernel", "bias"), "Conv2D": ("kernel", "bias"), "Conv3D": ("kernel", "bias"),
+    "Conv1DTranspose": ("kernel", "bias"), "Conv2DTranspose": ("kernel", "bias"), "Conv3DTranspose": ("kernel", "bias"),
+    "DepthwiseConv1D": ("kernel", "bias"), "DepthwiseConv2D": ("kernel", "bias"),
+    "SeparableConv1D": ("depthwise_kernel", "pointwise_kernel", "bias"),
+    "SeparableConv2D": ("depthwise_kernel", "pointwise_kernel", "bias"),
+    "LayerNormalization": ("gamma", "beta"), "GroupNormalization": ("gamma", "beta"), "BatchNormalization": ("gamma", "beta"),
+    "RMSNormalization": ("scale",), "PReLU": ("alpha",),
+    "LSTM": ("kernel", "recurrent_kernel", "bias"), "GRU": ("kernel", "recurrent_kernel", "bias"),
+    "SimpleRNN": ("kernel", "recurrent_kernel", "bias"),
+}  # fmt: skip
+_SWITCH = {"bias": "use_bias", "gamma": "scale", "beta": "center"}
+_PARTS = {  # layers made of layers: where they are in the file, in the order of their variables
+    "MultiHeadAttention": ("query_dense", "key_dense", "value_dense", "output_dense"),
+    "Bidirectional": ("forward_layer/cell", "backward_layer/cell"),
+    "LSTM": ("cell",), "GRU": ("cell",), "SimpleRNN": ("cell",), "TimeDistributed": ("layer",),
+}  # fmt: skip
+
+
+def _candidates(config: Mapping[str, Any], file: Any) -> list[Candidate]:
+    """The trainable variables in the order of config.json; nothing where some layer's order is not known."""
+    try:
+        return list(_of_model(config, file, ""))
+    except _Unknown:
+        return []
+
+
+class _Unknown(Exception):  # noqa: N818 (never leaves this module)
+    """A layer whose variables have no order that is known."""
+
+
+def _of_model(config: Mapping[str, Any], group: Any, prefix: str, depth: int = 0) -> Iterator[Candidate]:
+    layers = (config.get("config") or {}).get("layers")
+    if not isinstance(layers, list) or "layers" not in group or depth > 8:
+        raise _Unknown
+    used: dict[str, int] = {}
+    for layer in layers:
+        kind = layer["class_name"]
+        file_name = _snake_case(kind)
+        count = used[file_name] = used.get(file_name, -1) + 1
+        file_name = f"{file_name}_{count}" if count else file_name
+        name = (layer.get("config") or {}).get("name") or layer.get("name") or file_name
+        own = group["layers"].get(file_name)
+        if own is None:
+            raise _Unknown
+        if "layers" in own:
+            yield from _of_model(layer, own, f"{prefix}{name}/", depth + 1)
+        else:
+            yield from _of_layer(layer, own, f"{prefix}{name}")
+
+
+def _of_layer(layer: Mapping[str, Any], group: Any, name: str) -> Iterator[Candidate]:
+    config, kind = layer.get("config") or {}, layer["class_name"]
+    if "vars" in group and group["vars"].attrs.get("name", name.rpartition("/")[2]) != name.rpartition("/")[2]:
+        raise _Unknown  # the file's layer is another one than config.json's
+    places = [place for place in _vars(group) if len(group[place])]
+    if not config.get("trainable", True) or not places:
+        return
+    parts = [f"{part}/vars" for part in _PARTS.get(kind, ())]
+    parts = [part for part in parts if part in places] if parts else places
+    if set(parts) != set(places) or (len(places) > 1 and kind not in _PARTS):
+        raise _Unknown
+    known = [v for v in _VARIABLES.get(kind, ()) if config.get(_SWITCH.get(v, ""), True)]
+    for place in parts:
+        inner = place.removesuffix("vars").removesuffix("/")
+        for number in sorted(group[place], key=int):
+            data = group[place][number]
+            words = known or (("kernel", "bias") if kind == "MultiHeadAttention" else ())
+            if kind == "BatchNormalization" and int(number) >= len(words):
+                continue  # its moving mean and variance
+            if data.dtype.kind != "f":
+                continue  # the state of a random generator
+            variable = words[int(number)] if int(number) < len(words) else f"vars/{number}"
+            yield Candidate("/".join(part for part in (name, inner, variable) if part), tuple(data.shape))
+
+
+def _vars(group: Any) -> list[str]:
+    """Every group of variables inside a layer's."""
+    found: list[str] = []
+    group.visit(lambda path: found.append(path) if path.rpartition("/")[2] == "vars" else None)
+    return found
+
+
+def _snake_case(name: str) -> str:
+    name = re.sub(r"\W+", "", name)
+    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
+    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+
+
+# -- legacy ------------------------------------------------------------------------------------------------------------
+
+
+def _legacy(span: Span, file: Any) -> Found:
+    training = _json(file.attrs.get("training_config", "{}"), f"training_config in {span.label}")
+    saved = training.get("optimizer_config") or {}
+    name, settings = saved.get("class_name"), saved.get("config") or {}
+    _refuse(name, span)
+    weights = file.get("model_weights", {})
+    paths = [_text(path) for layer in weights for path in weights[layer].attrs.get("weight_names", ())]
+    by_stem = {path.replace("/", "_"): path for path in paths}
+    suffix = "_" + _KEPT.get(str(name), "velocity")
+    recorded = [_text(n) for n in file["optimizer_weights"].attrs.get("weight_names", ())]
+    entries, steps = [], None
+    for full in recorded:
+        stem = full.partition("/")[2] or full
+        source = tensor_at(span, file, f"optimizer_weights/{full}")
+        if stem in ("iteration", "iter"):
+            steps = int(source.load())
+        elif stem.endswith(suffix):
+            path = by_stem.get(stem.removesuffix(suffix), stem.removesuffix(suffix))
+            entries.append(Entry({_key(str(name)): source}, _group(str(name), settings), 0, path))
+    if not entries or len(by_stem) != len(paths):
+        raise FileError(
+            f"{span.label} records no {suffix[1:]} of the Keras optimizer {name}, or its names are not distinct."
+        )
+    every = settings.get("gradient_accumulation_steps")
+    steps = steps // every if steps is not None and isinstance(every, int) and every > 0 else steps
+    entries = [Entry({**entry.state, "step": steps}, entry.group, 0, entry.name) for entry in entries]
+    return Found([OptimizerState(entries, str(name), "optimizer_weights")], (), _facts(settings))
+
+
+def _text(value: Any) -> str:
+    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+
+
+# -- what it means -----------------------------------------------------------------------------------------------------
+
+
+def _key(name: str) -> str:
+    return {"RMSprop": "square_avg", "Adadelta": "square_avg", "Adagrad": "sum"}.get(name, "exp_avg_sq")
+
+
+def _group(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings under the names that the table of accumulators knows; decay is decoupled in every Keras optimizer."""
+    group: dict[str, Any] = {
+        "weight_decay": settings.get("weight_decay"),
+        "eps": settings.get("epsilon"),
+        "decoupled_weight_decay": True,
+    }
+    if name == "Adagrad":
+        if "initial_accumulator_value" not in settings:
+            raise NoAccumulatorError(
+                "This Keras file does not record Adagrad's initial_accumulator_value, so the sum cannot be turned into a mean. "
+                "Give the .keras file."
+            )
+        group["initial_accumulator_value"] = settings["initial_accumulator_value"]
+    elif name == "Adafactor":
+        group["decay_rate"] = settings.get("beta_2_decay")
+    elif name in ("RMSprop", "Adadelta"):
+        group["alpha" if name == "RMSprop" else "rho"] = settings.get("rho")
+    else:
+        group["betas"] = (settings.get("beta_1"), settings.get("beta_2"))
+        group["amsgrad"] = bool(settings.get("amsgrad"))
+    return group
+
+
+def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if not settings:
+        return {}
+    said = [
+        f"The gradients were clipped before they were squared ({key} {settings[key]:g})."
+        for key in ("clipnorm", "global_clipnorm", "clipvalue")
+        if isinstance(settings.get(key), (int, float))
+    ]
+    facts: dict[str, Any] = {"pollution": tuple(said), "after_clipping": bool(said)}
+    every = settings.get("gradient_accumulation_steps")
+    if isinstance(every, int) and every > 1:
+        facts["pollution"] = (
+            *said,
+            f"Each step squares the mean gradient of {every} batches (gradient_accumulation_steps).",
+        )
+    return facts
