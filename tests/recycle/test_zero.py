@@ -73,6 +73,10 @@ def test_what_the_run_proves():
     )
 
 
+def test_a_given_batch_size_means_a_mean_unless_told_otherwise():
+    assert extract(ZERO / "z2", batch_size=8).provenance.loss_reduction == "mean"
+
+
 def test_a_slice_table_that_is_wrong_is_said_and_not_followed():
     notes = extract(ZERO / "z2rr").provenance.optimizer["pollution"]
     assert any("table of slices says otherwise" in note and "round-robin" in note for note in notes)
