@@ -238,3 +238,32 @@ def test_a_missing_name_says_what_is_near():
     lazy = LazyTensors({"layer.weight": None})
     with pytest.raises(KeyError, match=r"Did you mean 'layer.weight'"):
         lazy["layer.wieght"]
+
+
+@pytest.mark.parametrize("shard_bytes", [10**9, 900])
+def test_without_metadata_it_is_a_plain_weight_file(tmp_path, shard_bytes):
+    tensors = {f"layer.{k}": torch.rand(100) for k in range(5)}
+    archive.save(tmp_path / "model.safetensors", tensors, None, shard_bytes=shard_bytes)
+    index = tmp_path / "model.safetensors.index.json"
+    if index.exists():
+        assert json.loads(index.read_text())["metadata"] == {"total_size": 2000}
+    for file in tmp_path.glob("*.safetensors"):
+        with safetensors.safe_open(file, "pt") as opened:
+            assert opened.metadata() == {"format": "pt"}
+    opened, metadata = archive.open_archive(tmp_path / "model.safetensors")
+    assert metadata is None
+    assert all(torch.equal(opened[name], tensors[name]) for name in tensors)
+
+
+def test_reading_ahead_stops_when_nobody_listens_any_more():
+    made = []
+
+    def pieces():
+        for k in range(1000):
+            made.append(k)
+            yield torch.zeros(1)
+
+    stream = archive.ahead(pieces())
+    next(stream)
+    stream.close()
+    assert len(made) < 10

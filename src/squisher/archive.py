@@ -20,7 +20,7 @@ from .errors import FileError, NamingError, SquisherError
 from .stream import SafetensorsWriter, open_safetensors, sync_folder
 from .tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of
 
-__all__ = ["KEY", "Progress", "exists", "open_archive", "save"]
+__all__ = ["KEY", "Progress", "ahead", "exists", "open_archive", "save"]
 
 KEY = "squisher"
 """The metadata key that holds the JSON."""
@@ -37,7 +37,7 @@ _WIDEST = -1.2345678901234567e-308  # no float prints longer
 def save(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Tensor],
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, Any] | None,
     *,
     dtype: torch.dtype | None = None,
     statistics: bool = False,
@@ -50,7 +50,8 @@ def save(
     Args:
         path: A `.safetensors` file. Above `shard_bytes`, shards and `<path>.index.json` are written instead.
         tensors: Any mapping; a lazy one is read piece by piece.
-        metadata: Becomes one JSON string under the key `squisher`. No date, host or path belongs into it.
+        metadata: Becomes one JSON string under the key `squisher`. No date, host or path belongs into it. With None the
+            file is a plain weight file.
         dtype: The type to write; the stored one if none is given.
         statistics: Adds the keys `sum` and `sum_of_squares` to the metadata: each tensor's, as written.
         check: Called with the name and every piece that is written; raises to stop. Nothing is then left behind.
@@ -71,7 +72,7 @@ def save(
         layout[name] = (dtype or dtype_of(tensors, name), tuple(shape_of(tensors, name)))
     shards = list(_shards(layout, shard_bytes))
     total = sum(_bytes(spec) for spec in layout.values())
-    bound = dict(metadata)
+    bound = dict(metadata or {})
     if statistics:
         widest = dict.fromkeys(layout, _WIDEST)
         bound |= {"sum": widest, "sum_of_squares": widest}
@@ -81,19 +82,22 @@ def save(
     squares: dict[str, float] = {}
     done = 0
 
-    def final_metadata() -> str:
-        return _dumps({**metadata, "sum": sums, "sum_of_squares": squares} if statistics else dict(metadata))
+    def texts(values: dict[str, Any]) -> dict[str, str]:
+        return {} if metadata is None else {KEY: _dumps(values)}
+
+    def final_metadata() -> dict[str, str]:
+        return texts({**(metadata or {}), "sum": sums, "sum_of_squares": squares} if statistics else bound)
 
     with ExitStack() as stack:
         writers = []
         for file, shard in zip(files, shards, strict=True):
-            text = {"format": "pt", KEY: _dumps(bound)} if alone else {"format": "pt"}
+            text = {"format": "pt", **(texts(bound) if alone else {})}
             writer = SafetensorsWriter(file, shard, text)
             stack.callback(writer.discard)  # harmless once it is published
             with writer:
                 for name, (target, _) in shard.items():
                     total_sum, total_square = [], []
-                    for piece in _ahead(chunks_of(tensors, name, CHUNK)):
+                    for piece in ahead(chunks_of(tensors, name, CHUNK)):
                         piece = piece.to(target)
                         if check is not None:
                             check(name, piece)
@@ -106,7 +110,7 @@ def save(
                         if progress is not None:
                             progress(done, total)
                     sums[name], squares[name] = _rounded(total_sum), _rounded(total_square)
-                writer.finish({"format": "pt", KEY: final_metadata()} if alone else {"format": "pt"})
+                writer.finish({"format": "pt", **(final_metadata() if alone else {})})
             writers.append(writer)
         # Until the last rename nothing answers to the final name: an old index goes first, a new one comes last.
         old = _old_files(path)
@@ -118,7 +122,7 @@ def save(
             writer.publish()
         if not alone:
             weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
-            text_index = {"metadata": {"total_size": total, KEY: final_metadata()}, "weight_map": weight_map}
+            text_index = {"metadata": {"total_size": total, **final_metadata()}, "weight_map": weight_map}
             _write_text(index, _dumps(text_index, indent=2) + "\n")
         for leftover in old - {*files, index}:
             leftover.unlink(missing_ok=True)
@@ -153,7 +157,7 @@ def exists(path: str | os.PathLike[str]) -> bool:
     return Path(path).is_file() or _index_path(Path(path)).is_file()
 
 
-def _ahead(pieces: Iterator[Tensor], depth: int = 2) -> Iterator[Tensor]:
+def ahead(pieces: Iterator[Tensor], depth: int = 2) -> Iterator[Tensor]:
     """The same pieces, read by a thread of their own while the last ones are checked, summed and written."""
     ready: queue.Queue[Tensor | BaseException | None] = queue.Queue(depth)
     stopped = threading.Event()
@@ -169,6 +173,8 @@ def _ahead(pieces: Iterator[Tensor], depth: int = 2) -> Iterator[Tensor]:
         try:
             for piece in pieces:
                 put(piece)
+                if stopped.is_set():
+                    return
             put(None)
         except BaseException as error:  # handed to the reader, which raises it
             put(error)
