@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 
 import pytest
 import torch
@@ -143,3 +144,23 @@ def test_fits_agrees_with_trying_everything(available, wanted):
     assert len(found) == min(len(ways), 2)
     assert all(way in ways for way in found)
     assert len({tuple(way) for way in found}) == len(found)
+
+
+def test_what_was_surely_trained_is_never_left_out():
+    """Against trying every choice: none, the only one, or two that differ."""
+    draw = random.Random(0)
+    for _ in range(2000):
+        candidates = [
+            Candidate(str(k), (draw.randint(1, 2),), required=draw.random() < 0.3) for k in range(draw.randint(0, 7))
+        ]
+        count = draw.randint(0, len(candidates))
+        shapes = [None if draw.random() < 0.15 else (draw.randint(1, 2),) for _ in range(count)]
+        must = {k for k, c in enumerate(candidates) if c.required}
+        ways = [
+            way
+            for way in itertools.combinations(range(len(candidates)), count)
+            if must <= set(way) and all(s in (None, candidates[k].shape) for s, k in zip(shapes, way, strict=True))
+        ]
+        found = [tuple(map(int, names)) for names in _fits(shapes, candidates)]
+        assert len(found) == len(set(found)) == min(2, len(ways))
+        assert set(found) <= set(ways)

@@ -75,7 +75,8 @@ def resolve(
         return Naming(list(names_found), how)
     if not found:
         raise NamingError(_nothing_fits(optimizer, sources))
-    raise NamingError(_several_fit(found, any(len(candidates) > count for _, candidates in sources)))
+    spare = len({c.name for _, candidates in sources for c in candidates}) > count
+    raise NamingError(_several_fit(found, spare))
 
 
 def fitting(
@@ -320,7 +321,7 @@ def _several_fit(found: dict[tuple[str, ...], str], spare: bool) -> str:
     (first, how_first), (second, how_second) = list(found.items())[:2]
     k = next(k for k, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
     frozen = (
-        "If some parameters were frozen, say which were trained with --trainable REGEX (trainable=...) or give the weights "
+        "If some parameters were not trained, say which were with --trainable REGEX (trainable=...), or give the weights "
         "that training started from with --base-model DIR (base_model=...). "
     )
     return (

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from squisher.pickles import Record
+from squisher.recycle.training_args import facts_of, target_modules, training_args
+
+BERT = Path(__file__).parents[1] / "fixtures" / "trainer" / "bert"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(shutil.copytree(BERT, tmp_path / "checkpoint-3"))
+
+
+def facts(folder, steps=3, **changes):
+    args = training_args(folder)
+    args.attributes.update(changes)
+    return facts_of(folder, args, steps)
+
+
+def state(folder, **changes):
+    file = folder / "trainer_state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+
+
+def test_nothing_is_known_without_arguments(folder):
+    (folder / "training_args.bin").unlink()
+    assert training_args(folder) is None
+    assert facts_of(folder, None, 3) == {}
+
+
+def test_batch_size_is_the_product_of_recorded_factors(folder):
+    assert facts(folder)["batch_size"] == 2 * 2
+    assert facts(folder, gradient_accumulation_steps=3)["batch_size"] == 2 * 3
+
+
+def test_batch_size_counts_processes_by_their_random_states(folder):
+    (folder / "rng_state.pth").rename(folder / "rng_state_0.pth")
+    shutil.copy(folder / "rng_state_0.pth", folder / "rng_state_1.pth")
+    four = Record("PartialState")
+    four.attributes["num_processes"] = 2
+    assert facts(folder, distributed_state=four)["batch_size"] == 2 * 2 * 2
+    assert "batch_size" not in facts(folder)  # the arguments say one process
+    shutil.copy(folder / "rng_state_0.pth", folder / "rng_state_7.pth")
+    assert "batch_size" not in facts(folder, distributed_state=four)
+
+
+def test_batch_size_with_several_devices_in_one_process(folder):
+    state(folder, train_batch_size=8)
+    assert facts(folder, _n_gpu=4)["batch_size"] == 8 * 2
+    assert "batch_size" not in facts(folder, _n_gpu=3)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"parallelism_config": {"tp": 2}}, {"gradient_accumulation_steps": None}, {"_n_gpu": None, "per_device_train_batch_size": 3}],
+)  # fmt: skip
+def test_batch_size_is_unknown_without_proof(folder, changes):
+    if "_n_gpu" in changes:
+        state(folder, train_batch_size=None)
+    assert "batch_size" not in facts(folder, **changes)
+
+
+def test_batch_size_that_was_searched_for_is_the_one_used(folder):
+    state(folder, train_batch_size=1)
+    assert "batch_size" not in facts(folder)
+    assert facts(folder, auto_find_batch_size=True)["batch_size"] == 1 * 2
+
+
+def test_clipping(folder):
+    assert facts(folder)["after_clipping"] is True
+    off = facts(folder, max_grad_norm=0.0)
+    assert off["after_clipping"] is False
+    assert "pollution" not in off
+    assert facts(folder, max_grad_norm=0.5)["pollution"] == [
+        "Gradients were clipped to the norm 0.5 before they were squared."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("architecture", "expected"),
+    [
+        ("GPT2LMHeadModel", ("token_mean", "token")),
+        ("LlamaForCausalLM", ("token_mean", "token")),
+        ("T5ForConditionalGeneration", ("token_mean", "token")),
+        ("BertForMaskedLM", ("token_mean", "token")),
+        ("ViTForImageClassification", ("mean", "example")),
+        ("BertForQuestionAnswering", ("mean", "example")),
+        ("BertForPreTraining", (None, None)),
+        ("SomethingElse", (None, None)),
+    ],
+)
+def test_reduction_by_the_head(folder, architecture, expected):
+    (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
+    got = facts(folder)
+    assert (got.get("loss_reduction"), got.get("unit")) == expected
+
+
+def test_other_trainers_have_losses_of_their_own(folder):
+    args = training_args(folder)
+    preference = Record("trl.trainer.dpo_config.DPOConfig")
+    preference.attributes.update(args.attributes)
+    assert "loss_reduction" not in facts_of(folder, preference, 3)
+
+
+def test_smoothed_labels_are_noted(folder):
+    assert "The loss smooths its labels by 0.1." in facts(folder, label_smoothing_factor=0.1)["pollution"]
+
+
+def test_steps_that_a_loss_scaler_skipped_are_no_contradiction(folder):
+    assert any("counts 2 steps" in sentence for sentence in facts(folder, steps=2)["pollution"])
+    (folder / "scaler.pt").touch()
+    assert not any("counts" in sentence for sentence in facts(folder, steps=2)["pollution"])
+
+
+def test_targets_of_galore(folder):
+    args = training_args(folder)
+    assert target_modules(args) is None
+    args.attributes["optim_target_modules"] = ["attn", "mlp"]
+    assert target_modules(args) == ["attn", "mlp"]
+    args.attributes["optim_target_modules"] = "all-linear"
+    assert target_modules(args) == "all-linear"
+    args.attributes["optim_target_modules"] = [3]
+    assert target_modules(args) is None
