@@ -167,6 +167,27 @@ def test_without_planner_data_the_keys_are_enough(tmp_path):
     assert list(extract(folder)) == [name for name, _ in model.named_parameters()]
 
 
+def test_numbers_without_planner_data_are_not_named_by_the_shuffled_entries(tmp_path):
+    folder = Path(shutil.copytree(FIXTURES / "dcp" / "ddp_raw_ids", tmp_path / "c"))
+    rewrite(folder, lambda metadata: setattr(metadata, "planner_data", None))
+    with pytest.raises(NamingError, match="records no names, and nothing in the source has them"):
+        extract(folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_more_than_ten_groups_stay_in_order(tmp_path):
+    parameters = {f"p{k}": torch.nn.Parameter(torch.full((2,), float(k))) for k in range(12)}
+    optimizer = torch.optim.AdamW(
+        [{"params": [p], "betas": (0.9, 0.9 + k / 1000)} for k, p in enumerate(parameters.values())]
+    )
+    sum(k * p.sum() for k, p in enumerate(parameters.values())).backward()
+    optimizer.step()
+    tree = {"model": {name: p.detach() for name, p in parameters.items()}, "optimizer": optimizer.state_dict()}
+    imp = extract(save(tree, tmp_path / "c"), bias_correction=False)
+    for k, name in enumerate(parameters):
+        torch.testing.assert_close(imp[name], torch.full((2,), (1 - 0.9 - k / 1000) * k**2), atol=1e-6, rtol=1e-4)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_names_of_adapters_are_those_of_the_adapter_file(tmp_path):
     parameter = torch.nn.Parameter(torch.ones(2))
@@ -218,6 +239,16 @@ def test_a_shard_that_is_cut_short(fsdp2):
     shard.write_bytes(shard.read_bytes()[:-2000])
     with pytest.raises(FileError, match="cut short or damaged"):
         extract(fsdp2)
+
+
+def test_a_bit_that_flipped_is_noticed(fsdp2):
+    wanted = load_file(fsdp2 / "reference.safetensors")["embed.weight"].reshape(-1)[:1].numpy().tobytes()
+    content = bytearray((fsdp2 / "__0_0.distcp").read_bytes())
+    content[content.index(wanted)] ^= 1
+    (fsdp2 / "__0_0.distcp").write_bytes(content)
+    imp = extract(fsdp2)
+    with pytest.raises(FileError, match="damaged: its checksum does not fit its bytes"):
+        list(chunks_of(imp, "embed.weight", 4))
 
 
 def test_without_metadata_it_is_half_written(fsdp2):

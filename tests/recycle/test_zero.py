@@ -184,6 +184,21 @@ def test_a_file_that_is_cut_short(z2):
         extract(z2)
 
 
+@pytest.mark.parametrize("variant", ["z2", "z3", "universal_z3"])
+def test_a_bit_that_flipped_is_noticed(tmp_path, variant):
+    folder = Path(shutil.copytree(ZERO / variant, tmp_path / "run"))
+    wanted = load_file(folder / "reference.safetensors")["embed.weight"].reshape(-1)[:1].numpy().tobytes()
+    (file,) = [
+        file for file in folder.glob("**/*.pt") if wanted in file.read_bytes() and "optimizer_state" not in file.name
+    ]
+    content = bytearray(file.read_bytes())
+    content[content.index(wanted)] ^= 1
+    file.write_bytes(content)
+    imp = extract(folder)
+    with pytest.raises(FileError, match="damaged: its checksum does not fit its bytes"):
+        imp["embed.weight"]
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [

@@ -53,22 +53,23 @@ def read_dcp(path: Path, options: Options) -> Found:
     if len(several) > 1:
         raise FileError(f"{path} holds several checkpoints ({', '.join(several[:6])}): give one of them.")
     optimizers: list[OptimizerState] = []
-    models: list[tuple[str, list[Candidate]]] = []
+    found: list[tuple[str, list[Candidate], bool]] = []
     for folder in folders:
         checkpoint = Checkpoint(folder)
         refuse_buckets(checkpoint)
         optimizers += _optimizers(checkpoint, folder.name if len(folders) > 1 else "")
-        models += _models(checkpoint)
+        found += [(label, listed, checkpoint.in_order) for label, listed in _models(checkpoint)]
     if not optimizers:
         raise FileError(
             f"{path} is a distributed checkpoint without an optimizer state: it holds weights only. Give the one that was "
             "saved with the optimizer (under FSDP often a folder of its own, optimizer_0)."
         )
-    recorded = {entry.name for optimizer in optimizers for entry in optimizer.entries if entry.name is not None}
-    if recorded:  # what is no model of these parameters (a scheduler, say) explains nothing
-        models = [
-            (label, listed) for label, listed in models if recorded & {n for c in listed for n in (c.name, c.live_name)}
-        ]
+    recorded = {entry.name for optimizer in optimizers for entry in optimizer.entries}
+    models = []
+    for label, listed, in_order in found:
+        # What is no model of these parameters (a scheduler, say) explains nothing, and a shuffled one names nothing.
+        if recorded & {name for c in listed for name in (c.name, c.live_name)} or (None in recorded and in_order):
+            models.append((label, listed))
     facts = {}
     if (path / "training_args.bin").is_file():  # FSDP under the Hugging Face Trainer
         steps = (step_of(e.state, e.group) for optimizer in optimizers for e in optimizer.entries if e.state)
@@ -185,8 +186,9 @@ def _entries(checkpoint: Checkpoint, saved: _Saved, place: str) -> list[Entry]:
 
 def _groups(checkpoint: Checkpoint, saved: _Saved) -> list[tuple[Sequence[Any], Sequence[Any], Mapping[str, Any]]]:
     """The parameters of each group, their names (or what stands in their place), and its hyperparameters."""
-    found: list[tuple[Any, Any]] = [(owner, _Group(checkpoint, keys)) for owner, keys in saved.groups.items()]
-    for _, key in sorted(saved.whole.items(), key=lambda item: (item[0] is not None, item[0])):
+    listed = sorted(saved.groups.items(), key=lambda item: _number(item[0]))
+    found: list[tuple[Any, Any]] = [(owner, _Group(checkpoint, keys)) for owner, keys in listed]
+    for _, key in sorted(saved.whole.items(), key=lambda item: _number(item[0])):
         value = checkpoint.value(key)
         found += [(None, group) for group in (value if isinstance(value, list) else [value])]
     out: list[tuple[Sequence[Any], Sequence[Any], Mapping[str, Any]]] = []
@@ -200,6 +202,11 @@ def _groups(checkpoint: Checkpoint, saved: _Saved) -> list[tuple[Sequence[Any], 
             raise FileError(f"{checkpoint.folder} is damaged: a parameter group does not list its parameters.")
         out.append((members, names, group))
     return out
+
+
+def _number(owner: Any) -> int:
+    """The place of a group among the groups; those of single parameters keep their order."""
+    return int(owner) if isinstance(owner, int) or (isinstance(owner, str) and owner.isdecimal()) else -1
 
 
 def _models(checkpoint: Checkpoint) -> list[tuple[str, list[Candidate]]]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import FileError
 from ..pickles import Record, Span, StoredTensor, read, unpickle
-from .pieces import Block, Blocks
+from .pieces import Block, Blocks, Verified
 
 __all__ = ["Checkpoint"]
 
@@ -24,6 +24,7 @@ class Checkpoint:
     Attributes:
         folder: Where it is.
         paths: The path of each entry in the saved dictionary, by key.
+        in_order: Whether they are in the order in which they were saved; the planner's order is, that of the entries is not.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -37,15 +38,15 @@ class Checkpoint:
         for index, info in _attribute(record, "storage_data", dict).items():
             if isinstance(index, Record) and isinstance(info, Record):
                 name, offset = index.get("fqn"), index.get("offset")
-                if isinstance(name, str) and (offset is None or isinstance(offset, tuple)):
+                if isinstance(name, str) and (offset is None or _is_tuple_of(offset, int)):
                     self._places[name, offset] = info
         self._files: dict[str, Span] = {}
         planned = record.get("planner_data")
-        # The planner's order is the order of saving; that of the entries is shuffled where shards are spread over ranks.
         known = planned if isinstance(planned, dict) else {}
         self.paths: dict[str, tuple[Any, ...]] = {
-            k: v for k, v in known.items() if k in self._entries and isinstance(v, tuple)
+            k: v for k, v in known.items() if k in self._entries and _is_tuple_of(v, (int, str))
         }
+        self.in_order = len(self.paths) == len(self._entries)
         for key in self._entries:
             self.paths.setdefault(key, _path_of(key, self._entries))
 
@@ -118,7 +119,7 @@ class Checkpoint:
         return self._files[name].part(start, length, key)
 
     def _sizes(self, value: Any, key: str) -> tuple[int, ...]:
-        if not isinstance(value, tuple) or not all(isinstance(n, int) and n >= 0 for n in value):
+        if not _is_tuple_of(value, int) or min(value, default=0) < 0:
             raise self._damaged(f"{key!r} has no sizes")
         return value
 
@@ -131,7 +132,7 @@ class _Blob:
 
     def __init__(self, span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.span, self.shape, self.dtype = span, shape, dtype
-        self._stored: StoredTensor | None = None
+        self._stored: Verified | None = None
 
     def load(self) -> Tensor:
         """The whole block."""
@@ -139,10 +140,9 @@ class _Blob:
 
     def read_flat(self, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` in flat order."""
-        stored = self._opened()
-        return stored.read_flat(start, stop) if stored.is_contiguous else stored.load().reshape(-1)[start:stop]
+        return self._opened().read_flat(start, stop)
 
-    def _opened(self) -> StoredTensor:
+    def _opened(self) -> Verified:
         if self._stored is None:
             value = read(self.span)
             if not isinstance(value, StoredTensor) or value.shape != self.shape or value.dtype != self.dtype:
@@ -150,8 +150,12 @@ class _Blob:
                 raise FileError(
                     f"{self.span.label} should hold a tensor of {self.shape}, {self.dtype}, but holds {found}."
                 )
-            self._stored = value
+            self._stored = Verified(value)
         return self._stored
+
+
+def _is_tuple_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, kinds) for part in value)
 
 
 def _attribute(record: Any, name: str, kind: type) -> Any:

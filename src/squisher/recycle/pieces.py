@@ -11,9 +11,37 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
+from ..pickles import StoredTensor
 from ..tensors import CHUNK, TensorSource
 
-__all__ = ["Block", "Blocks", "Run", "Runs"]
+__all__ = ["Block", "Blocks", "Run", "Runs", "Verified"]
+
+
+class Verified:
+    """A tensor in a file whose checksum is compared once, before the first of its values is given out.
+
+    Pieces of a shard are read in any order, so no checksum can be had on the way.
+    """
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self.shape, self.dtype = stored.shape, stored.dtype
+        self._stored = stored
+        self._verified = False
+
+    def load(self) -> Tensor:
+        """The whole tensor."""
+        return self._checked().load()
+
+    def read_flat(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` in flat order."""
+        stored = self._checked()
+        return stored.read_flat(start, stop) if stored.is_contiguous else stored.load().reshape(-1)[start:stop]
+
+    def _checked(self) -> StoredTensor:
+        if not self._verified:
+            self._stored.storage.verify()
+            self._verified = True
+        return self._stored
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from ..errors import FileError
 from ..pickles import Record, StoredTensor, read
 from .accumulators import step_of
 from .pieces import Run as Stretch
-from .pieces import Runs
+from .pieces import Runs, Verified
 from .states import Entry
 from .zero_run import Run
 
@@ -50,6 +50,11 @@ class _Rank:
     settings: Sequence[Mapping[str, Any]] | None
     paddings: Sequence[int]
     saved: Mapping[str, Any]
+    parts: dict[tuple[int, str], Verified] = field(default_factory=dict)
+
+    def part(self, k: int, key: str) -> Verified:
+        """One flat state; the same object for all parameters in it, so that it is verified once."""
+        return self.parts.setdefault((k, key), Verified(self.states[k][key]))
 
     def length(self, k: int) -> int:
         """The number of elements of a flat state, as stored."""
@@ -134,7 +139,7 @@ def _rank(saved: Mapping[str, Any], file: Path) -> _Rank:
     states, numbers = [], []
     for number, group in enumerate(groups):
         for member in group.get("params") or () if isinstance(group, dict) else ():
-            state = held.get(member)
+            state = held.get(member) if isinstance(member, (int, str)) else None
             states.append(state if isinstance(state, dict) else {})
             numbers.append(number)
     listed = list(paddings) if isinstance(paddings, (list, tuple)) else []
@@ -178,7 +183,7 @@ def _entry(
         if not isinstance(value, StoredTensor) or len(value.shape) != 1:
             state[key] = value
         elif all(isinstance(p, StoredTensor) and p.is_contiguous and p.dtype == value.dtype for p in parts):
-            stretches = [Stretch(part, *cut) for part, cut in zip(parts, cuts, strict=True)]
+            stretches = [Stretch(rank.part(k, key), *cut) for rank, cut in zip(ranks, cuts, strict=True)]
             state[key] = Runs(shape, value.dtype, stretches)
         else:
             raise FileError(f"The ranks in {run.folder} do not agree about {key} of group {k}: it is damaged.")

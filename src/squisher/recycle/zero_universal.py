@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import FileError
 from ..pickles import StoredTensor, read
 from .accumulators import step_of
+from .pieces import Verified
 from .states import Entry, Found, OptimizerState
 from .zero_run import Run
 
@@ -137,15 +138,14 @@ class _File:
 
     def read_flat(self, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` in flat order."""
-        stored = self._stored
-        return stored.read_flat(start, stop) if stored.is_contiguous else stored.load().reshape(-1)[start:stop]
+        return self._stored.read_flat(start, stop)
 
     @cached_property
-    def _stored(self) -> StoredTensor:
+    def _stored(self) -> Verified:
         value = _unwrapped(read(self.path))
         if not isinstance(value, StoredTensor) or value.shape not in (self.shape, (math.prod(self.shape),)):
             found = f"a tensor of {value.shape}" if isinstance(value, StoredTensor) else f"a {type(value).__name__}"
             raise FileError(
                 f"{self.path} holds {found}, but the parameter has the shape {self.shape}: mixed files, or damaged."
             )
-        return value
+        return Verified(value)
