@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from typing import Any
 from ..errors import FileError, NoAccumulatorError
 from ..pickles import Span, zip_entries
 from .hdf5 import is_hdf5, open_hdf5, tensor_at
-from .states import Candidate, Entry, Found, OptimizerState, Options
+from .keras_names import candidates_of_config, snake_case, text
+from .states import Entry, Found, OptimizerState, Options
 
 __all__ = ["is_keras", "read_keras"]
 
@@ -97,19 +98,17 @@ def _numbered(span: Span, file: Any, config: Mapping[str, Any]) -> Found:
     name = saved.get("class_name") if settings else _class_by_name(str(group.attrs.get("name", "")))
     _refuse(name, span)
     iteration, chosen = _layout(str(name), tensors, settings, span)
-    facts, steps = _facts(settings), int(iteration.load())
-    every = settings.get("gradient_accumulation_steps")
-    steps = steps // every if isinstance(every, int) and every > 0 else steps
-    entries = [Entry({_key(str(name)): source, "step": steps}, _group(str(name), settings)) for source in chosen]
-    models = [("the layers in config.json", candidates)] if (candidates := _candidates(config, file)) else []
-    return Found([OptimizerState(entries, str(name), "optimizer")], models, facts)
+    steps = _steps(int(iteration.load()), settings)
+    entries = [Entry(_state(str(name), source, steps), _group(str(name), settings)) for source in chosen]
+    models = [("the layers in config.json", candidates)] if (candidates := candidates_of_config(config, file)) else []
+    return Found([OptimizerState(entries, str(name), "optimizer")], models, _facts(settings))
 
 
 def _class_by_name(name: str) -> str:
     """An optimizer without a config has the name that Keras gives to the first of its class, unless the user chose one."""
     plain = re.sub(r"_\d+$", "", name)
     for known in (*_LAYOUTS, *_REFUSED):
-        if _snake_case(known) == plain:
+        if snake_case(known) == plain:
             return known
     return name
 
@@ -167,98 +166,6 @@ def _layout(name: str, tensors: Sequence[Any], settings: Mapping[str, Any], span
     return tensors[0], next(iter(found.values()))
 
 
-# -- names -------------------------------------------------------------------------------------------------------------
-
-_VARIABLES = {  # the variables of a layer in their order; what config switches off is left out
-    "Dense": ("kernel", "bias"), "EinsumDense": ("kernel", "bias"), "Embedding": ("embeddings",),
-    "Conv1D": ("kernel", "bias"), "Conv2D": ("kernel", "bias"), "Conv3D": ("kernel", "bias"),
-    "Conv1DTranspose": ("kernel", "bias"), "Conv2DTranspose": ("kernel", "bias"), "Conv3DTranspose": ("kernel", "bias"),
-    "DepthwiseConv1D": ("kernel", "bias"), "DepthwiseConv2D": ("kernel", "bias"),
-    "SeparableConv1D": ("depthwise_kernel", "pointwise_kernel", "bias"),
-    "SeparableConv2D": ("depthwise_kernel", "pointwise_kernel", "bias"),
-    "LayerNormalization": ("gamma", "beta"), "GroupNormalization": ("gamma", "beta"), "BatchNormalization": ("gamma", "beta"),
-    "RMSNormalization": ("scale",), "PReLU": ("alpha",),
-    "LSTM": ("kernel", "recurrent_kernel", "bias"), "GRU": ("kernel", "recurrent_kernel", "bias"),
-    "SimpleRNN": ("kernel", "recurrent_kernel", "bias"),
-}  # fmt: skip
-_SWITCH = {"bias": "use_bias", "gamma": "scale", "beta": "center"}
-_PARTS = {  # layers made of layers: where they are in the file, in the order of their variables
-    "MultiHeadAttention": ("query_dense", "key_dense", "value_dense", "output_dense"),
-    "Bidirectional": ("forward_layer/cell", "backward_layer/cell"),
-    "LSTM": ("cell",), "GRU": ("cell",), "SimpleRNN": ("cell",), "TimeDistributed": ("layer",),
-}  # fmt: skip
-
-
-def _candidates(config: Mapping[str, Any], file: Any) -> list[Candidate]:
-    """The trainable variables in the order of config.json; nothing where some layer's order is not known."""
-    try:
-        return list(_of_model(config, file, ""))
-    except _Unknown:
-        return []
-
-
-class _Unknown(Exception):  # noqa: N818 (never leaves this module)
-    """A layer whose variables have no order that is known."""
-
-
-def _of_model(config: Mapping[str, Any], group: Any, prefix: str, depth: int = 0) -> Iterator[Candidate]:
-    layers = (config.get("config") or {}).get("layers")
-    if not isinstance(layers, list) or "layers" not in group or depth > 8:
-        raise _Unknown
-    used: dict[str, int] = {}
-    for layer in layers:
-        kind = layer["class_name"]
-        file_name = _snake_case(kind)
-        count = used[file_name] = used.get(file_name, -1) + 1
-        file_name = f"{file_name}_{count}" if count else file_name
-        name = (layer.get("config") or {}).get("name") or layer.get("name") or file_name
-        own = group["layers"].get(file_name)
-        if own is None:
-            raise _Unknown
-        if "layers" in own:
-            yield from _of_model(layer, own, f"{prefix}{name}/", depth + 1)
-        else:
-            yield from _of_layer(layer, own, f"{prefix}{name}")
-
-
-def _of_layer(layer: Mapping[str, Any], group: Any, name: str) -> Iterator[Candidate]:
-    config, kind = layer.get("config") or {}, layer["class_name"]
-    if "vars" in group and group["vars"].attrs.get("name", name.rpartition("/")[2]) != name.rpartition("/")[2]:
-        raise _Unknown  # the file's layer is another one than config.json's
-    places = [place for place in _vars(group) if len(group[place])]
-    if not config.get("trainable", True) or not places:
-        return
-    parts = [f"{part}/vars" for part in _PARTS.get(kind, ())]
-    parts = [part for part in parts if part in places] if parts else places
-    if set(parts) != set(places) or (len(places) > 1 and kind not in _PARTS):
-        raise _Unknown
-    known = [v for v in _VARIABLES.get(kind, ()) if config.get(_SWITCH.get(v, ""), True)]
-    for place in parts:
-        inner = place.removesuffix("vars").removesuffix("/")
-        for number in sorted(group[place], key=int):
-            data = group[place][number]
-            words = known or (("kernel", "bias") if kind == "MultiHeadAttention" else ())
-            if kind == "BatchNormalization" and int(number) >= len(words):
-                continue  # its moving mean and variance
-            if data.dtype.kind != "f":
-                continue  # the state of a random generator
-            variable = words[int(number)] if int(number) < len(words) else f"vars/{number}"
-            yield Candidate("/".join(part for part in (name, inner, variable) if part), tuple(data.shape))
-
-
-def _vars(group: Any) -> list[str]:
-    """Every group of variables inside a layer's."""
-    found: list[str] = []
-    group.visit(lambda path: found.append(path) if path.rpartition("/")[2] == "vars" else None)
-    return found
-
-
-def _snake_case(name: str) -> str:
-    name = re.sub(r"\W+", "", name)
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
-
-
 # -- legacy ------------------------------------------------------------------------------------------------------------
 
 
@@ -268,38 +175,40 @@ def _legacy(span: Span, file: Any) -> Found:
     name, settings = saved.get("class_name"), saved.get("config") or {}
     _refuse(name, span)
     weights = file.get("model_weights", {})
-    paths = [_text(path) for layer in weights for path in weights[layer].attrs.get("weight_names", ())]
+    paths = [text(path) for layer in weights for path in weights[layer].attrs.get("weight_names", ())]
     by_stem = {path.replace("/", "_"): path for path in paths}
     suffix = "_" + _KEPT.get(str(name), "velocity")
-    recorded = [_text(n) for n in file["optimizer_weights"].attrs.get("weight_names", ())]
-    entries, steps = [], None
+    recorded = [text(n) for n in file["optimizer_weights"].attrs.get("weight_names", ())]
+    found, steps = {}, None
     for full in recorded:
         stem = full.partition("/")[2] or full
-        source = tensor_at(span, file, f"optimizer_weights/{full}")
         if stem in ("iteration", "iter"):
-            steps = int(source.load())
+            steps = int(tensor_at(span, file, f"optimizer_weights/{full}").load())
         elif stem.endswith(suffix):
             path = by_stem.get(stem.removesuffix(suffix), stem.removesuffix(suffix))
-            entries.append(Entry({_key(str(name)): source}, _group(str(name), settings), 0, path))
-    if not entries or len(by_stem) != len(paths):
+            found[path] = tensor_at(span, file, f"optimizer_weights/{full}")
+    if not found or len(by_stem) != len(paths):
         raise FileError(
             f"{span.label} records no {suffix[1:]} of the Keras optimizer {name}, or its names are not distinct."
         )
-    every = settings.get("gradient_accumulation_steps")
-    steps = steps // every if steps is not None and isinstance(every, int) and every > 0 else steps
-    entries = [Entry({**entry.state, "step": steps}, entry.group, 0, entry.name) for entry in entries]
+    group, steps = _group(str(name), settings), _steps(steps, settings)
+    entries = [Entry(_state(str(name), source, steps), group, 0, path) for path, source in found.items()]
     return Found([OptimizerState(entries, str(name), "optimizer_weights")], (), _facts(settings))
 
 
-def _text(value: Any) -> str:
-    return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)
+def _steps(iteration: int | None, settings: Mapping[str, Any]) -> int | None:
+    """Optimizer steps: the iteration counts every batch, also those whose gradients are only accumulated."""
+    every = settings.get("gradient_accumulation_steps")
+    return iteration // every if iteration is not None and isinstance(every, int) and every > 0 else iteration
 
 
 # -- what it means -----------------------------------------------------------------------------------------------------
 
 
-def _key(name: str) -> str:
-    return {"RMSprop": "square_avg", "Adadelta": "square_avg", "Adagrad": "sum"}.get(name, "exp_avg_sq")
+def _state(name: str, source: Any, steps: int | None) -> dict[str, Any]:
+    """The state under the keys that the table of accumulators knows."""
+    key = {"RMSprop": "square_avg", "Adadelta": "square_avg", "Adagrad": "sum"}.get(name, "exp_avg_sq")
+    return {key: source, "step": steps, **({"acc_delta": None} if name == "Adadelta" else {})}
 
 
 def _group(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:

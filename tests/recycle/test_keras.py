@@ -1,0 +1,194 @@
+"""Keras files: names by config.json, layouts by their shapes, what each optimizer keeps. Needs h5py."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import squisher
+from squisher.errors import FileError, NamingError, NoAccumulatorError, SquisherError
+
+FIXTURES = Path(__file__).parent.parent / "fixtures"
+KERAS = FIXTURES / "keras"
+STEPS = 6
+
+
+def truth(name):
+    return {key: torch.tensor(value) for key, value in json.loads((KERAS / f"{name}.json").read_text()).items()}
+
+
+def assert_same(importance, expected):
+    assert list(importance) == list(expected)
+    for name, value in expected.items():
+        assert torch.equal(importance[name], value), name
+
+
+NAMED = "layers nested frozen schedule adam_ema adam_accumulated adamw_clipped adagrad adadelta adafactor rmsprop_centered all"
+
+pytestmark = pytest.mark.formats  # h5py
+
+
+@pytest.mark.parametrize("name", NAMED.split())
+def test_an_archive_gives_every_variable_under_its_path(name):
+    importance = squisher.extract(KERAS / f"{name}.keras", bias_correction=False)
+    assert_same(importance, truth(name))
+    assert importance.provenance.naming.startswith("convention: the layers in config.json")
+
+
+def test_a_legacy_file_records_the_names():
+    importance = squisher.extract(KERAS / "all.h5", bias_correction=False)
+    assert_same(importance, truth("all"))
+    assert importance.provenance.naming == "recorded"
+
+
+def test_a_weight_file_alone_needs_names_and_the_decay():
+    names = list(truth("all"))
+    with pytest.raises(NamingError, match="records no names"):
+        squisher.extract(KERAS / "all.weights.h5", beta2=0.999)
+    with pytest.raises(NoAccumulatorError, match="--beta2"):
+        squisher.extract(KERAS / "all.weights.h5", names=names)
+    given = squisher.extract(KERAS / "all.weights.h5", names=names, beta2=0.999)
+    whole = squisher.extract(KERAS / "all.keras")
+    for name in names:
+        assert torch.equal(given[name], whole[name])
+    assert given.provenance.optimizer["beta2"] == whole.provenance.optimizer["beta2"] == 0.999
+
+
+def test_the_bias_is_corrected_with_the_steps_that_were_taken():
+    stored = truth("adam_accumulated")
+    importance = squisher.extract(KERAS / "adam_accumulated.keras")
+    assert importance.provenance.steps == {"min": STEPS // 2, "max": STEPS // 2}
+    for name, value in stored.items():
+        assert torch.allclose(importance[name], value / (1 - 0.999 ** (STEPS // 2)), rtol=1e-5)
+    assert any("mean gradient of 2 batches" in said for said in importance.provenance.optimizer["pollution"])
+
+
+def test_adagrad_is_a_sum_that_starts_above_zero():
+    importance = squisher.extract(KERAS / "adagrad.keras")
+    for name, value in truth("adagrad").items():
+        assert torch.allclose(importance[name], (value - 0.1) / STEPS, rtol=1e-4, atol=1e-8)
+
+
+def test_clipping_is_said_and_decay_is_not_inside():
+    optimizer = squisher.extract(KERAS / "adamw_clipped.keras").provenance.optimizer
+    assert optimizer["pollution"] == ["The gradients were clipped before they were squared (global_clipnorm 0.5)."]
+    assert optimizer["after_clipping"] is True
+    assert optimizer["weight_decay"] == 0.01
+    assert squisher.extract(KERAS / "all.keras").provenance.optimizer["after_clipping"] is False
+
+
+def test_the_order_of_a_subclassed_model_is_not_guessed():
+    with pytest.raises(NamingError, match="records no names"):
+        squisher.extract(KERAS / "subclassed.keras")
+    names = list(truth("subclassed"))
+    assert_same(squisher.extract(KERAS / "subclassed.keras", names=names, bias_correction=False), truth("subclassed"))
+
+
+def test_sgd_is_refused():
+    with pytest.raises(NoAccumulatorError, match="Keras's SGD, which keeps at most a moving average of the gradient"):
+        squisher.extract(KERAS / "sgd.keras")
+
+
+def test_weights_without_an_optimizer_are_said(tmp_path):
+    import h5py
+
+    shutil.copy(KERAS / "all.weights.h5", tmp_path / "w.weights.h5")
+    with h5py.File(tmp_path / "w.weights.h5", "a") as file:
+        del file["optimizer"]
+    with pytest.raises(FileError, match="weights but no optimizer state"):
+        squisher.extract(tmp_path / "w.weights.h5")
+
+
+def changed(tmp_path, change):
+    """The archive with its config.json changed."""
+    out = tmp_path / "changed.keras"
+    with zipfile.ZipFile(KERAS / "all.keras") as source, zipfile.ZipFile(out, "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            target.writestr(name, json.dumps(change(json.loads(data))) if name == "config.json" else data)
+    return out
+
+
+def test_layers_in_another_order_than_the_file_says_are_not_believed(tmp_path):
+    def swap(config):
+        layers = config["config"]["layers"]
+        layers[1], layers[2] = layers[2], layers[1]
+        return config
+
+    with pytest.raises(NamingError):
+        squisher.extract(changed(tmp_path, swap))
+
+
+def test_options_that_the_variables_contradict_are_refused(tmp_path):
+    def amsgrad(config):
+        config["compile_config"]["optimizer"]["config"]["use_ema"] = True
+        return config
+
+    with pytest.raises(FileError, match="variables of the Keras optimizer Adam do not fit"):
+        squisher.extract(changed(tmp_path, amsgrad))
+
+
+def test_an_unknown_optimizer_is_refused(tmp_path):
+    def rename(config):
+        config["compile_config"]["optimizer"]["class_name"] = "MyAdam"
+        return config
+
+    with pytest.raises(NoAccumulatorError, match="'MyAdam', which is not one that is known"):
+        squisher.extract(changed(tmp_path, rename))
+
+
+def test_a_cut_file_is_refused(tmp_path):
+    whole = (KERAS / "all.weights.h5").read_bytes()
+    for length in (100, 3000, len(whole) - 200):
+        (tmp_path / "cut.h5").write_bytes(whole[:length])
+        with pytest.raises(FileError):
+            squisher.extract(tmp_path / "cut.h5", names=list(truth("all")))
+
+
+def test_data_in_another_file_is_not_followed(tmp_path):
+    import h5py
+
+    shutil.copy(KERAS / "all.weights.h5", tmp_path / "w.weights.h5")
+    shutil.copy(KERAS / "all.weights.h5", tmp_path / "other.h5")
+    with h5py.File(tmp_path / "w.weights.h5", "a") as file:
+        del file["optimizer/vars/3"]
+        file["optimizer/vars/3"] = h5py.ExternalLink(str(tmp_path / "other.h5"), "optimizer/vars/3")
+    with pytest.raises(FileError, match="another file"):
+        squisher.extract(tmp_path / "w.weights.h5")
+
+
+def test_without_h5py_the_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(SquisherError, match=r"pip install 'torch-squisher\[keras\]'"):
+        squisher.extract(KERAS / "all.keras")
+
+
+def load_maker():
+    spec = importlib.util.spec_from_file_location("make_keras", FIXTURES / "make_keras.py")
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    return maker
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", load_maker().CASES)
+def test_fresh_files_are_read_like_the_fixtures(name, tmp_path):
+    maker = load_maker()
+    maker.save(tmp_path, name, *maker.CASES[name])
+    expected = json.loads((tmp_path / f"{name}.json").read_text())
+    path = tmp_path / f"{name}.keras"
+    if name in ("sgd", "lion"):
+        with pytest.raises(NoAccumulatorError):
+            squisher.extract(path)
+        return
+    names = list(expected) if name == "subclassed" else None
+    assert_same(
+        squisher.extract(path, names=names, bias_correction=False), {k: torch.tensor(v) for k, v in expected.items()}
+    )
