@@ -94,7 +94,7 @@ class Pass:
         many: whether several columns go through the same graph.
         bounds: gets the pieces of absolute values of each parameter, if wanted.
         spoiled: what could not be captured, and why.
-        precision: the type of the gradient that each parameter's result was computed from.
+        types: of the gradients that arrived.
     """
 
     sums: Mapping[str, Tensor]
@@ -103,7 +103,7 @@ class Pass:
     many: bool = False
     bounds: dict[str, list[Piece]] | None = None
     spoiled: dict[str, str] = field(default_factory=dict)
-    precision: dict[str, torch.dtype] = field(default_factory=dict)
+    types: set[torch.dtype] = field(default_factory=set)
     _used: dict[str, int] = field(default_factory=dict)
     _unseen: dict[str, int] = field(default_factory=dict)
     _pending: dict[str, list[Piece]] = field(default_factory=dict)
@@ -186,6 +186,7 @@ class Pass:
     def _arrived(
         self, g: Tensor, uses: list[tuple[str, Rule, Layout]], versions: list[list[tuple[Tensor, int]]]
     ) -> None:
+        self.types.add(g.dtype)
         with torch.autocast(g.device.type, enabled=False), torch._C.DisableTorchFunction():
             for (name, rule, layout), held in zip(uses, versions, strict=True):
                 if name in self.spoiled:
@@ -193,7 +194,6 @@ class Pass:
                 if any(t._version != version for t, version in held):
                     self.spoiled[name] = "its input is changed in place after use"
                     continue
-                self.precision[name] = g.dtype
                 try:
                     if self.bounds is not None:
                         bound = rule.piece(g, layout.dim or 0, self.examples, absolute=True)
