@@ -21,6 +21,7 @@ from torch import Tensor
 from .correlation import Rounded, median, ratios, spearman, total
 from .errors import NamingError, SquisherError, near
 from .importance import Importance
+from .tensors import one_thread
 from .topk import Selection, Source, thresholds
 
 __all__ = ["EXACT_LIMIT", "FRACTIONS", "Agreement", "Overlap", "Row", "compare"]
@@ -147,6 +148,7 @@ class Agreement:
         )
 
 
+@one_thread()
 def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress | None = None) -> Agreement:
     """Compare two importances: rank, scale, and overlap of the largest entries, overall and per parameter.
 

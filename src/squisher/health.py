@@ -18,6 +18,7 @@ from torch import Tensor
 from .distribution import Distribution, Tally
 from .errors import FileError, ScaleError, SquisherError, SquisherWarning
 from .importance import Importance
+from .tensors import one_thread
 
 __all__ = ["Diagnosis", "Health", "Row", "diagnose", "effective_steps", "examine"]
 
@@ -90,6 +91,7 @@ class Health:
         }
 
 
+@one_thread()
 def examine(importance: Mapping[str, Tensor], progress: Progress | None = None) -> Health:
     """Read every value once and say what is wrong, or worth knowing, about an importance.
 
