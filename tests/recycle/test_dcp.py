@@ -159,12 +159,42 @@ def test_accelerate_keeps_weights_and_optimizer_in_two_folders(tmp_path):
     assert set(extract(tmp_path / "optimizer_0")) == set(imp)
 
 
+def test_accelerate_full_state(tmp_path):
+    model, optimizer = trained()
+    torch.save(by_name(model, optimizer), tmp_path / "optimizer.bin")
+    torch.save(model.state_dict(), tmp_path / "pytorch_model_fsdp.bin")
+    imp = extract(tmp_path)
+    assert imp.provenance.naming == "recorded"
+    assert list(imp) == [name for name, _ in model.named_parameters()]
+
+
+def test_accelerate_local_state_is_refused(tmp_path):
+    torch.save(trained()[1].state_dict(), tmp_path / "optimizer_0_rank0.bin")
+    with pytest.raises(FileError, match="the local state of every FSDP rank.*flat shards"):
+        extract(tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_without_planner_data_the_keys_are_enough(tmp_path):
     model, optimizer = trained()
     folder = save({"model": model.state_dict(), "optimizer": flattened(by_name(model, optimizer))}, tmp_path / "c")
     rewrite(folder, lambda metadata: setattr(metadata, "planner_data", None))
     assert list(extract(folder)) == [name for name, _ in model.named_parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("prefix", ["optimizer.", "app.optim.", ""])
+def test_groups_in_one_entry_as_older_versions_wrote_them(tmp_path, prefix):
+    model, optimizer = trained()
+    state = by_name(model, optimizer)
+    tree = {prefix + key: value for key, value in flattened(state).items() if key.startswith("state.")}
+    tree[prefix + "param_groups"] = state["param_groups"]
+    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(tree, checkpoint_id=tmp_path / "c", no_dist=True, planner=planner)
+    imp = extract(tmp_path / "c", bias_correction=False)
+    assert list(imp) == [name for name, _ in model.named_parameters()]
+    for name, parameter in model.named_parameters():
+        assert torch.equal(imp[name], optimizer.state[parameter]["exp_avg_sq"])
 
 
 def test_numbers_without_planner_data_are_not_named_by_the_shuffled_entries(tmp_path):
@@ -213,6 +243,9 @@ def test_megatron_by_names(tmp_path):
     )
     imp = extract(tmp_path / "iter_0000007")
     torch.testing.assert_close(imp["decoder.layers.mlp.weight"], value / (1 - 0.95**7))
+    shutil.copytree(tmp_path / "iter_0000007", tmp_path / "iter_0000009")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    assert list(extract(tmp_path)) == list(imp)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

@@ -234,6 +234,37 @@ def test_states_on_another_disk(z3):
         extract(z3)
 
 
+def test_shards_that_are_repeated(z3):
+    change_model_states(z3, lambda content: content["ds_config"]["zero_optimization"].update(mics_shard_size=1))
+    with pytest.raises(FileError, match="trained with MiCS, which partitions parameters over 1 ranks"):
+        extract(z3)
+
+
+def without_zero(folder: Path, optimizer: dict[str, Any], weights: dict[str, torch.Tensor]) -> Path:
+    (folder / "global_step2").mkdir(parents=True)
+    content = {"module": weights, "optimizer": optimizer, "param_shapes": None, "ds_config": {"gradient_clipping": 1.0}}
+    torch.save(content, folder / "global_step2" / "mp_rank_00_model_states.pt")
+    return folder
+
+
+def test_stage_0_is_an_ordinary_state(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    imp = extract(without_zero(tmp_path / "run", optimizer.state_dict(), model.state_dict()), bias_correction=False)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(imp[name], optimizer.state[parameter]["exp_avg_sq"])
+    assert imp.provenance.naming.startswith("convention: the weights under 'module'")
+    assert imp.provenance.optimizer["after_clipping"] is True
+
+
+def test_flat_buffers_without_a_list_of_parameters(tmp_path):
+    optimizer = {"optimizer_state_dict": {}, "fp32_groups_flat": [torch.zeros(3)]}
+    with pytest.raises(FileError, match="without ZeRO, whose flat buffers have no list of parameters"):
+        extract(without_zero(tmp_path / "run", optimizer, {}))
+
+
 def test_one_bit_adam(z3):
     change_model_states(z3, lambda content: content["ds_config"].update(optimizer={"type": "OneBitAdam"}))
     with pytest.raises(NoAccumulatorError, match="OneBitAdam stops updating its squared gradient"):

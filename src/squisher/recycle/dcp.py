@@ -25,6 +25,7 @@ from .training_args import facts_of, training_args
 __all__ = ["is_dcp", "read_dcp"]
 
 _NUMBERED = re.compile(r"(?:step|iter|epoch|checkpoint|global_step)[-_]?\d+")
+_PER_RANK = "optimizer_*_rank*.bin"  # Accelerate's name for LOCAL_STATE_DICT
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -32,7 +33,7 @@ def is_dcp(path: Path) -> bool:
     """Whether a folder is a distributed checkpoint, or holds one or several in its folders; or a file is a part of one."""
     if path.is_file():
         return path.name == ".metadata" or path.suffix == ".distcp"
-    return path.is_dir() and (bool(_folders(path)) or any(path.glob("*.distcp")))
+    return path.is_dir() and (bool(_folders(path)) or any(path.glob("*.distcp")) or any(path.glob(_PER_RANK)))
 
 
 def read_dcp(path: Path, options: Options) -> Found:
@@ -43,6 +44,11 @@ def read_dcp(path: Path, options: Options) -> Found:
     """
     if path.is_file():
         raise FileError(f"{path} is one part of a distributed checkpoint; give the folder that it is in.")
+    if any(path.glob(_PER_RANK)):
+        raise FileError(
+            f"{path} holds the local state of every FSDP rank ({_PER_RANK}): flat shards, whose parameters cannot be told. Save "
+            "with the state dict type SHARDED_STATE_DICT or FULL_STATE_DICT."
+        )
     folders = _folders(path)
     if not folders:
         raise FileError(
@@ -83,6 +89,12 @@ def _folders(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         return []
+    latest = path / "latest_checkpointed_iteration.txt"  # Megatron's
+    if latest.is_file() and latest.stat().st_size < 32:
+        text = latest.read_bytes().decode("ascii", "replace").strip()
+        named = path / f"iter_{int(text):07d}" if text.isdecimal() else path
+        if (named / ".metadata").is_file():
+            return [named]
     return sorted(folder for folder in path.iterdir() if (folder / ".metadata").is_file())
 
 

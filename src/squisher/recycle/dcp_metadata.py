@@ -170,7 +170,7 @@ def _attribute(record: Any, name: str, kind: type) -> Any:
 def _path_of(key: str, keys: Mapping[str, Any]) -> tuple[str, ...]:
     """A path for an entry without one: its key, behind the prefix of an optimizer that has groups."""
     for prefix in ("", "optimizer.", "optim.", "app.optim.", "app.optimizer."):
-        belongs = key.startswith((f"{prefix}state.", f"{prefix}param_groups."))
-        if belongs and any(other.startswith(f"{prefix}param_groups.") for other in keys):
+        belongs = key.startswith((f"{prefix}state.", f"{prefix}param_groups"))
+        if belongs and any(other.startswith(f"{prefix}param_groups") for other in keys):
             return (*prefix.split(".")[:-1], key[len(prefix) :])
     return tuple(key.split(".", 1))

@@ -50,7 +50,7 @@ def read_zero(path: Path, options: Options) -> Found:
         raise FileError(
             f"The model states in {folder} list no parameters (param_shapes): a version of DeepSpeed too old to be read."
         )
-    _refuse_swapped(run)
+    _refuse_other_places(run)
     entries, notes = parameters(run, files)
     facts = run.facts(source, next((step_of(e.state, e.group) for e in entries if e.state), None))
     if notes:
@@ -121,10 +121,16 @@ def _without_zero(run: Run, folder: Path) -> Found:
     return Found(found.optimizers, models, {**run.facts(folder.parent, None), **found.facts})
 
 
-def _refuse_swapped(run: Run) -> None:
+def _refuse_other_places(run: Run) -> None:
     offload = run.zero.get("offload_optimizer")
     if isinstance(offload, dict) and offload.get("device") == "nvme":
         raise FileError(
             f"{run.folder} was trained with its optimizer swapped to disk (ZeRO-Infinity, offload_optimizer to nvme): the states "
             "are in the swap files of that machine. Save with offload to cpu."
+        )
+    shard = run.zero.get("mics_shard_size")
+    if isinstance(shard, int) and shard > 0:
+        raise FileError(
+            f"{run.folder} was trained with MiCS, which partitions parameters over {shard} ranks and repeats them on others; only "
+            "ZeRO over all ranks is read."
         )
