@@ -1,0 +1,151 @@
+"""Unmodified Hugging Face models, tiny and random, against the loop."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from squisher.measure import fisher
+
+pytestmark = [
+    pytest.mark.formats,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+
+SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24, "vocab_size": 40}
+
+
+def _ids(n=5, length=9):
+    torch.manual_seed(1)
+    return torch.randint(3, 40, (n, length))
+
+
+def _text(labels):
+    ids = _ids()
+    mask = torch.ones_like(ids)
+    mask[::2, 6:] = 0
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, -100) if labels is None else labels,
+    }
+
+
+def _bert(t):
+    return t.BertForSequenceClassification(t.BertConfig(**SIZES, num_labels=3)), _text(torch.arange(5) % 3), set()
+
+
+def _masked(t):
+    labels = _ids().clone()
+    labels[:, ::2] = -100
+    return t.BertForMaskedLM(t.BertConfig(**SIZES)), _text(labels), set()
+
+
+def _gpt2(t):
+    return (
+        t.GPT2LMHeadModel(t.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=16)),
+        _text(None),
+        set(),
+    )
+
+
+def _llama(t):
+    return t.LlamaForCausalLM(t.LlamaConfig(**SIZES, num_key_value_heads=1)), _text(None), set()
+
+
+def _t5(t):
+    config = t.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2, vocab_size=40, decoder_start_token_id=0)
+    return t.T5ForConditionalGeneration(config), _text(_ids(5, 6)), {"relative_attention_bias"}
+
+
+def _vit(t):
+    config = t.ViTConfig(
+        **{k: v for k, v in SIZES.items() if k != "vocab_size"}, image_size=8, patch_size=4, num_labels=3
+    )
+    torch.manual_seed(1)
+    return (
+        t.ViTForImageClassification(config),
+        {"pixel_values": torch.randn(5, 3, 8, 8), "labels": torch.arange(5) % 3},
+        set(),
+    )
+
+
+def _mixtral(t):
+    config = t.MixtralConfig(**SIZES, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2)
+    return t.MixtralForCausalLM(config), _text(None), {"experts"}
+
+
+MODELS = {
+    "bert": _bert,
+    "masked": _masked,
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "t5": _t5,
+    "vit": _vit,
+    "mixtral": _mixtral,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("labels", ["data", "sampled"])
+def test_equals_the_loop(name, labels):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    model, batch, left = MODELS[name](transformers)
+    # The grouped matrix product of the experts exists in single precision only.
+    dtype, tolerance = (torch.float32, 1e-5) if name == "mixtral" else (torch.float64, 1e-10)
+    model = model.to(dtype)
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in batch.items()}
+    batches = [{k: v[:3] for k, v in batch.items()}, {k: v[3:] for k, v in batch.items()}]
+    settings = {"labels": labels, "dtype": dtype}
+    expected = fisher(model, batches, method="loop", **settings)
+    found = fisher(model, batches, **settings)
+    floor = 1e-12 * max(float(t.max()) for t in expected.values())
+    for key in expected:
+        error = float((found[key] - expected[key]).abs().max())
+        assert error <= tolerance * float(expected[key].max()) + floor, (key, error)
+    coverage = found.provenance.extra["coverage"]["loop"]
+    assert all(any(mark in key for mark in left) for key in coverage), coverage
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])
+def test_losses_are_those_of_the_model(name):
+    """The summed log-likelihood that is squared is the model's own loss times what it was divided by."""
+    transformers = pytest.importorskip("transformers")
+    from squisher.measure.batches import parse
+    from squisher.measure.likelihood import objective_for
+
+    torch.manual_seed(0)
+    model, batch, _ = MODELS[name](transformers)
+    model = model.double().eval()
+    objective = objective_for(model)
+    outputs = objective.outputs(model, parse(batch, model, torch.device("cpu")))
+    ours = next(objective.terms(outputs, torch.arange(5))).sum()
+    theirs = model(**batch).loss * outputs.mask.sum()
+    assert float(ours.detach()) == pytest.approx(float(theirs.detach()), rel=1e-6)
+
+
+def test_gradient_checkpointing_and_adapters():
+    transformers = pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model, batch, _ = MODELS["llama"](transformers)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    model = model.double()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "lora_B" in key:
+                parameter.normal_()
+    settings = {"dtype": torch.float64, "likelihood": "tokens", "shift": 1}
+    expected = fisher(model, [batch], method="loop", **settings)
+    found = fisher(model, [batch], method="hooks", **settings)
+    assert len(expected) == 8
+    assert all(".default" not in key for key in expected)
+    model.gradient_checkpointing_enable()
+    model.enable_input_require_grads()
+    model.train()
+    checkpointed = fisher(model, [batch], method="hooks", **settings)
+    for key in expected:
+        assert torch.allclose(found[key], expected[key], rtol=1e-9)
+        assert torch.allclose(checkpointed[key], expected[key], rtol=1e-9)
