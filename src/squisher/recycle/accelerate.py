@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..errors import FileError, NamingError
+from ..errors import FileError
 from .hf_rules import trainer_rules
 from .model_source import with_model
 from .naming import RULES, exact, matching
 from .states import Candidate, Found, OptimizerState, Options
 from .torch_file import candidates_of, read_torch_file
 from .trainer import optimizer_file
-from .weights import Weights, open_weights
+from .weights import Weights, open_weights, pinned, sorted_by_name
 
 __all__ = ["is_accelerate_folder", "read_accelerate"]
 
@@ -91,25 +90,7 @@ def _own_models(optimizer: OptimizerState, ordered: Sources, by_name: Sequence[W
     if options.trainable is not None:
         ordered = [(label, matching(candidates, options.trainable)) for label, candidates in ordered]
     every = [c for _, candidates in ordered for c in candidates]
-    pinned = _pinned(optimizer, by_name)
-    models = [*exact(optimizer, ordered, [*RULES, *trainer_rules(every)]), *pinned] or ordered
+    models = [*exact(optimizer, ordered, [*RULES, *trainer_rules(every)]), *pinned(optimizer, by_name)] or ordered
     if not models and by_name and not all(entry.name is not None for entry in optimizer.entries):
-        raise NamingError(
-            f"{by_name[0].label} sorts its tensors by name, and several have the same shape, so it cannot tell which is which "
-            f"in {optimizer.place}. Give the model with --model: a folder with its config.json, or its state_dict() saved with "
-            "torch.save, which keeps the order; or the names in the optimizer's order with --names."
-        )
+        raise sorted_by_name(by_name[0], optimizer.place)
     return models
-
-
-def _pinned(optimizer: OptimizerState, weights: Sequence[Weights]) -> Sources:
-    """For each file whose shapes alone say which tensor an entry is: its tensors in the optimizer's order."""
-    sources: Sources = []
-    shapes = [entry.shape for entry in optimizer.entries]
-    for one in weights:
-        count = Counter(tuple(tensor.shape) for tensor in one.tensors.values())
-        names = {tuple(tensor.shape): name for name, tensor in one.tensors.items()}
-        if len(set(shapes)) == len(shapes) and all(shape is not None and count[shape] == 1 for shape in shapes):
-            order = [Candidate(names[shape], shape) for shape in shapes if shape is not None]
-            sources.append((f"{one.label}, in which every shape occurs once", order))
-    return sources

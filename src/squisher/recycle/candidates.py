@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -100,10 +101,12 @@ def _stored_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
     transformers undoes its own conversions on tensors without values. Those that only cut leave views behind, which tell
     what was cut out where.
     """
+    if "transformers" not in sys.modules:  # then this is none of its models
+        return {}
     try:
         from transformers import PreTrainedModel
         from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:
+    except ImportError:  # before version 5, files hold what the running model holds
         return {}
     if not isinstance(model, PreTrainedModel):
         return {}

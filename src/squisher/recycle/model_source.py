@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..errors import FileError, NamingError
 from .candidates import Candidates, candidates_of_module
-from .hf_model import built_by, meta_model
+from .hf_model import MissingPackage, built_by, meta_model
 from .states import Found, Options
 from .torch_file import candidates_of
 from .weights import Weights, open_weights
@@ -51,8 +51,15 @@ def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, C
         raise NamingError(
             f"{path} cannot name an optimizer's parameters: it {what}. Give a folder with config.json, or a torch weight file."
         )
-    weights = weights or open_weights(path)
-    model = meta_model(path)
+    beside = open_weights(path)
+    weights = weights or beside
+    try:
+        model = meta_model(path)
+    except MissingPackage:
+        if beside is None or not beside.in_module_order:
+            raise
+        candidates = Candidates(*candidates_of(beside.tensors))
+        return f"the order of {beside.label}", candidates, candidates
     every = candidates_of_module(model, weights, frozen_too=True)
     trained = candidates_of_module(model, weights)
     note = f" ({every.note})" if every.note else ""

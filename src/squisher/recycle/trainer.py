@@ -13,12 +13,12 @@ from .candidates import Candidates, candidates_of_module
 from .frozen import by_evidence
 from .hf_model import MissingPackage, adapted_model, built_by, meta_model, read_json
 from .hf_rules import galore_rule, trainer_rules
-from .model_source import model_candidates
+from .model_source import model_candidates, with_model
 from .naming import RULES, Rule, fitting, matching
 from .states import Candidate, Found, OptimizerState, Options
 from .torch_file import candidates_of, read_torch_file
 from .training_args import facts_of, target_modules, training_args
-from .weights import Weights, open_weights
+from .weights import Weights, open_weights, pinned, sorted_by_name
 
 __all__ = ["is_trainer_folder", "optimizer_file", "read_trainer"]
 
@@ -32,9 +32,13 @@ _ELSEWHERE = (
 
 
 def is_trainer_folder(path: Path) -> bool:
-    """Whether a folder is a checkpoint of the Hugging Face Trainer whose optimizer state is one torch file."""
+    """Whether a folder is like a checkpoint of the Hugging Face Trainer: its optimizer state is one torch file, optimizer.pt.
+
+    With FSDP it may be an optimizer.bin, as Accelerate's are; then what else is there tells them apart.
+    """
+    file = optimizer_file(path)
     beside = ("trainer_state.json", "training_args.bin", "config.json", "adapter_config.json")
-    return optimizer_file(path) is not None and any((path / name).is_file() for name in beside)
+    return file is not None and (file.name == "optimizer.pt" or any((path / name).is_file() for name in beside))
 
 
 def optimizer_file(folder: Path) -> Path | None:
@@ -57,8 +61,8 @@ def read_trainer(folder: Path, options: Options) -> Found:
     if file is None:
         raise FileError(f"The folder {folder} holds no optimizer.pt.")
     state = read_torch_file(file)
-    if len(state.optimizers) != 1:
-        raise FileError(f"{file} holds {len(state.optimizers)} optimizers, but the Trainer saves one.")
+    if len(state.optimizers) != 1 or state.models:  # a file of the user's own, with weights or several optimizers in it
+        return with_model(state, options)
     optimizer = state.optimizers[0]
     args = training_args(folder)
     counts = (step_of(entry.state, entry.group) for entry in optimizer.entries if entry.state)
@@ -77,7 +81,7 @@ def _settled(
 ) -> tuple[Sources, Candidates]:
     """The first source of names that fits at all: plain assumptions before those that need evidence."""
     first: tuple[Sources, Candidates] | None = None
-    for sources, model in _proposals(folder, options):
+    for sources, model in _proposals(optimizer, folder, options):
         if options.trainable is not None:
             sources = [(label, matching(candidates, options.trainable)) for label, candidates in sources]
         if len(fitting(optimizer, sources, [*RULES, *trainer_rules(model.parameters), *special])) == 1:
@@ -92,7 +96,7 @@ def _settled(
     return first or ([], Candidates([], {}))
 
 
-def _proposals(folder: Path, options: Options) -> Iterator[tuple[Sources, Candidates]]:
+def _proposals(optimizer: OptimizerState, folder: Path, options: Options) -> Iterator[tuple[Sources, Candidates]]:
     weights = open_weights(folder)
     if (folder / "adapter_config.json").is_file():
         yield from _adapter_proposals(folder, options, weights)
@@ -103,6 +107,8 @@ def _proposals(folder: Path, options: Options) -> Iterator[tuple[Sources, Candid
         try:
             label, trained, every = model_candidates(model, weights)
         except MissingPackage as error:
+            if options.model is not None:
+                raise
             missing = error  # transformers is not installed, but the weights may keep the order
         else:
             yield [(label, trained.parameters)], every
@@ -117,6 +123,11 @@ def _proposals(folder: Path, options: Options) -> Iterator[tuple[Sources, Candid
         yield from _evidence(label, plain, folder, options, weights)
     elif missing is not None:
         raise missing
+    elif weights is not None:
+        by_shape = pinned(optimizer, [weights])
+        if not by_shape:
+            raise sorted_by_name(weights, "the optimizer's state")
+        yield by_shape, Candidates(list(by_shape[0][1]), {})
 
 
 def _evidence(
@@ -128,7 +139,12 @@ def _evidence(
         [("the base model", options.base_model)] if options.base_model else [(p.name, p) for p in _siblings(folder)]
     )
     for name, other in others:
-        before = open_weights(other)
+        try:
+            before = open_weights(other)
+        except FileError:
+            if options.base_model:
+                raise
+            continue  # another checkpoint may be half written
         if before is None:
             if options.base_model:
                 raise FileError(f"{other} holds no weights to compare with.")
@@ -176,7 +192,13 @@ def _recorded_base(folder: Path) -> Path | None:
     name = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return None
-    local = Path(name)
-    if not local.is_absolute():
-        local = folder.parent / name
-    return local if (local / "config.json").is_file() else None
+    places = [Path(name), folder / name, folder.parent / name]
+    try:
+        from huggingface_hub import try_to_load_from_cache
+
+        cached = try_to_load_from_cache(name, "config.json")  # looks on the disk only
+    except (ImportError, ValueError):
+        cached = None
+    if isinstance(cached, str):
+        places.append(Path(cached).parent)
+    return next((place for place in places if (place / "config.json").is_file()), None)

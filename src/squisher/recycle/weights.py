@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ..errors import FileError
+from ..errors import FileError, NamingError
 from ..pickles import read
 from ..stream import open_safetensors
 from ..tensors import TensorSource
+from .states import Candidate, OptimizerState
 from .torch_file import find_weights
 
-__all__ = ["Weights", "open_weights"]
+__all__ = ["Weights", "open_weights", "pinned", "sorted_by_name"]
 
 _IN_FOLDER = (
     "adapter_model.safetensors",
@@ -22,6 +24,9 @@ _IN_FOLDER = (
     "model.safetensors.index.json",
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
+    "model.pt",
+    "model.pth",
+    "model.bin",
 )
 
 
@@ -61,6 +66,33 @@ def open_weights(path: Path) -> Weights | None:
     return Weights(path.name, _torch_weights(path), True)
 
 
+def pinned(optimizer: OptimizerState, weights: Sequence[Weights]) -> list[tuple[str, Sequence[Candidate]]]:
+    """For each file whose shapes alone say which tensor an entry is: its tensors in the optimizer's order.
+
+    Args:
+        optimizer: Its entries in its own order.
+        weights: Files whose order says nothing.
+    """
+    sources: list[tuple[str, Sequence[Candidate]]] = []
+    shapes = [entry.shape for entry in optimizer.entries]
+    for one in weights:
+        count = Counter(tuple(tensor.shape) for tensor in one.tensors.values())
+        names = {tuple(tensor.shape): name for name, tensor in one.tensors.items()}
+        if len(set(shapes)) == len(shapes) and all(shape is not None and count[shape] == 1 for shape in shapes):
+            order = [Candidate(names[shape], shape) for shape in shapes if shape is not None]
+            sources.append((f"{one.label}, in which every shape occurs once", order))
+    return sources
+
+
+def sorted_by_name(weights: Weights, state: str) -> NamingError:
+    """What to say where only a file that sorts its names is beside an optimizer's state."""
+    return NamingError(
+        f"{weights.label} sorts its tensors by name, and several have the same shape, so it cannot tell which is which in "
+        f"{state}. Give the model with --model: a folder with its config.json, or its state_dict() saved with torch.save, "
+        "which keeps the order; or the names in the optimizer's order with --names."
+    )
+
+
 def _torch_weights(path: Path) -> Mapping[str, TensorSource]:
     found = [tensors for _, tensors in find_weights(read(path))]
     if not found:
@@ -78,7 +110,7 @@ def _torch_shards(index: Path) -> Weights:
         raise FileError(f"{index} is not an index of weight shards: it has no weight_map.") from error
     tensors: dict[str, TensorSource] = {}
     for shard in shards:
-        if Path(shard).name != shard or shard in ("..", "."):
+        if not isinstance(shard, str) or Path(shard).name != shard or shard in ("..", "."):
             raise FileError(f"{index} names the shard {shard!r}, which is outside its own folder.")
         if not (index.parent / shard).is_file():
             raise FileError(f"{index} names the shard {shard!r}, which is missing; copy the whole set.")
