@@ -432,6 +432,26 @@ def test_the_share_of_one_fsdp2_rank_is_refused():
         extract(FIXTURES / "dcp" / "fsdp2_raw" / "rank0.pt")
 
 
+def test_the_shares_of_all_fsdp2_ranks_are_joined():
+    imp = extract(FIXTURES / "dcp" / "fsdp2_raw", bias_correction=False)
+    check(imp, FIXTURES / "dcp" / "fsdp2" / "reference.safetensors")
+    assert imp.provenance.naming.startswith("convention: the weights under 'model'")
+
+
+def test_a_rank_that_is_missing_among_files(tmp_path):
+    for old, new in ((0, 0), (1, 2)):
+        shutil.copy(FIXTURES / "dcp" / "fsdp2_raw" / f"rank{old}.pt", tmp_path / f"rank{new}.pt")
+    with pytest.raises(FileError, match="the files of the ranks 0, 2, but the state was sharded over 2"):
+        extract(tmp_path)
+
+
+def test_a_rank_in_the_place_of_another(tmp_path):
+    for new in (0, 1):
+        shutil.copy(FIXTURES / "dcp" / "fsdp2_raw" / "rank0.pt", tmp_path / f"rank{new}.pt")
+    with pytest.raises(FileError, match="mixed up: the file of rank 1 was written by rank 0"):
+        extract(tmp_path)
+
+
 def test_flat_shards_of_fsdp1_are_refused_with_advice():
     with pytest.raises(NamingError, match=r"flat shards, whose parameters cannot be told. Save FSDP.optim_state_dict"):
         extract(FIXTURES / "dcp" / "fsdp1_raw" / "rank0.pt")
@@ -449,6 +469,10 @@ def test_two_processes(tmp_path):
     for variant in ("fsdp2_full", "zero_redundancy"):
         folder = tmp_path / variant
         check(extract(folder / "checkpoint.pt", bias_correction=False), folder / "reference.safetensors")
+    check(extract(tmp_path / "fsdp2_raw", bias_correction=False), tmp_path / "fsdp2_raw" / "reference.safetensors")
+    for variant in ("fsdp1_raw", "fsdp1_flat"):
+        with pytest.raises(FileError, match="flat shards of FSDP1"):
+            extract(tmp_path / variant)
     for variant in ("fsdp2_raw", "fsdp1_raw", "fsdp1_flat"):
         for rank in (0, 1):
             with pytest.raises(SquisherError, match="the share of one of 2 ranks|flat shards"):

@@ -12,6 +12,7 @@ from .dcp import is_dcp, read_dcp
 from .keras import is_keras, read_keras
 from .lightning import is_lightning_file, read_lightning
 from .model_source import with_model
+from .rank_files import is_rank_folder, read_ranks
 from .states import Found, Options
 from .torch_file import read_torch_file
 from .trainer import is_trainer_folder, read_trainer
@@ -34,6 +35,7 @@ READERS: list[Reader] = [
     Reader("Hugging Face Trainer folder", is_trainer_folder, read_trainer),
     Reader("Accelerate save_state folder", is_accelerate_folder, read_accelerate),
     Reader("a folder with a torch optimizer file", lambda path: _optimizer_file(path) is not None, lambda path, options: with_model(_in_folder(path), options)),
+    Reader("a folder with a torch file of every rank", is_rank_folder, read_ranks),
     Reader("Lightning checkpoint", is_lightning_file, read_lightning),
     Reader("Keras file", is_keras, read_keras),
     # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.

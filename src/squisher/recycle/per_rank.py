@@ -10,7 +10,7 @@ from ..errors import FileError
 from ..pickles import Record
 from .states import Entry
 
-__all__ = ["without_shards"]
+__all__ = ["mesh_size", "without_shards"]
 
 _SHARDED = ("DTensor", "ShardedTensor")
 
@@ -37,7 +37,7 @@ def _local(value: Record) -> Any:
         return value
     spec, local = value.get("_spec"), value.get("_local_tensor")
     placements = spec.get("placements") if isinstance(spec, Record) else None
-    world = _size(spec.get("mesh")) if isinstance(spec, Record) else None
+    world = mesh_size(spec.get("mesh")) if isinstance(spec, Record) else None
     listed = list(placements) if isinstance(placements, (tuple, list)) else []
     replicated = bool(listed) and all(isinstance(p, Record) and p.name.endswith(".Replicate") for p in listed)
     if (replicated or world == 1) and getattr(local, "shape", None) == value.get("shape"):
@@ -45,12 +45,12 @@ def _local(value: Record) -> Any:
     ranks = f"one of {world} ranks" if world else "one rank"
     raise FileError(
         f"The file holds the share of {ranks} of an optimizer state that FSDP sharded ({value.name.rpartition('.')[2]}), not "
-        "the whole. Save it with torch.distributed.checkpoint, or in full: get_optimizer_state_dict(model, optimizer, "
+        "the whole. Give the folder with the files of all ranks, or save it with torch.distributed.checkpoint, or in full: get_optimizer_state_dict(model, optimizer, "
         "options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
     )
 
 
-def _size(mesh: Any) -> int | None:
+def mesh_size(mesh: Any) -> int | None:
     """How many ranks a device mesh has, as the versions of torch wrote it down."""
     if not isinstance(mesh, Record):
         return None
