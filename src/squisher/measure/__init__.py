@@ -20,6 +20,7 @@ from ..importance import Importance, structure_hash
 from ..tensors import LiveParameter, live_parameters
 from .batches import Batch, batches_of, parse
 from .capture import Capture
+from .joint import Joint
 from .likelihood import Objective, objective_for
 from .loop import add_squares, add_squares_of_batch
 from .preserved import eager_original, preserved
@@ -168,8 +169,10 @@ class _Count:
 
 
 def _engine(method: str, per: str, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor]) -> _Engine:
-    if method == "loop" or per == "batch":
+    if method == "loop":
         return _Loop(model, objective, parameters, per)
+    if per == "batch":
+        return Joint(model, objective, parameters)
     return Capture(model, objective, parameters, strict=method == "hooks")
 
 

@@ -223,7 +223,8 @@ def _outer_squares(total: Tensor, outer: Outer, rows: Rows | None = None) -> Non
         for i in range(0, examples, step):
             total += torch.bmm(left[i : i + step].mT, right[i : i + step]).square_().sum(0)
         return
-    tile = max(1, min(height, TILE // width))
+    # Tiles of equal height: a small rest would cost a matrix product of its own.
+    tile = -(-height // max(1, -(-height * width // TILE)))
     buffer = total.new_empty(tile, width)
     lists = None if rows is None else [rows.sums(n, total.dtype) for n in range(examples)]
     for start in range(0, height, tile):
