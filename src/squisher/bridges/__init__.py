@@ -1,0 +1,1 @@
+"""Squisher inside the tools that people already use; each bridge imports its framework only when it is called."""

@@ -1,0 +1,175 @@
+"""A Hugging Face model and a JSONL file of text, as `squisher.fisher` takes them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import FileError, SquisherError
+
+__all__ = ["TextModel", "load_text_model", "text_batches"]
+
+
+class TextModel(NamedTuple):
+    """A model with what turns text into its inputs."""
+
+    model: nn.Module
+    tokenizer: Any
+    task: str
+    """`classification` or `language modelling`."""
+
+
+def load_text_model(folder: str | os.PathLike[str], device: str = "cpu") -> TextModel:
+    """Loads a sequence classifier or a causal language model with its tokenizer; no code of the folder is run.
+
+    Raises:
+        FileError: The folder is not a Hugging Face model.
+        SquisherError: transformers is missing, or the model is of another kind.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise SquisherError(
+            "Reading a Hugging Face model takes transformers: pip install 'torch-squisher[hf]'."
+        ) from error
+    path = Path(folder)
+    if not (path / "config.json").is_file():
+        raise FileError(f"{path} is not the folder of a Hugging Face model: it holds no config.json.")
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+        names = list(config.architectures or [])
+        name = names[0] if names else ""
+        if name.endswith("ForSequenceClassification"):
+            task, loader = "classification", transformers.AutoModelForSequenceClassification
+        elif name.endswith(("ForCausalLM", "LMHeadModel")):
+            task, loader = "language modelling", transformers.AutoModelForCausalLM
+        else:
+            raise SquisherError(
+                f"{path} is a {name or 'model of no named architecture'}; squisher fisher measures sequence classifiers and "
+                "causal language models. Use squisher.fisher(model, batches) in Python for others."
+            )
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+        model = loader.from_pretrained(path, torch_dtype="auto")
+    except (OSError, ValueError, KeyError) as error:
+        raise FileError(f"{path} cannot be loaded with transformers: {str(error).splitlines()[0]}") from error
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token  # masked out everywhere, so any token serves
+    if tokenizer.pad_token is None:
+        raise SquisherError(f"The tokenizer of {path} has no token to pad with; set its pad_token.")
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
+    return TextModel(model.to(device).eval(), tokenizer, task)
+
+
+def text_batches(
+    file: str | os.PathLike[str],
+    text_model: TextModel,
+    *,
+    batch_size: int = 8,
+    max_length: int | None = None,
+    max_examples: int | None = None,
+    labelled: bool = True,
+) -> Iterator[dict[str, Tensor]]:
+    """Batches from lines of JSON with `text`, optionally `text_pair`, and `label` for a classifier.
+
+    Args:
+        file: One JSON object a line.
+        text_model: What the batches are for.
+        batch_size: Examples per batch.
+        max_length: Tokens per example; longer ones are cut. By default what the model can take.
+        max_examples: Stop after this many.
+        labelled: Whether a classifier's labels are needed.
+
+    Yields:
+        What `model(**batch)` takes; padding is masked, and ignored in the labels of a language model.
+
+    Raises:
+        FileError: A line is not what it should be; the message names the line.
+    """
+    model, tokenizer, task = text_model
+    device = next(model.parameters()).device
+    limit = max_length or _longest(model, tokenizer)
+    rows: list[Mapping[str, Any]] = []
+    for count, row in enumerate(_rows(Path(file), task == "classification" and labelled)):
+        if max_examples is not None and count >= max_examples:
+            break
+        rows.append(row)
+        if len(rows) == batch_size:
+            yield _batch(rows, model, tokenizer, task, limit, labelled, device)
+            rows = []
+    if rows:
+        yield _batch(rows, model, tokenizer, task, limit, labelled, device)
+
+
+def _batch(
+    rows: list[Mapping[str, Any]],
+    model: Any,
+    tokenizer: Any,
+    task: str,
+    limit: int,
+    labelled: bool,
+    device: torch.device,
+) -> dict[str, Tensor]:
+    pairs = [row.get("text_pair") for row in rows]
+    given = [pairs] if any(pair is not None for pair in pairs) else []
+    encoded = tokenizer(
+        [row["text"] for row in rows], *given, padding=True, truncation=True, max_length=limit, return_tensors="pt"
+    )
+    batch: dict[str, Tensor] = dict(encoded)
+    if task == "language modelling":
+        batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    elif labelled:
+        batch["labels"] = torch.tensor([_label(row, model.config) for row in rows])
+    return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def _label(row: Mapping[str, Any], config: Any) -> int | float:
+    label, line = row["label"], row["line"]
+    if config.num_labels == 1:
+        return float(label)
+    if isinstance(label, str):
+        known = {str(name): int(k) for k, name in (config.id2label or {}).items()}
+        if label not in known:
+            raise FileError(f"{line}: the label {label!r} is not one of the model's ({', '.join(list(known)[:6])}).")
+        return known[label]
+    if not isinstance(label, int) or not 0 <= label < config.num_labels:
+        raise FileError(f"{line}: the label {label!r} is not a class of the model, which has {config.num_labels}.")
+    return label
+
+
+def _rows(file: Path, needs_label: bool) -> Iterator[Mapping[str, Any]]:
+    try:
+        with open(file, encoding="utf-8") as lines:
+            for number, text in enumerate(lines, 1):
+                if text.strip():
+                    yield {**_row(text, f"{file}, line {number}", needs_label), "line": f"{file}, line {number}"}
+    except OSError as error:
+        raise FileError(f"Cannot read {file}: {error.strerror or error}.") from error
+    except UnicodeDecodeError as error:
+        raise FileError(f"{file} is not text in UTF-8.") from error
+
+
+def _row(text: str, line: str, needs_label: bool) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(
+            f"{line} is not JSON; expected one object a line, such as {{'text': …, 'label': 0}}."
+        ) from error
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise FileError(f"{line} has no 'text'; expected an object such as {{'text': …, 'label': 0}}.")
+    if needs_label and "label" not in row:
+        raise FileError(f"{line} has no 'label', which data labels need; use --labels sampled or exact to do without.")
+    return row
+
+
+def _longest(model: Any, tokenizer: Any) -> int:
+    """The longest input that model and tokenizer both take; some tokenizers say a number beyond all reason."""
+    limits = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
+    return min((limit for limit in limits if isinstance(limit, int) and 0 < limit < 1_000_000), default=512)
