@@ -25,6 +25,8 @@ _HOMES = {
     # what is learnt from it
     "compare": "agreement",
     "examine": "health",
+    # what is done with it
+    "merge": "merge",
     # when something is wrong
     "SquisherError": "errors",
     "SquisherWarning": "errors",
@@ -41,9 +43,11 @@ __all__ = [
     "extract",
     "fisher",
     "load",
+    "merge",
 ]
 
 if TYPE_CHECKING:
+    from . import merge
     from .agreement import compare
     from .errors import SquisherError, SquisherWarning
     from .health import examine
@@ -56,7 +60,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'squisher' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    module = importlib.import_module(f".{_HOMES[name]}", __name__)
+    value = module if name == _HOMES[name] else getattr(module, name)
     globals()[name] = value
     return value
 

@@ -1,0 +1,226 @@
+"""The importances of a merge: matched to the weights by name, on one scale, with the sums that floors and norms need."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import NamingError, SquisherError, SquisherWarning, near
+from ..importance import Importance, check_values, on_common_scale
+from ..tensors import CHUNK, chunks_of, numel_of, shape_of
+
+__all__ = ["Graded", "graded", "matched", "tied_in"]
+
+_ROW = 4096
+
+
+class Graded(Mapping[str, Tensor]):
+    """One importance under the names of the weights; `factor` brings its stored values to the common scale."""
+
+    def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str], factor: float):
+        self._stored = stored
+        self._names = dict(names)
+        self.factor = factor
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        values = self._stored[self._names[name]]
+        check_values(name, values)
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of one tensor, without reading it."""
+        return shape_of(self._stored, self._names[name])
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """The stored values in flat pieces, each checked."""
+        pieces = chunks_of(self._stored, self._names[name], size)
+        if isinstance(self._stored, Importance):  # it checks them itself
+            yield from pieces
+            return
+        for piece in pieces:
+            check_values(name, piece)
+            yield piece
+
+    def sums(self, name: str) -> tuple[float, float]:
+        """Sum and sum of squares on the common scale: from the file where it has them, otherwise by one pass, once."""
+        if name not in self._sums:
+            p = self._stored.provenance if isinstance(self._stored, Importance) else None
+            own = self._names[name]
+            if p is not None and own in p.sum and own in p.sum_of_squares:
+                total, squares = p.sum[own], p.sum_of_squares[own]
+            else:
+                total, squares = _pass_over(self.chunks(name))
+            self._sums[name] = (total * self.factor, squares * self.factor * self.factor)
+        return self._sums[name]
+
+    def norm(self, names: Sequence[str], kind: str) -> float:
+        """The mean or the L2 norm over several tensors.
+
+        Raises:
+            SquisherError: It is 0, so that nothing can be divided by it.
+        """
+        if kind == "mean":
+            count = sum(math.prod(self.shape(name)) for name in names)
+            value = math.fsum(self.sums(name)[0] for name in names) / max(count, 1)
+        else:
+            value = math.sqrt(math.fsum(self.sums(name)[1] for name in names))
+        if not value > 0:
+            raise SquisherError(f"An importance is 0 everywhere and has no {kind} to be normalized by.")
+        return value
+
+
+def _pass_over(pieces: Iterator[Tensor]) -> tuple[float, float]:
+    # Rows of fixed length and numpy: the same result, and no stalled threads, however many the machine has.
+    totals, squares = [], []
+    for piece in pieces:
+        for start in range(0, piece.numel(), _ROW):
+            row = np.asarray(piece[start : start + _ROW].double())
+            totals.append(float(row.sum()))
+            squares.append(float(np.dot(row, row)))
+    return math.fsum(totals), math.fsum(squares)
+
+
+def graded(importances: Sequence[Mapping[str, Tensor]], names: Sequence[Mapping[str, str]], scale: str) -> list[Graded]:
+    """Importances on one common scale.
+
+    The factor of the scale is kept apart from the values, so that it costs nothing to apply.
+
+    Raises:
+        ScaleError: They have no common scale.
+    """
+    common = on_common_scale(importances, scale)
+    out = []
+    for stored, converted, own in zip(importances, common, names, strict=True):
+        factor = 1.0
+        if isinstance(stored, Importance) and isinstance(converted, Importance):
+            factor = converted.provenance.scale / stored.provenance.scale
+        out.append(Graded(stored, own, factor))
+    return out
+
+
+def tied_in(importances: Sequence[Mapping[str, Tensor]]) -> dict[str, str]:
+    """Which names are one parameter, by what the importances know: alias to name."""
+    out: dict[str, str] = {}
+    for imp in importances:
+        if isinstance(imp, Importance):
+            out |= imp.provenance.tied
+    return out
+
+
+def matched(
+    weights: Mapping[str, Tensor],
+    merged: Sequence[str],
+    tied: Mapping[str, str],
+    importances: Sequence[Mapping[str, Tensor]],
+    missing: str,
+    who: Sequence[str],
+) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """For every importance the names of its tensors by weight name; and the weights that have none, with the reason.
+
+    Args:
+        weights: A model, for shapes.
+        merged: Names of the weights to be merged.
+        tied: Other names of the same tensors: alias to name.
+        importances: One a model.
+        missing: `error` or `average`.
+        who: What the importances are called in messages.
+
+    Raises:
+        NamingError: A weight has no importance, a shape differs, or most weights have none.
+    """
+    if missing not in ("error", "average"):
+        raise SquisherError(f"missing is error or average, not {missing!r}.")
+    aliases: dict[str, list[str]] = {}
+    for alias, name in tied.items():
+        aliases.setdefault(name, []).append(alias)
+    found: list[dict[str, str]] = [{} for _ in importances]
+    averaged: dict[str, str] = {}
+    unexplained: list[str] = []
+    for name in merged:
+        here = [_name_in(imp, name, aliases.get(name, [])) for imp in importances]
+        reasons = [_absent(imp).get(name) for imp in importances]
+        if None not in here:
+            for own, imp, called, table in zip(here, importances, who, found, strict=True):
+                if own is not None:
+                    _check_shape(weights, name, imp, own, called)
+                    table[name] = own
+        elif None not in reasons:
+            averaged[name] = str(reasons[0])
+        else:
+            unexplained.append(name)
+            averaged[name] = "no importance"
+    _check_coverage(weights, merged, averaged, unexplained, importances, missing, who)
+    return found, averaged
+
+
+def _check_coverage(
+    weights: Mapping[str, Tensor],
+    merged: Sequence[str],
+    averaged: Mapping[str, str],
+    unexplained: Sequence[str],
+    importances: Sequence[Mapping[str, Tensor]],
+    missing: str,
+    who: Sequence[str],
+) -> None:
+    total = sum(numel_of(weights, name) for name in merged)
+    without = sum(numel_of(weights, name) for name in averaged)
+    lost = sum(numel_of(weights, name) for name in unexplained)
+    if unexplained:
+        name = unexplained[0]
+        k = next(k for k, imp in enumerate(importances) if _name_in(imp, name, []) is None)
+        example = f"{name!r}, for example, is not in {who[k]}.{near(name, importances[k])}"
+        if without == total or 2 * lost > total:
+            raise NamingError(
+                f"Only {total - without:,} of {total:,} values have an importance in every model: these importances are not "
+                f"those of these models, or their names differ. {example}"
+            )
+        if missing == "error":
+            raise NamingError(
+                f"{len(unexplained)} of {len(merged)} weights have no importance: {example} Average these with missing='average', or "
+                "leave them out with exclude."
+            )
+    elif without == total:
+        raise NamingError(
+            "The importances list every weight as absent, so nothing says how to weight the models: use the average, or an "
+            "importance of what was trained."
+        )
+    if 2 * without > total:
+        warnings.warn(
+            f"{without:,} of {total:,} values have no importance and are averaged; {len(averaged)} tensors, for example "
+            f"{next(iter(averaged))!r} ({next(iter(averaged.values()))}).",
+            SquisherWarning,
+            stacklevel=4,
+        )
+
+
+def _name_in(imp: Mapping[str, Tensor], name: str, aliases: Sequence[str]) -> str | None:
+    tied = imp.provenance.tied if isinstance(imp, Importance) else {}
+    for candidate in (name, tied.get(name), *aliases):
+        if candidate is not None and candidate in imp:
+            return candidate
+    return None
+
+
+def _absent(imp: Mapping[str, Tensor]) -> Mapping[str, str]:
+    return imp.provenance.absent if isinstance(imp, Importance) else {}
+
+
+def _check_shape(weights: Mapping[str, Tensor], name: str, imp: Mapping[str, Tensor], own: str, who: str) -> None:
+    expected, shape = tuple(shape_of(weights, name)), tuple(shape_of(imp, own))
+    if shape != expected:
+        raise NamingError(f"{name!r} has the shape {expected} in the models and {shape} in {who}.")

@@ -1,0 +1,167 @@
+"""Merged weights that are computed when they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..archive import ahead
+from ..errors import SquisherError, near
+from ..tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+from .names import Plan, label
+
+__all__ = ["Merged", "Rule"]
+
+_STREAMS = 4  # pieces that wait, read, for the arithmetic
+
+
+class Rule(Protocol):
+    """How one method turns pieces of a tensor into a merged piece."""
+
+    def inputs(self, name: str) -> list[Mapping[str, Tensor]]:
+        """What is read for a piece, in the order in which it is needed."""
+
+    def piece(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
+        """The merged piece, in the type that it was computed in."""
+
+
+class Merged(Mapping[str, Tensor]):
+    """Named tensors under the names of the first model, each merged when it is asked for.
+
+    Attributes:
+        merged: Names that are merged.
+        kept: Names that are the first model's own, and why (heads that differ, excluded names); see `for_model`.
+        copied: Buffers, copied from the first model.
+        averaged: Merged names for which no importance decides, and why.
+        tied: Other names of tensors that have one already: alias to name. Asked for, they give the same tensor.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[Mapping[str, Tensor]],
+        plan: Plan,
+        rule: Rule,
+        *,
+        averaged: Mapping[str, str] | None = None,
+        dtype: torch.dtype | None = None,
+        has_base: bool = False,
+        source: Mapping[str, Tensor] | None = None,
+    ):
+        self._models = list(models)
+        self._plan = plan
+        self._rule = rule
+        self._dtype = dtype
+        self._has_base = has_base
+        self._source = models[0] if source is None else source
+        self._shared: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
+        self._in_plan = frozenset(plan.merged)
+        self.merged = plan.merged
+        self.kept = dict(plan.kept)
+        self.copied = plan.copied
+        self.averaged = dict(averaged or {})
+        self.tied = dict(plan.tied)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._source)
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._in_plan or name in self.tied or name in self._source
+
+    def __repr__(self) -> str:
+        return f"Merged({len(self.merged)} of {len(self)} tensors merged, from {len(self._models)} models)"
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of one tensor, without reading it."""
+        return shape_of(self._source, self._known(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The data type of one tensor, without reading it."""
+        name = self._known(name)
+        stored = dtype_of(self._source, name)
+        return stored if self._dtype is None or name in self.copied or not stored.is_floating_point else self._dtype
+
+    def __getitem__(self, name: str) -> Tensor:
+        name = self._known(name)
+        if name in self._shared:
+            return self._shared[name]
+        out = torch.empty(self.shape(name).numel(), dtype=self.dtype(name))
+        start = 0
+        for piece in self.chunks(name):
+            out[start : start + piece.numel()] = piece
+            start += piece.numel()
+        tensor = out.view(self.shape(name))
+        if name in self.tied.values():  # as long as anyone holds it, its other names are the very same tensor
+            self._shared[name] = tensor
+        return tensor
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat pieces, in order; memory is bounded by a few pieces, however many models there are."""
+        name = self._known(name)
+        target = self.dtype(name)
+        if name not in self._in_plan:
+            for piece in chunks_of(self._source, name, size):
+                yield _converted(piece, target, name)
+            return
+        inputs = self._rule.inputs(name)
+        streams = [chunks_of(tensors, name, size) for tensors in inputs]
+        numel = numel_of(self._source, name)
+        reads = (next(stream) for _ in range(0, numel, size) for stream in streams)
+        pieces = ahead(reads, _STREAMS) if numel > size else reads
+        for _ in range(0, numel, size):
+            merged = self._rule.piece(name, pieces)
+            if not np.isfinite(merged.numpy()).all():
+                raise self._not_finite(name)
+            yield _converted(merged, target, name)
+
+    def for_model(self, number: int) -> Merged:
+        """The merged weights with what model `number` (from 0) keeps of its own: its head, its buffers.
+
+        Raises:
+            SquisherError: There is no such model.
+        """
+        if not 0 <= number < len(self._models) - self._has_base:
+            raise SquisherError(f"There is no model {number}; they are counted from 0 to {len(self._models) - 1}.")
+        return Merged(
+            self._models,
+            self._plan,
+            self._rule,
+            averaged=self.averaged,
+            dtype=self._dtype,
+            has_base=self._has_base,
+            source=self._models[number],
+        )
+
+    def _known(self, name: str) -> str:
+        name = self.tied.get(name, name)
+        if name not in self:
+            raise KeyError(f"no tensor named {name!r}.{near(name, self)}")
+        return name
+
+    def _not_finite(self, name: str) -> SquisherError:
+        for k, model in enumerate(self._models):
+            if any(not np.isfinite(piece.double().numpy()).all() for piece in chunks_of(model, name, 1 << 15)):
+                who = label(k, len(self._models), self._has_base)
+                return SquisherError(
+                    f"{name!r} of {who} has NaN or infinite values: its training diverged, or its file is damaged. Take an earlier "
+                    "checkpoint of it, or leave the tensor out with exclude."
+                )
+        return SquisherError(f"{name!r} overflows when it is merged: the coefficients are too large.")
+
+
+def _converted(piece: Tensor, target: torch.dtype, name: str) -> Tensor:
+    if piece.dtype == target:
+        return piece
+    out = torch.empty(piece.numel(), dtype=target)
+    for start in range(0, piece.numel(), 1 << 15):  # pieces of this length stay in one thread
+        out[start : start + (1 << 15)].copy_(piece[start : start + (1 << 15)])
+    if target == torch.float16 and not np.isfinite(out.numpy()).all():
+        raise SquisherError(f"{name!r} has values beyond 65504, which float16 cannot hold: write bfloat16 or float32.")
+    return out

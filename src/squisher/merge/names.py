@@ -1,0 +1,198 @@
+"""Which tensors of several models belong together: by name and shape, whatever the architecture.
+
+What cannot be merged is kept as each model has it (heads that differ, excluded names) or copied (buffers). A tensor with two
+names is merged once.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import NamingError, SquisherError, SquisherWarning, near
+from ..tensors import chunks_of, dtype_of, numel_of, shape_of, tied_names
+
+__all__ = ["Plan", "label", "plan"]
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_MARKS = (torch.bool, torch.int64)  # masks, indices and counters: surely no weights
+_BUFFER = re.compile(
+    r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|position_ids|masked_bias|causal_mask)$"
+)
+_VOCABULARY = re.compile(r"embed|wte|lm_head|vocab|shared\.weight|predictions\.(bias|decoder)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to every name of the first model.
+
+    Attributes:
+        merged: Names that all models have with one shape, in the first model's order.
+        kept: Names that stay as each model has them, and why.
+        copied: Buffers, taken from the first model.
+        tied: Other names of tensors that are in `merged` or `kept` already: alias to name.
+    """
+
+    merged: tuple[str, ...]
+    kept: dict[str, str]
+    copied: tuple[str, ...]
+    tied: dict[str, str]
+
+
+def label(k: int, count: int, has_base: bool) -> str:
+    """What a participant is called in a message."""
+    return "the base" if has_base and k == count - 1 else f"model {k + 1}"
+
+
+def plan(
+    models: Sequence[Mapping[str, Tensor]],
+    exclude: str | None = None,
+    *,
+    has_base: bool = False,
+    tied: Mapping[str, str] | None = None,
+) -> Plan:
+    """Sorts the names of the first model into merged, kept, copied and tied.
+
+    Args:
+        models: All that take part; the base, if there is one, comes last.
+        exclude: A regular expression; names in which it finds something are kept as each model has them.
+        has_base: Whether the last one is a base.
+        tied: Names that an importance knows to be one parameter: alias to name.
+
+    Raises:
+        NamingError: The models do not belong together.
+    """
+    pattern = _compiled(exclude)
+    first, others = models[0], models[1:]
+    aliases = _aliases(models, tied or {})
+    merged, copied, kept, unasked = [], [], {}, []
+    for name in first:
+        if name in aliases:
+            continue
+        if pattern is not None and pattern.search(name):
+            kept[name] = "excluded"
+        elif dtype_of(first, name) not in _FLOATS or _BUFFER.search(name):
+            _check_type(name, dtype_of(first, name))
+            copied.append(name)
+        elif why := _differs(models, name, has_base):
+            kept[name] = why
+            unasked.append(name)
+        else:
+            merged.append(name)
+    for k, other in enumerate(others, 1):
+        _check_overlap(first, other, merged, copied, kept, label(k, len(models), has_base))
+    if not merged:
+        raise NamingError(f"No tensor is left to merge: {exclude!r} excludes all of them.")
+    if unasked:
+        names = ", ".join(repr(name) for name in unasked[:3]) + (", …" if len(unasked) > 3 else "")
+        warnings.warn(
+            f"{len(unasked)} of {len(first)} tensors are not merged but kept as each model has them, because not all models "
+            f"have them with one shape: {names}. Exclude them by a pattern to say that this is meant.",
+            SquisherWarning,
+            stacklevel=4,
+        )
+    return Plan(tuple(merged), kept, tuple(copied), aliases)
+
+
+def _compiled(exclude: str | None) -> re.Pattern[str] | None:
+    try:
+        return None if exclude is None else re.compile(exclude)
+    except re.error as error:
+        raise NamingError(f"{exclude!r} is not a regular expression: {error}.") from error
+
+
+def _check_type(name: str, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point and dtype not in _FLOATS:
+        raise SquisherError(
+            f"{name!r} has the type {str(dtype).removeprefix('torch.')}, a quantised one whose scales lie elsewhere: merge the "
+            "models before they are quantised."
+        )
+
+
+def _differs(models: Sequence[Mapping[str, Tensor]], name: str, has_base: bool) -> str | None:
+    """Why a tensor cannot be merged although nobody excluded it; None if it can be.
+
+    A head has another number of rows and the same columns, or is not in every model. Any other difference of shapes means
+    that these are different networks, and another number of embedding rows that the rows mean different words.
+    """
+    shape = tuple(shape_of(models[0], name))
+    why = None
+    for k, other in enumerate(models[1:], 1):
+        who = label(k, len(models), has_base)
+        if name not in other:
+            why = why or f"{who} does not have it"
+            continue
+        found = tuple(shape_of(other, name))
+        if found == shape:
+            continue
+        if _VOCABULARY.search(name) and found[1:] == shape[1:]:
+            raise NamingError(
+                f"The vocabularies differ: {name!r} has {shape[0]:,} rows in model 1 and {found[0]:,} in {who}. Bring the models "
+                f"to one vocabulary first, or keep model 1's with exclude={re.escape(name)!r}."
+            )
+        if len(found) != len(shape) or not shape or found[1:] != shape[1:]:
+            raise NamingError(
+                f"{name!r} has the shape {shape} in model 1 and {found} in {who}: these are different networks. If only this "
+                f"part differs, leave it out with exclude={re.escape(name)!r}."
+            )
+        why = why or f"{found[0]} rows in {who}, {shape[0]} in model 1"
+    return why
+
+
+def _check_overlap(
+    first: Mapping[str, Tensor],
+    other: Mapping[str, Tensor],
+    merged: Sequence[str],
+    copied: Sequence[str],
+    kept: Mapping[str, str],
+    who: str,
+) -> None:
+    """Refuses models of which less than half would be merged: names that do not match must not pass as heads."""
+    weights = [n for n in (*merged, *kept, *copied) if kept.get(n) != "excluded" and dtype_of(first, n) not in _MARKS]
+    total = sum(numel_of(first, name) for name in weights)
+    shared = sum(numel_of(first, name) for name in merged if name in other)
+    if 2 * shared >= total and (merged or not weights):
+        return
+    lost = next((name for name in weights if name not in other), None)
+    if lost is None:
+        raise NamingError(
+            f"Only {shared:,} of {total:,} values of model 1 can be merged with {who}; the others have a type that no weights "
+            "have, or another shape. Quantised models cannot be merged."
+        )
+    raise NamingError(
+        f"Only {shared:,} of {total:,} values of model 1 have a partner of the same name in {who}: {lost!r}, for example, is "
+        f"not there.{near(lost, other)} Models are merged by name; rename the tensors, or exclude what does not belong."
+    )
+
+
+def _aliases(models: Sequence[Mapping[str, Tensor]], known: Mapping[str, str]) -> dict[str, str]:
+    """Names of the first model that are another name's tensor: in one place, or equal where there is reason to look.
+
+    Reason to look: an importance says that they are one parameter, or another model has only one of the two (a file can hold
+    a tied tensor twice).
+    """
+    first = models[0]
+    aliases = tied_names(first)
+    for alias, name in known.items():
+        if alias in first and name in first and alias not in aliases and _equal(first, alias, name):
+            aliases[alias] = name
+    for name in first:
+        if name in aliases or all(name in other for other in models[1:]) or len(shape_of(first, name)) != 2:
+            continue
+        for twin in first:
+            if twin != name and twin not in aliases and _VOCABULARY.search(twin) and _equal(first, name, twin):
+                aliases[name] = twin
+                break
+    return aliases
+
+
+def _equal(tensors: Mapping[str, Tensor], a: str, b: str) -> bool:
+    if shape_of(tensors, a) != shape_of(tensors, b) or dtype_of(tensors, a) != dtype_of(tensors, b):
+        return False
+    pieces = zip(chunks_of(tensors, a, 1 << 15), chunks_of(tensors, b, 1 << 15), strict=True)
+    return all(torch.equal(x, y) for x, y in pieces)

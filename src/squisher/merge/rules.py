@@ -1,0 +1,176 @@
+"""What each method weighs a tensor's pieces with."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..tensors import numel_of
+from .arithmetic import Term, differences, gradient_matched, weighted
+from .importances import Graded
+
+__all__ = ["Fisher", "Matching", "Mean"]
+
+Weights = Mapping[str, Tensor]
+
+_RELATIVE = 1e-6
+_SAFE = (1e-30, 1e30)  # factors within it leave float32 room on both sides
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The first one and the others' differences to it, times their factors."""
+
+    models: list[Weights]
+    factors: list[float]
+    work: torch.dtype
+
+    def inputs(self, name: str) -> list[Weights]:
+        """What is read for a piece, in this order."""
+        return self.models
+
+    def piece(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
+        """The merged piece."""
+        return differences(pieces, self.factors, self.work)
+
+
+class Fisher:
+    """Weighted with importances: scale, normalize, floor, coefficient, in this order."""
+
+    def __init__(
+        self,
+        models: list[Weights],
+        importances: list[Graded],
+        coefficients: list[float],
+        normalize: str | None,
+        floors: list[float] | None,
+        adds: bool,
+        averaged: frozenset[str],
+        work: torch.dtype,
+    ):
+        self._models, self._importances, self._coefficients = models, importances, coefficients
+        self._normalize, self._floors, self._adds = normalize, floors, adds
+        self._averaged, self._work = averaged, work
+        self._mean = Mean(models, [c / math.fsum(coefficients) for c in coefficients[1:]], work)
+        self._norms: list[float] | None = None
+        self._terms: tuple[str, list[Term]] = ("", [])
+
+    def inputs(self, name: str) -> list[Weights]:
+        """What is read for a piece, in this order."""
+        if not self.terms(name):
+            return self._models
+        return [source for pair in zip(self._models, self._importances, strict=True) for source in pair]
+
+    def piece(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
+        """The merged piece."""
+        terms = self.terms(name)
+        if not terms:
+            return self._mean.piece(name, pieces)
+        careful = not all(_safe(t.factor) and _safe(t.floor) for t in terms)
+        return weighted(pieces, terms, torch.float64 if careful else self._work, careful)
+
+    def terms(self, name: str) -> list[Term]:
+        """How importances become weights in this tensor; empty where it is averaged."""
+        if self._terms[0] != name:
+            self._terms = (name, self._new_terms(name))
+        return self._terms[1]
+
+    def _new_terms(self, name: str) -> list[Term]:
+        if name in self._averaged or len(self._models) == 1:
+            return []
+        factors = [g.factor / norm for g, norm in zip(self._importances, self._all_norms(), strict=True)]
+        floors, unit = self._floors, 1.0
+        if floors is None:
+            sums = [g.sums(name)[0] / norm for g, norm in zip(self._importances, self._all_norms(), strict=True)]
+            mean = math.fsum(sums) / (len(sums) * max(numel_of(self._models[0], name), 1))
+            if not mean > 0:
+                return []
+            unit = _unit(mean)
+            floors = [_RELATIVE * mean for _ in factors]
+        else:
+            floors = [f / norm for f, norm in zip(floors, self._all_norms(), strict=True)]
+        return [
+            Term(factor * unit * c, floor * unit * c, self._adds, c)
+            for factor, floor, c in zip(factors, floors, self._coefficients, strict=True)
+        ]
+
+    def _all_norms(self) -> list[float]:
+        if self._norms is None:
+            kind = self._normalize
+            self._norms = [1.0 if kind is None else g.norm(list(g), kind) for g in self._importances]
+        return self._norms
+
+
+class Matching:
+    """Uncertainty-based gradient matching."""
+
+    def __init__(
+        self,
+        base: Weights,
+        models: list[Weights],
+        base_importance: Graded | None,
+        importances: list[Graded],
+        alphas: list[float],
+        sizes: list[float],
+        base_size: float,
+        delta: float | str,
+        averaged: frozenset[str],
+        work: torch.dtype,
+    ):
+        self._base, self._models, self._alphas = base, models, alphas
+        self._base_importance, self._importances = base_importance, importances
+        self._sizes, self._base_size, self._delta = sizes, base_size, delta
+        self._averaged, self._work = averaged, work
+        self._plain = Mean([base, *models], alphas, work)
+
+    def inputs(self, name: str) -> list[Weights]:
+        """What is read for a piece, in this order."""
+        if self._unit_and_delta(name) is None:
+            return self._plain.models
+        pairs = [source for pair in zip(self._models, self._importances, strict=True) for source in pair]
+        return [self._base, *([] if self._base_importance is None else [self._base_importance]), *pairs]
+
+    def piece(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
+        """The merged piece."""
+        found = self._unit_and_delta(name)
+        if found is None:
+            return self._plain.piece(name, pieces)
+        unit, delta = found
+        own = None
+        if self._base_importance is not None:
+            own = Term(self._base_importance.factor * self._base_size * unit)
+        terms = [
+            Term(g.factor * size * unit, coefficient=alpha)
+            for g, size, alpha in zip(self._importances, self._sizes, self._alphas, strict=True)
+        ]
+        factors = [t.factor for t in ([own] if own else []) + terms if t.factor]
+        careful = not (_safe(delta) and all(map(_safe, factors)))
+        return gradient_matched(pieces, own, terms, delta, torch.float64 if careful else self._work, careful)
+
+    def _unit_and_delta(self, name: str) -> tuple[float, float] | None:
+        if name in self._averaged:
+            return None
+        if not isinstance(self._delta, str):
+            return 1.0, self._delta
+        numel = max(numel_of(self._base, name), 1)
+        parts = [a * s * g.sums(name)[0] for a, s, g in zip(self._alphas, self._sizes, self._importances, strict=True)]
+        if self._base_importance is not None:
+            parts.append(self._base_size * self._base_importance.sums(name)[0])
+        mean = math.fsum(parts) / numel
+        if not mean > 0:
+            return None
+        unit = _unit(mean)
+        return unit, _RELATIVE * mean * unit
+
+
+def _unit(mean: float) -> float:
+    """A power of two near 1 / mean: exact to multiply by, and it takes float32 far away from its limits."""
+    return float(2.0 ** min(-round(math.log2(mean)), 1000))
+
+
+def _safe(value: float) -> bool:
+    return _SAFE[0] < value < _SAFE[1]

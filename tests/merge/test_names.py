@@ -1,0 +1,241 @@
+"""Names and shapes, not architectures: what is merged, kept, copied, tied or refused."""
+
+import pytest
+import torch
+from torch import nn
+
+import squisher
+from squisher import merge
+from squisher.errors import NamingError, SquisherError, SquisherWarning
+
+
+def model(seed, classes=3, vocabulary=50, width=8):
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator)
+
+    return {
+        "embed.weight": random(vocabulary, width),
+        "layer.weight": random(width, width),
+        "layer.bias": random(width),
+        "norm.running_mean": random(width),
+        "norm.num_batches_tracked": torch.tensor(seed),
+        "mask": torch.ones(4, 4, dtype=torch.bool),
+        "head.weight": random(classes, width),
+        "head.bias": random(classes),
+    }
+
+
+def importance(weights, **facts):
+    floats = {n: torch.rand_like(t) for n, t in weights.items() if t.is_floating_point() and "running" not in n}
+    return squisher.Importance(floats, kind="fisher", **facts)
+
+
+def test_buffers_are_copied_from_the_first_model():
+    a, b = model(1), model(2)
+    merged = merge.average([a, b])
+    assert merged.copied == ("norm.running_mean", "norm.num_batches_tracked", "mask")
+    assert list(merged) == list(a)
+    for name in merged.copied:
+        assert torch.equal(merged[name], a[name])
+    assert merge.average([a, b], dtype="bfloat16")["norm.running_mean"].dtype == torch.float32
+    torch.testing.assert_close(merged["head.weight"], (a["head.weight"] + b["head.weight"]) / 2)
+
+
+def test_heads_that_differ_are_kept_per_model_with_a_warning():
+    models = [model(1, classes=3), model(2, classes=5), model(3, classes=2)]
+    with pytest.warns(SquisherWarning, match="2 of 8 tensors are not merged.*'head.weight', 'head.bias'"):
+        merged = merge.fisher(models, [importance(m) for m in models])
+    assert merged.kept == {
+        "head.weight": "5 rows in model 2, 3 in model 1",
+        "head.bias": "5 rows in model 2, 3 in model 1",
+    }
+    assert torch.equal(merged["head.weight"], models[0]["head.weight"])
+    for k in range(3):
+        own = merged.for_model(k)
+        assert list(own) == list(models[k])
+        assert torch.equal(own["head.weight"], models[k]["head.weight"])
+        assert torch.equal(own["layer.weight"], merged["layer.weight"])
+        assert own["norm.num_batches_tracked"] == k + 1
+        assert own.shape("head.weight") == models[k]["head.weight"].shape
+    with pytest.raises(SquisherError, match="counted from 0 to 2"):
+        merged.for_model(3)
+
+
+def test_excluded_names_are_kept_without_a_warning_and_need_no_importance():
+    models = [model(1, 3), model(2, 5)]
+    fishers = [importance(m).restrict(lambda name: "head" not in name) for m in models]
+    merged = merge.fisher(models, fishers, exclude=r"^head\.")
+    assert merged.kept == {"head.weight": "excluded", "head.bias": "excluded"}
+    assert torch.equal(merged["head.bias"], models[0]["head.bias"])
+    with pytest.raises(NamingError, match="No tensor is left"):
+        merge.average(models, exclude=".")
+
+
+def test_a_head_that_one_model_lacks_is_kept():
+    a, b = model(1), model(2)
+    del b["head.weight"], b["head.bias"]
+    with pytest.warns(SquisherWarning, match="not all models"):
+        merged = merge.average([a, b])
+    assert merged.kept["head.weight"] == "model 2 does not have it"
+    with pytest.warns(SquisherWarning, match="not all models"):
+        merged = merge.task_arithmetic(b, [a])
+    assert merged.kept["head.weight"] == "the base does not have it"
+
+
+def test_vocabularies_that_differ_are_refused_with_both_sizes():
+    with pytest.raises(NamingError, match="'embed.weight' has 50 rows in model 1 and 53 in model 2"):
+        merge.average([model(1), model(2, vocabulary=53)])
+    merged = merge.average([model(1), model(2, vocabulary=53)], exclude=r"embed\.weight")
+    assert merged.shape("embed.weight") == (50, 8)
+
+
+def test_other_networks_are_refused():
+    with pytest.raises(
+        NamingError, match=r"'embed.weight' has the shape \(50, 8\) in model 1 and \(50, 9\) in model 2"
+    ):
+        merge.average([model(1), model(2, width=9)])
+    with pytest.raises(NamingError, match=r"the shape \(8,\) in model 1 and \(8, 1\) in the base"):
+        merge.task_arithmetic({**model(1), "layer.bias": torch.zeros(8, 1)}, [model(2)])
+
+
+def test_names_that_do_not_match_are_an_error_and_never_a_quiet_copy():
+    prefixed = {f"model.{n}": t for n, t in model(2).items()}
+    with pytest.raises(NamingError, match="Did you mean 'model.embed.weight'"):
+        merge.average([model(1), prefixed])
+    with pytest.raises(NamingError, match="have a partner of the same name in model 2"):
+        merge.average([model(1), {"layer.weight": torch.zeros(8, 8)}])
+
+
+def test_quantised_weights_are_refused():
+    quantised = {**model(1), "embed.weight": torch.zeros(50, 8, dtype=torch.uint8)}
+    with pytest.raises(NamingError, match="Quantised models cannot be merged"):
+        merge.average([quantised, quantised])
+    eight = {**model(1), "layer.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
+    with pytest.raises(SquisherError, match="float8_e4m3fn, a quantised one"):
+        merge.average([eight, eight])
+
+
+class Tied(nn.Module):
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.layer, self.lm_head = nn.Embedding(40, 6), nn.Linear(6, 6), nn.Linear(6, 40, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+
+def test_tied_names_are_merged_once_and_stay_tied():
+    models = [Tied(k).state_dict() for k in range(2)]
+    merged = merge.average(models)
+    assert merged.tied == {"lm_head.weight": "embed.weight"}
+    assert merged.merged == ("embed.weight", "layer.weight", "layer.bias")
+    loaded = dict(merged)
+    assert loaded["lm_head.weight"] is loaded["embed.weight"]
+    assert squisher.tensors.tied_names(loaded) == {"lm_head.weight": "embed.weight"}
+    result = Tied(5)
+    result.load_state_dict(merged)
+    torch.testing.assert_close(result.lm_head.weight.data, (models[0]["embed.weight"] + models[1]["embed.weight"]) / 2)
+
+
+def test_a_tied_tensor_that_a_file_holds_twice_is_merged_once():
+    twice = {n: t.clone() for n, t in Tied(0).state_dict().items()}
+    once = {n: t.clone() for n, t in Tied(1).state_dict().items() if n != "lm_head.weight"}
+    # Another model has it once.
+    merged = merge.average([twice, once])
+    assert merged.tied == {"lm_head.weight": "embed.weight"}
+    assert merged.kept == {}
+    # Or the importance knows, and has it under the other name.
+    fishers = [
+        squisher.Importance(
+            {n: torch.rand_like(t) for n, t in once.items()}, kind="fisher", tied={"lm_head.weight": "embed.weight"}
+        )
+        for _ in range(2)
+    ]
+    other = {n: t + 1 for n, t in twice.items()}
+    assert merge.fisher([twice, other], fishers).tied == {"lm_head.weight": "embed.weight"}
+
+
+def test_an_importance_under_the_other_tied_name_is_found():
+    models = [Tied(k).state_dict() for k in range(2)]
+    swapped = [
+        {"lm_head.weight": torch.rand(40, 6), "layer.weight": torch.rand(6, 6), "layer.bias": torch.rand(6)}
+        for _ in range(2)
+    ]
+    merged = merge.fisher(models, swapped)
+    straight = [{**{n: t for n, t in f.items() if "lm" not in n}, "embed.weight": f["lm_head.weight"]} for f in swapped]
+    assert torch.equal(merged["embed.weight"], merge.fisher(models, straight)["embed.weight"])
+
+
+# -- importances -------------------------------------------------------------------------------------------------------
+
+
+def test_a_weight_without_importance_is_an_error_that_shows_near_names():
+    models = [model(1), model(2)]
+    fishers = [dict(importance(m)) for m in models]
+    fishers[1]["layers.bias"] = fishers[1].pop("layer.bias")
+    with pytest.raises(NamingError, match="1 of 5 weights .*'layer.bias'.* importance of model 2.*'layers.bias'"):
+        merge.fisher(models, fishers)
+    merged = merge.fisher(models, fishers, missing="average")
+    assert merged.averaged == {"layer.bias": "no importance"}
+    torch.testing.assert_close(merged["layer.bias"], (models[0]["layer.bias"] + models[1]["layer.bias"]) / 2)
+
+
+def test_absent_in_every_importance_is_averaged_and_listed_but_not_in_one():
+    models = [model(1), model(2)]
+    fishers = [
+        importance(m, absent={"layer.bias": "frozen"}).restrict(lambda name: name != "layer.bias") for m in models
+    ]
+    merged = merge.fisher(models, fishers)
+    assert merged.averaged == {"layer.bias": "frozen"}
+    with pytest.raises(NamingError, match="have no importance"):
+        merge.fisher(models, [fishers[0], importance(models[1])])
+
+
+@pytest.mark.parametrize("missing", ["error", "average"])
+def test_a_wholesale_mismatch_is_always_an_error(missing):
+    models = [model(1), model(2)]
+    renamed = [{f"model.{n}": t for n, t in importance(m).items()} for m in models]
+    with pytest.raises(NamingError, match="not those of these models.*'model.embed.weight'"):
+        merge.fisher(models, renamed, missing=missing)
+    most = [{n: t for n, t in importance(m).items() if n != "embed.weight"} for m in models]
+    with pytest.raises(NamingError, match="Only 99 of 499 values"):
+        merge.fisher(models, most, missing=missing)
+    absent = [
+        squisher.Importance({"x": torch.ones(1)}, kind="fisher", absent=dict.fromkeys(importance(m), "frozen"))
+        for m in models
+    ]
+    with pytest.raises(NamingError, match="list every weight as absent"):
+        merge.fisher(models, absent, missing=missing)
+
+
+def test_shapes_of_importances_are_checked():
+    models = [model(1), model(2)]
+    fishers = [dict(importance(m)) for m in models]
+    fishers[1]["layer.bias"] = torch.rand(9)
+    with pytest.raises(NamingError, match=r"\(8,\) in the models and \(9,\) in the importance of model 2"):
+        merge.fisher(models, fishers)
+
+
+def test_asking_for_names_reads_nothing():
+    class Unread(squisher.tensors.LazyTensors):
+        def __getitem__(self, name):
+            raise AssertionError("read")
+
+    class Source:
+        dtype, shape = torch.float32, (3, 2)
+
+        def load(self):
+            raise AssertionError("read")
+
+        read_flat = load
+
+    lazy = [Unread({"a": Source(), "b": Source()}) for _ in range(2)]
+    merged = merge.fisher(lazy, [squisher.Importance(x, kind="fisher") for x in lazy])
+    assert "a" in merged
+    assert "c" not in merged
+    assert merged.shape("b") == (3, 2)
+    assert merged.dtype("a") == torch.float32
+    assert len(merged) == 2
+    with pytest.raises(KeyError, match="no tensor named 'd'"):
+        merged.shape("d")
