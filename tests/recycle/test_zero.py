@@ -91,6 +91,17 @@ def test_a_converted_round_robin_checkpoint_is_refused_because_its_names_are_wro
         extract(ZERO / "universal_z2rr")
 
 
+@pytest.mark.parametrize("variant", ["universal_z2", "universal_z2rr", "universal_z3"])
+def test_a_converted_checkpoint_that_does_not_say_how_it_was_trained(tmp_path, variant):
+    folder = Path(shutil.copytree(ZERO / variant, tmp_path / "run"))
+    change_model_states(folder, lambda content: content.update(ds_config="ds_config.json"))  # a path, if that was given
+    if variant == "universal_z2rr":
+        with pytest.raises(FileError, match="one that round_robin_gradients would make"):
+            extract(folder)
+    else:
+        check(extract(folder, bias_correction=False), folder / "reference.safetensors")
+
+
 def test_elastic_checkpoints_keep_no_decay():
     with pytest.raises(NoAccumulatorError, match="β₂ of Adam is missing.*--raw"):
         extract(ZERO / "z2elastic")

@@ -88,6 +88,16 @@ class Run:
         return bool(self.zero.get("round_robin_gradients")) and self.zero.get("stage") != 3
 
     @property
+    def in_registration_order(self) -> bool:
+        """Whether every group lists its parameters in the order of the weights, as without round-robin gradients."""
+        places = {name: place for place, name in enumerate(_dictionary(self.content.get("module")))}
+        for group in self.shapes:
+            order = [places.get(name, -1) for name in group]
+            if order != sorted(order) or -1 in order:
+                return False
+        return True
+
+    @property
     def class_name(self) -> str | None:
         """The optimizer's class, where DeepSpeed made it; unknown where the user did."""
         kind, parameters = self._optimizer

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FileError
-from ..pickles import StoredTensor, read
+from ..pickles import Record, StoredTensor, read
 from .accumulators import step_of
 from .pieces import Verified
 from .states import Entry, Found, OptimizerState
@@ -43,6 +43,13 @@ def read_universal(folder: Path, source: Path) -> Found:
             f"{folder} was converted from a checkpoint with round_robin_gradients, for which DeepSpeed's converter writes "
             "tensors under each other's names. Give the checkpoint that it was converted from."
         )
+    common = folder / "zero" / "optimizer_state.pt"
+    content = read(common) if common.is_file() else {}
+    if not run.config and _stage(content) != 3 and not run.in_registration_order:
+        raise FileError(
+            f"The files in {folder} do not say how it was trained, and their order of parameters is one that round_robin_gradients "
+            "would make, for which DeepSpeed's converter is wrong. Give the checkpoint that it was converted from."
+        )
     if not run.shapes:
         raise FileError(
             f"The model states in {folder} list no parameters (param_shapes), so the universal files cannot be checked."
@@ -52,8 +59,7 @@ def read_universal(folder: Path, source: Path) -> Found:
         raise FileError(
             f"{folder}/zero holds a state for {sorted(strangers)[0]!r}, which the model states do not list: mixed files?"
         )
-    common = folder / "zero" / "optimizer_state.pt"
-    saved = _optimizer_in(read(common) if common.is_file() else {})
+    saved = _optimizer_in(content)
     entries = []
     for name, number, settings, step in _members(run, saved):
         state = _state(folder / "zero", name, run.trained[name])
@@ -62,6 +68,12 @@ def read_universal(folder: Path, source: Path) -> Found:
         entries.append(Entry(state, run.group(settings), number, run.names[name]))
     facts = run.facts(source, next((step_of(entry.state, entry.group) for entry in entries), None))
     return Found([OptimizerState(entries, run.class_name, folder.name)], run.models(), facts)
+
+
+def _stage(saved: Any) -> int | None:
+    stage = saved.get("zero_stage") if isinstance(saved, dict) else None
+    stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
+    return stage if isinstance(stage, int) else None
 
 
 def _optimizer_in(saved: Any) -> Mapping[str, Any]:
