@@ -11,6 +11,7 @@ from torch import Tensor
 
 from squisher.errors import SquisherError
 from squisher.topk import Selection, Source, Threshold, threshold, thresholds
+from squisher.topk.narrow import narrow
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -144,15 +145,15 @@ def test_a_million_scores() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "passes"), [(torch.bfloat16, 1), (torch.float32, 2), (torch.float64, 5)])
-def test_number_of_passes(dtype: torch.dtype, passes: int) -> None:
+def test_number_of_passes_digit_by_digit(dtype: torch.dtype, passes: int) -> None:
     calls = 0
 
     def chunks() -> Iterator[Tensor]:
         nonlocal calls
         calls += 1
-        return iter([torch.rand(10).to(dtype)])
+        return iter([torch.linspace(0, 1, 10).to(dtype)])
 
-    threshold({"x": chunks}, 3)
+    thresholds({"x": chunks}, [3])
     assert calls == passes  # float64 is noticed in a first pass that stops at once
 
 
@@ -198,6 +199,13 @@ def test_several_k_in_the_same_passes(dtype: torch.dtype) -> None:
     together = thresholds({"x": chunks}, ks)
     assert calls <= 5
     assert together == [threshold({"x": chunks}, k) for k in ks]
+
+
+@pytest.mark.parametrize("find", [lambda s: narrow(s, 40, held=8), lambda s: thresholds(s, [40])])
+def test_scores_that_change_between_passes_are_refused(find: Callable[[dict[str, Source]], object]) -> None:
+    answers = [torch.rand(50), torch.zeros(20), torch.zeros(20), torch.zeros(20)]
+    with pytest.raises(SquisherError, match="changed while they were being ranked"):
+        find({"x": lambda: iter([answers.pop(0)])})
 
 
 def test_nothing_from_nothing() -> None:

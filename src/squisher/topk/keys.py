@@ -1,0 +1,85 @@
+"""Non-negative floats as unsigned integers: their bits, read as a number, are in the order of the values.
+
+Everything happens on integers: denormals are ordered exactly, whatever the processor is told to do with them. numpy does
+the work, because torch would share even a piece of a megabyte among threads, which stalls on a machine that has other
+work to do.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import SquisherError
+
+__all__ = ["CHANGED", "INFINITY", "Keys", "Source", "bits_of", "checked", "keys_of", "value_of"]
+
+Source = Callable[[], Iterable[Tensor]]
+"""Gives the scores of one tensor as pieces in order; called once a pass, and each time from the start."""
+
+Keys = np.ndarray[Any, np.dtype[Any]]
+"""Unsigned integers of 32 or 64 bits, in the order of the scores."""
+
+INFINITY = {32: 0x7F800000, 64: 0x7FF0000000000000}
+CHANGED = "The scores changed while they were being ranked; every pass over them must give the same ones."
+_SIGNLESS = {32: np.uint32(0x7FFFFFFF), 64: np.uint64(0x7FFFFFFFFFFFFFFF)}
+_NEEDS = {torch.bfloat16: 16, torch.float16: 32, torch.float32: 32, torch.float64: 64}
+
+
+def bits_of(piece: Tensor, name: str) -> int:
+    """How many upper bits of a float32 (or float64) tell all values of this dtype apart.
+
+    Raises:
+        SquisherError: The scores are not floats that can be ranked.
+    """
+    if piece.dtype not in _NEEDS:
+        raise SquisherError(
+            f"The scores of {name!r} are {piece.dtype}, which are not ranked; expected float64, float32, bfloat16 or "
+            "float16. Convert them first."
+        )
+    return _NEEDS[piece.dtype]
+
+
+def keys_of(piece: Tensor, width: int) -> Keys:
+    """The bits of the scores as float32 or float64, flat; `checked` must have seen them once.
+
+    A piece of the wanted width is not copied.
+    """
+    flat = piece.detach().reshape(-1).cpu()
+    if flat.dtype == torch.bfloat16 and width == 32:
+        # Not through a conversion: one that flushes denormals would lose the order of the smallest.
+        return flat.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << np.uint32(16)
+    if width == 64:
+        return flat.to(torch.float64).numpy().view(np.uint64)
+    return flat.to(torch.float32).numpy().view(np.uint32)
+
+
+def checked(keys: Keys, width: int, name: str) -> Keys:
+    """The same keys with -0.0 as 0; refuses what has no rank.
+
+    Raises:
+        SquisherError: NaN or negative scores; the message names the source.
+    """
+    if not keys.size or int(keys.max()) <= INFINITY[width]:
+        return keys
+    magnitude = keys & _SIGNLESS[width]
+    if int(magnitude.max()) > INFINITY[width]:
+        raise SquisherError(f"The scores of {name!r} hold NaN, which has no rank. Remove it where the scores are made.")
+    if bool(((keys != magnitude) & (magnitude > 0)).any()):
+        raise SquisherError(
+            f"The scores of {name!r} hold negative values; importances and scores are 0 or more. "
+            "Take the absolute value first if that is what should be ranked."
+        )
+    return magnitude
+
+
+def value_of(key: int, width: int) -> float:
+    """The score that a key stands for."""
+    if width == 64:
+        return float(struct.unpack("<d", struct.pack("<Q", key))[0])
+    return float(struct.unpack("<f", struct.pack("<I", key))[0])
