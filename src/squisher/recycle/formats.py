@@ -9,9 +9,12 @@ from typing import NamedTuple
 from ..errors import FileError
 from .accelerate import is_accelerate_folder, read_accelerate
 from .dcp import is_dcp, read_dcp
+from .flax_msgpack import is_msgpack
 from .keras import is_keras, read_keras
 from .lightning import is_lightning_file, read_lightning
 from .model_source import with_model
+from .optax import read_flax, read_orbax_folder
+from .orbax import is_orbax
 from .rank_files import is_rank_folder, read_ranks
 from .states import Found, Options
 from .torch_file import read_torch_file
@@ -38,6 +41,8 @@ READERS: list[Reader] = [
     Reader("a folder with a torch file of every rank", is_rank_folder, read_ranks),
     Reader("Lightning checkpoint", is_lightning_file, read_lightning),
     Reader("Keras file", is_keras, read_keras),
+    Reader("Orbax checkpoint", is_orbax, read_orbax_folder),
+    Reader("flax msgpack file", lambda path: path.is_file() and is_msgpack(path), read_flax),
     # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.
     Reader("torch.save file", Path.is_file, lambda path, options: with_model(read_torch_file(path), options)),
 ]  # fmt: skip

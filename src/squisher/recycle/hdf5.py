@@ -6,42 +6,21 @@ import importlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import FileError, SquisherError
 from ..pickles import Span
+from .span_tensor import SpanTensor
 
-__all__ = ["ByteTensor", "is_hdf5", "open_hdf5", "tensor_at"]
+__all__ = ["is_hdf5", "open_hdf5", "tensor_at"]
 
 _DTYPES = {
     "<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16, "<i8": torch.int64, "<i4": torch.int32, "<i2": torch.int16,
     "|i1": torch.int8, "|u1": torch.uint8, "<u2": torch.int16, "<u4": torch.int32,
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class ByteTensor:
-    """A tensor that is one stretch of bytes."""
-
-    span: Span
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def load(self) -> Tensor:
-        """The whole tensor."""
-        return self.read_flat(0, math.prod(self.shape)).reshape(self.shape)
-
-    def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order."""
-        out = torch.empty(stop - start, dtype=self.dtype)
-        if stop > start:
-            self.span.read_into(out.view(torch.uint8).numpy().data, start * self.dtype.itemsize)
-        return out
 
 
 def is_hdf5(path: Path) -> bool:
@@ -97,8 +76,8 @@ def tensor_at(span: Span, file: Any, path: str) -> Any:
     shape, offset = tuple(data.shape), data.id.get_offset()
     numel = math.prod(shape)
     if offset is not None and data.chunks is None:
-        return ByteTensor(span.part(offset, numel * dtype.itemsize, path), dtype, shape)
+        return SpanTensor(span.part(offset, numel * dtype.itemsize, path), dtype, shape)
     if numel * dtype.itemsize > max(64 * data.id.get_storage_size(), 1 << 20):
         raise FileError(f"{span.label}: {path} claims {numel} elements but stores few bytes, so it is not read.")
     content = data[()].tobytes()
-    return ByteTensor(Span.of_bytes(content, f"{span.label}, {path}"), dtype, shape)
+    return SpanTensor(Span.of_bytes(content, f"{span.label}, {path}"), dtype, shape)
