@@ -22,7 +22,8 @@ __all__ = ["narrow"]
 
 _BLOCK = 1 << 16  # keys that are handled at once: with what is computed from them they stay in the cache
 _HELD = 1 << 21  # keys in the sample
-_SIGMA = 6.0  # how far beyond the error of the sample the bracket reaches
+_SIGMA = 4.5  # how many standard errors of the sample the bracket reaches to either side
+_RANDOM = np.random.default_rng(0).integers(0, 1 << 62, (1 << 16) - 15)  # its length is a prime: no stride divides it
 
 
 class _Finer(Exception):  # noqa: N818
@@ -109,8 +110,10 @@ class _Sample:
             return
         if self._stride > 1:
             start, stop = self._seen, self._seen + keys.size
-            rows = np.arange(start // self._stride, (stop - 1) // self._stride + 1, dtype=np.int64)
-            places = rows * self._stride + self._random(rows) % self._stride - start
+            rows = np.arange(start // self._stride, (stop - 1) // self._stride + 1)
+            # Which key of a row is taken must not depend on how the scores are cut into pieces.
+            random = _RANDOM[(rows + 7919 * self._seed) % _RANDOM.size]
+            places = rows * self._stride + (random & (self._stride - 1)) - start
             picked = keys[places[(places >= 0) & (places < keys.size)]]
         else:
             picked = keys.copy()  # a view would keep the whole piece alive
@@ -121,17 +124,12 @@ class _Sample:
             self._thin()
 
     def _thin(self) -> None:
-        pairs = self.keys()
-        rows = np.arange(pairs.size // 2, dtype=np.int64)
-        self._parts = [pairs[2 * rows + self._random(rows) % 2]]
-        self._size = rows.size
+        keys = self.keys()
+        rows = keys.size // 2
+        second = np.resize(_RANDOM, rows) & 1 == 1
+        self._parts = [np.where(second, keys[1 : 2 * rows : 2], keys[: 2 * rows : 2])]
+        self._size = rows
         self._stride *= 2
-
-    def _random(self, rows: Keys) -> Keys:
-        # A hash of the row: which key is taken must not depend on how the scores are cut into pieces.
-        mixed = (rows.astype(np.uint64) + np.uint64(self._seed * 0x632BE5AB + 1)) * np.uint64(0x9E3779B97F4A7C15)
-        mixed = (mixed ^ (mixed >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
-        return (mixed >> np.uint64(33)).astype(np.int64)
 
 
 def _look(
@@ -168,10 +166,8 @@ def _blocks(name: str, chunks: Source, width: int) -> Iterator[Keys]:
     for piece in chunks():
         if bits_of(piece, name) > width:
             raise _Finer
-        flat = piece.detach().reshape(-1)
-        for start in range(0, flat.numel(), _BLOCK):
-            # Every pass checks: a source that gives other scores the second time is noticed where it matters.
-            yield checked(keys_of(flat[start : start + _BLOCK], width), width, name)
+        for part in piece.detach().reshape(-1).split(_BLOCK):  # converted in parts, so that no large copy is made
+            yield checked(keys_of(part, width), width, name)
 
 
 def _bracket(seen: _Seen, k: int, first: int, last: int) -> tuple[int, int]:
