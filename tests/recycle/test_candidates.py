@@ -52,6 +52,12 @@ def test_a_file_that_lacks_a_parameter_is_of_another_model():
         candidates_of_module(Tied(), weights(embed__weight=(5, 4)))
 
 
+def test_what_is_never_trained_may_be_missing():
+    model = Tied()
+    model.norm.requires_grad_(False)
+    assert len(candidates_of_module(model, weights(embed__weight=(5, 4)), frozen_too=True).parameters) == 3
+
+
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()

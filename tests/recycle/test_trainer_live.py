@@ -252,3 +252,15 @@ def test_weights_of_another_model_are_refused(tmp_path):
     )  # config and weights of one, state of another
     with pytest.raises(squisher.SquisherError, match="no known convention"):
         squisher.extract(tmp_path / "a" / "checkpoint-2")
+
+
+def test_galore_keeps_what_it_does_not_project(tmp_path):
+    live = train(
+        small_llama(), tmp_path, optim="galore_adamw", optim_target_modules=[r".*attn.*", "mlp"], optim_args="rank=4"
+    )
+    imp = squisher.extract(tmp_path / "checkpoint-4", bias_correction=False)
+    projected = {name for name in live if "_proj" in name}
+    compare(imp, {name: state for name, state in live.items() if name not in projected})
+    assert projected <= set(imp.provenance.absent)
+    assert "projected gradient" in imp.provenance.absent["model.layers.0.mlp.up_proj.weight"]
+    assert "GaLore" in imp.provenance.naming

@@ -76,7 +76,9 @@ def _in_file(
                 return name, ()
         if pieces and not all(weights.has(piece.name, piece.shape) for piece in pieces):
             raise NamingError(_missing(pieces[0].name, pieces[0].shape, weights))
-        if pieces is None:
+        if (
+            pieces is None and p.parameter.requires_grad
+        ):  # what is never trained (sinusoidal positions) may not be saved
             raise NamingError(_missing(p.name, shape, weights))
     if not pieces:
         return p.name, ()
