@@ -41,8 +41,9 @@ test-slow: $(INSTALLED) ## the tests that take minutes or gigabytes
 test-formats: $(FRAMEWORKS) ## read checkpoints that the real frameworks write here and now
 	$(TEST_ENV) $(FRAMEWORK_VENV)/bin/python -m pytest -m formats
 
-fuzz: $(INSTALLED) ## 100,000 damaged files against the reader of torch files
-	$(BIN)/python -m tests.fuzz_pickles --count 100000 tests/fixtures/pickles/*
+fuzz: $(INSTALLED) ## 200,000 damaged checkpoints against the reader of torch files and against every other reader
+	$(TEST_ENV) $(BIN)/python -m tests.fuzz_pickles --count 100000 tests/fixtures/pickles/*
+	$(TEST_ENV) $(BIN)/python -m tests.fuzz_readers --count 100000 $(filter-out %.py,$(wildcard tests/fixtures/*/*))
 
 lint: $(INSTALLED) ## ruff (rules, format, docstrings) and mypy
 	$(BIN)/ruff check .
