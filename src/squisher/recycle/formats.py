@@ -16,6 +16,7 @@ from .model_source import with_model
 from .optax import read_flax, read_orbax_folder
 from .orbax import is_orbax
 from .rank_files import is_rank_folder, read_ranks
+from .sb3 import is_sb3, read_sb3
 from .states import Found, Options
 from .torch_file import read_torch_file
 from .trainer import is_trainer_folder, read_trainer
@@ -41,6 +42,7 @@ READERS: list[Reader] = [
     Reader("a folder with a torch file of every rank", is_rank_folder, read_ranks),
     Reader("Lightning checkpoint", is_lightning_file, read_lightning),
     Reader("Keras file", is_keras, read_keras),
+    Reader("stable-baselines3 archive", is_sb3, read_sb3),
     Reader("Orbax checkpoint", is_orbax, read_orbax_folder),
     Reader("flax msgpack file", lambda path: path.is_file() and is_msgpack(path), read_flax),
     # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.
