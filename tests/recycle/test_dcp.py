@@ -159,6 +159,15 @@ def test_accelerate_keeps_weights_and_optimizer_in_two_folders(tmp_path):
     assert set(extract(tmp_path / "optimizer_0")) == set(imp)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_tied_weights_are_told_by_their_values(tmp_path):
+    model, optimizer = trained()
+    weights = {**model.state_dict(), "head.weight": model[0].weight.detach().clone(), "frozen.weight": torch.ones(3, 3)}
+    imp = extract(save({"model": weights, "optimizer": by_name(model, optimizer)}, tmp_path / "c"))
+    assert imp.provenance.tied == {"head.weight": "0.weight"}
+    assert list(imp.provenance.absent) == ["frozen.weight"]
+
+
 def test_accelerate_full_state(tmp_path):
     model, optimizer = trained()
     torch.save(by_name(model, optimizer), tmp_path / "optimizer.bin")

@@ -6,14 +6,17 @@ read by our own pickle machine. Names come from the paths that the planner wrote
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..errors import FileError, NamingError
-from ..tensors import TensorSource
+from ..tensors import CHUNK, TensorSource
 from .accumulators import step_of
 from .dcp_metadata import Checkpoint
 from .megatron import megatron_optimizer, refuse_buckets
@@ -59,12 +62,12 @@ def read_dcp(path: Path, options: Options) -> Found:
     if len(several) > 1:
         raise FileError(f"{path} holds several checkpoints ({', '.join(several[:6])}): give one of them.")
     optimizers: list[OptimizerState] = []
-    found: list[tuple[str, list[Candidate], bool]] = []
+    found: list[_Model] = []
     for folder in folders:
         checkpoint = Checkpoint(folder)
         refuse_buckets(checkpoint)
         optimizers += _optimizers(checkpoint, folder.name if len(folders) > 1 else "")
-        found += [(label, listed, checkpoint.in_order) for label, listed in _models(checkpoint)]
+        found += _models(checkpoint)
     if not optimizers:
         raise FileError(
             f"{path} is a distributed checkpoint without an optimizer state: it holds weights only. Give the one that was "
@@ -72,14 +75,17 @@ def read_dcp(path: Path, options: Options) -> Found:
         )
     recorded = {entry.name for optimizer in optimizers for entry in optimizer.entries}
     models = []
-    for label, listed, in_order in found:
+    tied: dict[str, str] = {}
+    for model in found:
+        names = {name for c in model.candidates for name in (c.name, c.live_name)}
         # What is no model of these parameters (a scheduler, say) explains nothing, and a shuffled one names nothing.
-        if recorded & {name for c in listed for name in (c.name, c.live_name)} or (None in recorded and in_order):
-            models.append((label, listed))
-    facts = {}
+        if recorded & names or (None in recorded and model.checkpoint.in_order):
+            tied |= model.tied(recorded)
+            models.append((model.label, [c for c in model.candidates if c.name not in tied]))
+    facts: dict[str, Any] = {"tied": tied} if tied else {}
     if (path / "training_args.bin").is_file():  # FSDP under the Hugging Face Trainer
         steps = (step_of(e.state, e.group) for optimizer in optimizers for e in optimizer.entries if e.state)
-        facts = facts_of(path, training_args(path), next(steps, None))
+        facts |= facts_of(path, training_args(path), next(steps, None))
     return with_model(Found(optimizers, models, facts), options)
 
 
@@ -221,8 +227,39 @@ def _number(owner: Any) -> int:
     return int(owner) if isinstance(owner, int) or (isinstance(owner, str) and owner.isdecimal()) else -1
 
 
-def _models(checkpoint: Checkpoint) -> list[tuple[str, list[Candidate]]]:
-    """The weights, in the order in which the model listed them, without what is surely a buffer."""
+@dataclass(frozen=True)
+class _Model:
+    """Weights in a checkpoint: where names may come from, in the order in which the model listed them."""
+
+    label: str
+    checkpoint: Checkpoint
+    candidates: list[Candidate]
+    keys: list[str]
+
+    def tied(self, held: set[str | None]) -> dict[str, str]:
+        """Matrices that the optimizer does not have and that equal, bit by bit, one that it has: `{alias: name}`."""
+        pairs = list(zip(self.candidates, self.keys, strict=True))
+        out = {}
+        for alias, its_key in pairs:
+            if alias.name in held or len(alias.shape) < 2:
+                continue
+            for other, key in pairs:
+                if other.name in held and other.shape == alias.shape and self._equal(its_key, key):
+                    out[alias.name] = other.name
+                    break
+        return out
+
+    def _equal(self, one: str, other: str) -> bool:
+        if self.checkpoint.dtype(one) != self.checkpoint.dtype(other):
+            return False
+        first, second = self.checkpoint.tensor(one), self.checkpoint.tensor(other)
+        numel = math.prod(first.shape)
+        pieces = ((start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))
+        return all(torch.equal(first.read_flat(*piece), second.read_flat(*piece)) for piece in pieces)
+
+
+def _models(checkpoint: Checkpoint) -> list[_Model]:
+    """The weights, without what is surely a buffer."""
     optimizers = set(_saved(checkpoint))
     found: dict[tuple[Any, ...], dict[str, str]] = {}
     for key, path in checkpoint.paths.items():
@@ -240,5 +277,6 @@ def _models(checkpoint: Checkpoint) -> list[tuple[str, list[Candidate]]]:
             names = list(keys)
         label = f"the weights under {'.'.join(map(str, prefix))!r}" if prefix else "the weights"
         pairs = zip(names, keys.items(), strict=True)
-        models.append((label, [Candidate(name, checkpoint.shape(key), live_name=live) for name, (live, key) in pairs]))
+        listed = [Candidate(name, checkpoint.shape(key), live_name=live) for name, (live, key) in pairs]
+        models.append(_Model(label, checkpoint, listed, list(keys.values())))
     return models
