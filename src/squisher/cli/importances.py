@@ -1,66 +1,16 @@
-"""The command `squisher`: a thin shell over the library, and the only place that draws progress bars.
-
-Modules of ours are imported inside each command, so that `squisher --help` does not wait for torch.
-"""
+"""Commands that make an importance or look at one: extract, fisher, inspect, compare."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import __version__
-from .errors import SquisherError
+from .app import Json, Plot, app, check_target, console, open_importance, print_json, progress_bar, whole
 
 if TYPE_CHECKING:
-    from .importance import Importance
-
-app = typer.Typer(
-    name="squisher",
-    help="Which parameters of a trained network matter: recycled from its optimizer, or measured on data.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-_debug = False
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"squisher {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def _main(
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
-    ] = False,
-) -> None:
-    global _debug
-    _debug = debug
-
-
-def main() -> None:
-    """Runs the command line; an error that the user can mend is one paragraph, not a traceback."""
-    try:
-        app()
-    except (SquisherError, OSError) as error:
-        if _debug:
-            raise
-        typer.echo(f"squisher: {error}", err=True)
-        sys.exit(1)
-
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Also draw it into this file.")]
+    from ..importance import Importance
 
 
 @app.command(
@@ -100,32 +50,32 @@ def extract(
 
     No code in the source is ever executed. Names are proven, or the command says what would settle them.
     """
-    from .importance import FILE_NAME
-    from .recycle import extract as recycle
+    from ..importance import FILE_NAME
+    from ..recycle import extract as recycle
 
     target = out / FILE_NAME if out.is_dir() else out
-    _check_target(target)
+    check_target(target)
     importance = recycle(
         source,
         model=model,
         names=names,
-        batch_size=_whole(batch_size),
+        batch_size=whole(batch_size),
         bias_correction=not raw,
         loss_reduction=loss_reduction,
-        batch_tokens=_whole(batch_tokens),
+        batch_tokens=whole(batch_tokens),
         trainable=trainable,
         base_model=base_model,
         optimizer=optimizer,
         allow_coarse=allow_coarse,
     )
-    with _progress("writing") as progress:
+    with progress_bar("writing") as progress:
         importance.save(target, dtype=dtype, progress=progress)
     if as_json:
-        from .importance import load
+        from ..importance import load
 
-        _print_json({"file": str(target), "tensors": len(importance), "provenance": load(target).provenance.to_dict()})
+        print_json({"file": str(target), "tensors": len(importance), "provenance": load(target).provenance.to_dict()})
         return
-    _console().print(_extracted(importance, target), highlight=False, soft_wrap=True)
+    console().print(_extracted(importance, target), highlight=False, soft_wrap=True)
 
 
 @app.command(epilog="Example: squisher fisher my-model --data train.jsonl --out fisher.safetensors --labels sampled")
@@ -154,17 +104,17 @@ def fisher(
     as_json: Json = False,
 ) -> None:
     """Measure the Fisher diagonal of a Hugging Face model on a file of text."""
-    from .bridges.text import load_text_model, text_batches
-    from .importance import FILE_NAME
-    from .measure import fisher as measure
+    from ..bridges.text import load_text_model, text_batches
+    from ..importance import FILE_NAME
+    from ..measure import fisher as measure
 
     target = out / FILE_NAME if out.is_dir() else out
-    _check_target(target)
+    check_target(target)
     loaded = load_text_model(model, device)
     batches = text_batches(
         data, loaded, batch_size=batch_size, max_length=max_length, max_examples=max_examples, labelled=labels == "data"
     )
-    with _progress("measuring") as progress:
+    with progress_bar("measuring") as progress:
         importance = measure(
             loaded.model,
             batches,
@@ -179,7 +129,7 @@ def fisher(
         )
     importance.save(target)
     if as_json:
-        _print_json({"file": str(target), "tensors": len(importance), "provenance": importance.provenance.to_dict()})
+        print_json({"file": str(target), "tensors": len(importance), "provenance": importance.provenance.to_dict()})
         return
     p = importance.provenance
     typer.echo(
@@ -194,20 +144,20 @@ def inspect(
     plot: Plot = None,
 ) -> None:
     """Show what an importance is, how healthy it is, and how it is distributed."""
-    from .health import examine
-    from .report import inspect_json, inspect_tables
+    from ..health import examine
+    from ..report import inspect_json, inspect_tables
 
-    importance = _importance(file)
-    with _progress("reading") as progress:
+    importance = open_importance(file)
+    with progress_bar("reading") as progress:
         health = examine(importance, progress=progress)
     if plot is not None:
-        from .report import plot_importance
+        from ..report import plot_importance
 
         plot_importance(importance, health, plot)
     if as_json:
-        _print_json(inspect_json(importance, health))
+        print_json(inspect_json(importance, health))
     else:
-        _console().print(inspect_tables(importance, health))
+        console().print(inspect_tables(importance, health))
 
 
 @app.command(epilog="Example: squisher compare squisher.safetensors fisher.safetensors --json")
@@ -218,32 +168,20 @@ def compare(
     plot: Plot = None,
 ) -> None:
     """Compare two importances: rank correlation, scale, and overlap of the largest entries."""
-    from .agreement import compare as measure
-    from .report import compare_json, compare_tables
+    from ..agreement import compare as measure
+    from ..report import compare_json, compare_tables
 
-    first, second = _importance(a), _importance(b)
-    with _progress("comparing") as progress:
+    first, second = open_importance(a), open_importance(b)
+    with progress_bar("comparing") as progress:
         agreement = measure(first, second, progress=progress)
     if plot is not None:
-        from .report import plot_agreement
+        from ..report import plot_agreement
 
         plot_agreement(agreement, first, second, plot)
     if as_json:
-        _print_json(compare_json(agreement))
+        print_json(compare_json(agreement))
     else:
-        _console().print(compare_tables(agreement, a.name or str(a), b.name or str(b)))
-
-
-def _importance(path: Path) -> Importance:
-    """An importance file as it is; anything else is extracted on the fly."""
-    from . import archive
-    from .importance import FILE_NAME, load
-
-    if path.suffix in (".safetensors", ".json") or (path.is_dir() and archive.exists(path / FILE_NAME)):
-        return load(path)
-    from .recycle import extract as recycle
-
-    return recycle(path)
+        console().print(compare_tables(agreement, a.name or str(a), b.name or str(b)))
 
 
 def _extracted(importance: Importance, target: Path) -> str:
@@ -264,41 +202,3 @@ def _extracted(importance: Importance, target: Path) -> str:
     if p.batch_size is None and p.batch_tokens is None:
         lines.append("The batch size is not known: rankings are right, the scale of a Fisher needs --batch-size.")
     return "\n".join(lines)
-
-
-def _check_target(path: Path) -> None:
-    """Refuses an output that cannot be written before hours of work, not after."""
-    if path.suffix != ".safetensors":
-        raise SquisherError(f"--out {path}: an importance file ends in .safetensors.")
-    if not path.parent.is_dir():
-        raise SquisherError(f"--out {path}: there is no folder {path.parent}.")
-
-
-def _whole(number: float | None) -> float | int | None:
-    return int(number) if number is not None and float(number).is_integer() else number
-
-
-def _print_json(document: Any) -> None:
-    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    # In a pipe there is no width to go by, and a table broken at 80 columns helps nobody.
-    return Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int | None], None] | None]:
-    """A bar on a terminal, and nothing in a pipe."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)

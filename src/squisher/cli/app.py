@@ -1,0 +1,126 @@
+"""What every command shares: the application, its errors, options that recur, progress bars."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import __version__
+from ..errors import SquisherError
+
+if TYPE_CHECKING:
+    from ..importance import Importance
+
+__all__ = [
+    "Json",
+    "Plot",
+    "app",
+    "check_target",
+    "console",
+    "main",
+    "open_importance",
+    "print_json",
+    "progress_bar",
+    "whole",
+]
+
+app = typer.Typer(
+    name="squisher",
+    help="Which parameters of a trained network matter: recycled from its optimizer, or measured on data.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_debug = False
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"squisher {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
+    ] = False,
+) -> None:
+    global _debug
+    _debug = debug
+
+
+def main() -> None:
+    """Runs the command line; an error that the user can mend is one paragraph, not a traceback."""
+    try:
+        app()
+    except (SquisherError, OSError) as error:
+        if _debug:
+            raise
+        typer.echo(f"squisher: {error}", err=True)
+        sys.exit(1)
+
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+Plot = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Also draw it into this file.")]
+
+
+def open_importance(path: Path) -> Importance:
+    """An importance file as it is; anything else is extracted on the fly."""
+    from .. import archive
+    from ..importance import FILE_NAME, load
+
+    if path.suffix in (".safetensors", ".json") or (path.is_dir() and archive.exists(path / FILE_NAME)):
+        return load(path)
+    from ..recycle import extract as recycle
+
+    return recycle(path)
+
+
+def check_target(path: Path) -> None:
+    """Refuses an output that cannot be written before hours of work, not after."""
+    if path.suffix != ".safetensors":
+        raise SquisherError(f"--out {path}: an importance file ends in .safetensors.")
+    if not path.parent.is_dir():
+        raise SquisherError(f"--out {path}: there is no folder {path.parent}.")
+
+
+def whole(number: float | None) -> float | int | None:
+    """A number as it was meant: 32 rather than 32.0."""
+    return int(number) if number is not None and float(number).is_integer() else number
+
+
+def print_json(document: Any) -> None:
+    """The one document of `--json`."""
+    typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def console() -> Any:
+    """Where tables go."""
+    from rich.console import Console
+
+    # In a pipe there is no width to go by, and a table broken at 80 columns helps nobody.
+    return Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
+
+
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None] | None]:
+    """A bar on a terminal, and nothing in a pipe."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
