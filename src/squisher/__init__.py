@@ -27,18 +27,22 @@ _HOMES = {
     "examine": "health",
     # what is done with it
     "merge": "merge",
+    "embed": "embed",
+    "EWC": "consolidate",
     # when something is wrong
     "SquisherError": "errors",
     "SquisherWarning": "errors",
 }
 
 __all__ = [
+    "EWC",
     "Importance",
     "SquisherError",
     "SquisherWarning",
     "Tracker",
     "__version__",
     "compare",
+    "embed",
     "examine",
     "extract",
     "fisher",
@@ -47,8 +51,9 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import merge
+    from . import embed, merge
     from .agreement import compare
+    from .consolidate import EWC
     from .errors import SquisherError, SquisherWarning
     from .health import examine
     from .importance import Importance, load

@@ -24,6 +24,7 @@ __all__ = [
     "chunks_of",
     "dtype_of",
     "live_parameters",
+    "name_pattern",
     "numel_of",
     "one_thread",
     "shape_of",
@@ -172,6 +173,18 @@ def chunks_of(tensors: Mapping[str, Tensor], name: str, size: int = CHUNK) -> It
     flat = tensors[name].detach().reshape(-1)
     for start in range(0, flat.numel(), size):
         yield flat[start : start + size].cpu()
+
+
+def name_pattern(pattern: str | None) -> re.Pattern[str] | None:
+    """A user's regular expression over parameter names.
+
+    Raises:
+        NamingError: It is not a regular expression.
+    """
+    try:
+        return None if pattern is None else re.compile(pattern)
+    except re.error as error:
+        raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
 
 
 @contextmanager

@@ -1,0 +1,304 @@
+"""Elastic weight consolidation: learn the next task without leaving the last ones' important parameters.
+
+The penalty of all past tasks together, ½·λ·Σₖ Σ Fₖ(θ − θₖ)², is one parabola per parameter: with A = Σ Fₖ and the weighted
+centre θ̄ it equals ½·λ·Σ A(θ − θ̄)² and a constant, exactly. So neither memory nor time grows with the number of tasks.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
+from .importance import Importance, on_common_scale
+from .tensors import live_parameters, name_pattern, numel_of, shape_of
+
+__all__ = ["EWC", "strength_like"]
+
+GROWTH = 1000.0
+"""How much more a task's importance may weigh than the one before it until a warning says why that is suspicious."""
+
+
+class EWC:
+    """The quadratic penalty that keeps a network near what past tasks need.
+
+    Use it in a training loop: `ewc.consolidate(importance)` after each task; then for every step of the next one either
+    `loss = loss + ewc.penalty()`, or, cheaper, `ewc.add_gradient_()` after `backward()` and before clipping. With an optimizer
+    whose state is recycled, call `tracker.observe()` before `add_gradient_()`: otherwise the penalty's own gradient is squared
+    into the next task's importance, which then grows doubly exponentially from task to task.
+
+    With PEFT, adapters are parameters like any other: the penalty is on the factors A and B, not on their product.
+
+    Args:
+        model: Whose parameters are held.
+        strength: λ. Its scale is that of the importances: a factor on all of them is the same factor on it.
+        online: None keeps every task as it was. A number γ in (0, 1] keeps one centre, the last task's weights, and lets
+            earlier importances fade: A ← γ·A + F.
+        dtype: Of the importances kept: float32, or bfloat16 for half the memory. Centres are always float32.
+        device: Where they are kept; by default with the parameters. The CPU saves an accelerator's memory.
+        exclude: A regular expression: parameters that are never held, such as heads.
+
+    Raises:
+        SquisherError: An argument is not one of these.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        strength: float = 1.0,
+        online: float | None = None,
+        *,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        exclude: str | None = None,
+    ):
+        if not (isinstance(strength, (int, float)) and math.isfinite(strength) and strength >= 0):
+            raise SquisherError(f"strength is a number of at least 0, not {strength!r}.")
+        if online is not None and not 0 < online <= 1:
+            raise SquisherError(f"online is None or a decay γ in (0, 1], not {online!r}.")
+        if dtype not in (torch.float32, torch.bfloat16, torch.float64):
+            raise SquisherError(f"Importances are kept as float32, bfloat16 or float64, not {dtype}.")
+        self.strength = float(strength)
+        self.online = online
+        self.tasks = 0
+        self.totals: list[float] = []
+        self._exclude = name_pattern(exclude)
+        self._dtype, self._device = dtype, None if device is None else torch.device(device)
+        self._parameters = {p.name: p.parameter for p in live_parameters(model)}
+        self._aliases = {alias: p.name for p in live_parameters(model) for alias in p.aliases}
+        self._weight: dict[str, Tensor] = {}  # A
+        self._centre: dict[str, Tensor] = {}  # θ̄
+        self._constant = 0.0  # what the sum over tasks has beyond the parabola around θ̄, without ½·strength
+        self._scale: str | None = None
+        self._first: Importance | None = None
+
+    @torch.no_grad()
+    def consolidate(self, importance: Mapping[str, Tensor], scale: str = "auto") -> None:
+        """Takes the task that has just been learnt into account, at the model's present weights.
+
+        Args:
+            importance: Of this task, measured or recycled. Parameters without one are not held by this task.
+            scale: How it is brought to the scale of the tasks before: `"auto"`, `"as_fisher"` or `"stored"`.
+
+        Raises:
+            NamingError: A name or shape is not the model's.
+            ScaleError: Its scale is not that of the tasks before.
+        """
+        scaled = self._on_scale(importance, scale)
+        names = self._matched(scaled)
+        total = 0.0
+        new_weight, new_centre, constant = dict(self._weight), dict(self._centre), self._constant
+        for name, source in names.items():
+            parameter = self._parameters[name]
+            force = self._kept(scaled[source].to(torch.float32), parameter)
+            now = self._kept(parameter.detach().to(torch.float32), parameter).clone()
+            total += float(force.double().sum())
+            if self.online is not None or name not in self._weight:
+                old = self._weight.get(name)
+                new_weight[name] = force if old is None else old.float().mul(self.online or 1.0).add_(force)
+                new_centre[name] = now
+            else:
+                before, centre = self._weight[name].float(), self._centre[name]
+                together = before + force
+                share = torch.where(together > 0, force / together, torch.zeros_like(force))
+                gap = now - centre
+                constant += float((before * share * gap * gap).double().sum())
+                new_weight[name], new_centre[name] = together, torch.addcmul(centre, share, gap)
+            new_weight[name] = new_weight[name].to(self._dtype)
+        for name in self._weight:
+            if self.online is not None and name not in names:  # what this task does not know fades like the others
+                new_weight[name] = self._weight[name] * self.online
+        self._warn_if_exploding(total, importance)
+        self._weight, self._centre, self._constant = new_weight, new_centre, constant
+        self.tasks += 1
+        self.totals.append(total)
+
+    def penalty(self) -> Tensor:
+        """The penalty as a differentiable scalar, equal to the sum over tasks; 0 before the first one."""
+        parts = [
+            (weight.float() * (parameter.to(centre.device).float() - centre).square()).sum()
+            for parameter, weight, centre in self._held()
+        ]
+        if not parts:
+            return torch.zeros(())
+        device = parts[0].device
+        return 0.5 * self.strength * (torch.stack([part.to(device) for part in parts]).sum() + self._constant)
+
+    @torch.no_grad()
+    def add_gradient_(self, value: bool = False) -> Tensor | None:
+        """Adds the penalty's gradient, strength·A·(θ − θ̄), to `.grad`, without a graph.
+
+        Call it after the last `backward()` (and `scaler.unscale_`), after `tracker.observe()`, and before clipping.
+
+        Args:
+            value: Also return the penalty, for logging; it costs a little more.
+
+        Returns:
+            The penalty if asked for.
+        """
+        terms = []
+        for parameter, weight, centre in self._held():
+            gap = parameter.detach().to(device=centre.device, dtype=torch.float32) - centre
+            if value:
+                terms.append(torch.sum(weight.float() * gap * gap))
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            if weight.dtype == parameter.grad.dtype == gap.dtype and weight.device == parameter.grad.device:
+                parameter.grad.addcmul_(weight, gap, value=self.strength)
+            else:
+                force = gap.mul_(weight).mul_(self.strength)
+                parameter.grad.add_(force.to(device=parameter.grad.device, dtype=parameter.grad.dtype))
+        if not value:
+            return None
+        total = (
+            sum((term.to(terms[0].device) for term in terms), torch.zeros((), device=terms[0].device))
+            if terms
+            else torch.zeros(())
+        )
+        return 0.5 * self.strength * (total + self._constant)
+
+    def strength_like(self, fisher: Mapping[str, Tensor], strength: float) -> float:
+        """The strength that gives the last task's importance the weight that `strength` gives a Fisher of it.
+
+        Args:
+            fisher: A Fisher of the last task over the same parameters, from a few hundred inputs.
+            strength: The λ that suits that Fisher.
+
+        Raises:
+            SquisherError: Nothing has been consolidated, or one of the two is 0 everywhere.
+        """
+        if not self.totals:
+            raise SquisherError("strength_like compares with the last task: consolidate one first.")
+        names = self._matched(fisher)
+        return strength * _ratio(math.fsum(_total(fisher, source) for source in names.values()), self.totals[-1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that a stopped run needs to go on, in plain types and tensors."""
+        return {
+            "strength": self.strength,
+            "online": self.online,
+            "tasks": self.tasks,
+            "totals": list(self.totals),
+            "constant": self._constant,
+            "scale": self._scale,
+            "weight": dict(self._weight),
+            "centre": dict(self._centre),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from what `state_dict` returned.
+
+        Raises:
+            SquisherError: It is not one, or belongs to another model.
+        """
+        expected = {"strength", "online", "tasks", "totals", "constant", "scale", "weight", "centre"}
+        if set(state) != expected or set(state["weight"]) != set(state["centre"]):
+            raise SquisherError(
+                "This is not the state of an EWC: it needs the keys " + ", ".join(sorted(expected)) + "."
+            )
+        names = self._matched(state["weight"])
+        self.strength, self.online, self.tasks = state["strength"], state["online"], state["tasks"]
+        self.totals, self._constant, self._scale = list(state["totals"]), state["constant"], state["scale"]
+        kept = {name: self._parameters[name] for name in names}
+        self._weight = {n: self._kept(state["weight"][n], p).to(self._dtype, copy=True) for n, p in kept.items()}
+        self._centre = {n: self._kept(state["centre"][n].float(), p).clone() for n, p in kept.items()}
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _held(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        for name, weight in self._weight.items():
+            yield self._parameters[name], weight, self._centre[name]
+
+    def _kept(self, tensor: Tensor, parameter: Tensor) -> Tensor:
+        return tensor.to(self._device or parameter.device)
+
+    def _matched(self, importance: Mapping[str, Tensor]) -> dict[str, str]:
+        """Model name to the importance's own name for it, checked."""
+        found: dict[str, str] = {}
+        for source in importance:
+            if self._exclude is not None and self._exclude.search(source):
+                continue
+            name = source if source in self._parameters else self._aliases.get(source, source)
+            if name not in self._parameters:
+                raise NamingError(
+                    f"The importance has {source!r}, which the model does not.{near(source, self._parameters)} Leave it out "
+                    "with EWC(model, exclude=...), or restrict the importance."
+                )
+            if tuple(shape_of(importance, source)) != tuple(self._parameters[name].shape):
+                raise NamingError(
+                    f"The importance of {source!r} has the shape {tuple(shape_of(importance, source))}, but the parameter has "
+                    f"{tuple(self._parameters[name].shape)}. Did a head grow? Leave it out with EWC(model, exclude=...)."
+                )
+            found[name] = source
+        if not found:
+            raise NamingError("The importance has no parameter of the model; was it made for another one?")
+        return found
+
+    def _on_scale(self, importance: Mapping[str, Tensor], scale: str) -> Mapping[str, Tensor]:
+        """The scale rule over tasks: the first one decides, the others must be able to follow."""
+        if scale == "stored":
+            self._scale = self._scale or "stored"
+            return importance
+        if self._scale is None or self.tasks == 0:
+            converted = on_common_scale([importance], scale)[0]
+            self._first = importance if isinstance(importance, Importance) else None
+            per_unit = isinstance(converted, Importance) and (
+                converted.provenance.per_unit or converted.provenance.kind == "fisher"
+            )
+            self._scale = (
+                f"as_fisher: {converted.provenance.unit}"
+                if per_unit and isinstance(converted, Importance)
+                else "stored"
+            )
+            return converted
+        if self._scale.startswith("as_fisher"):
+            converted = on_common_scale([importance], "as_fisher")[0]
+            unit = converted.provenance.unit if isinstance(converted, Importance) else None
+            if self._scale != f"as_fisher: {unit}":
+                raise ScaleError(f"Earlier tasks are per {self._scale.split(': ')[1]}, this one is per {unit}.")
+            return converted
+        if self._first is not None and isinstance(importance, Importance):
+            return on_common_scale([self._first, importance], scale)[1]
+        return importance
+
+    def _warn_if_exploding(self, total: float, importance: Mapping[str, Tensor]) -> None:
+        if self.totals and self.totals[-1] > 0 and total > GROWTH * self.totals[-1]:
+            warnings.warn(
+                f"This task's importance is {total / self.totals[-1]:.0f} times the last one's. If the optimizer saw the penalty's "
+                "gradient, its state holds the square of it, and the next importance grows again: observe the data's gradient "
+                "alone with squisher.Tracker before add_gradient_().",
+                SquisherWarning,
+                stacklevel=4,
+            )
+
+
+def strength_like(importance: Mapping[str, Tensor], fisher: Mapping[str, Tensor], strength: float) -> float:
+    """The λ that gives an importance the total weight that `strength` gives a Fisher of the same task.
+
+    No fixed factor converts one into the other: measure the Fisher on a few hundred inputs (the exact one needs no labels) and
+    compare. Both are taken over the parameters that they share, and as they are stored.
+
+    Raises:
+        SquisherError: They share no parameter, or one of them is 0 everywhere.
+    """
+    names = [name for name in importance if name in fisher]
+    if not names:
+        raise NamingError("The importance and the Fisher share no parameter name.")
+    totals = [math.fsum(_total(source, name) for name in names) for source in (fisher, importance)]
+    return strength * _ratio(*totals)
+
+
+def _ratio(fisher: float, importance: float) -> float:
+    if not (fisher > 0 and importance > 0):
+        raise SquisherError("A total of 0 has no strength: one of the two importances is 0 everywhere.")
+    return fisher / importance
+
+
+def _total(importance: Mapping[str, Tensor], name: str) -> float:
+    known = importance.provenance.sum.get(name) if isinstance(importance, Importance) else None
+    return known if known is not None else float(importance[name].double().sum()) if numel_of(importance, name) else 0.0

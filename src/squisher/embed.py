@@ -1,0 +1,244 @@
+"""Tasks as vectors: an importance summed up, distances between two of them, and what a ranking by distance is worth.
+
+An embedding is itself an importance, with fewer numbers: one per tensor, one per row, or all of them. So it can be saved, says
+where it comes from, and follows the same scale rule. The distance is invariant under a factor common to all tasks, not under
+one per task: that is what `scale` is for.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import NamingError, SquisherError, near
+from .importance import Importance, on_common_scale
+from .tensors import CHUNK, chunks_of, name_pattern, numel_of, one_thread, shape_of
+
+__all__ = ["distance", "distances", "embedding", "evaluate", "rank"]
+
+BY = ("tensor", "row", "full")
+METRICS = ("task2vec", "cosine")
+_TINY = 1.2e-38  # below it a float32 is denormal, and a ratio of two of them means nothing
+
+
+@one_thread()
+def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: str | None = None) -> Importance:
+    """A task's vector, from the importance that it gives to a network's parameters.
+
+    Args:
+        importance: Of a network that all tasks share.
+        by: `"tensor"` is one mean per tensor; `"row"` one per output row of every weight, without biases, as Task2Vec;
+            `"full"` keeps every entry.
+        exclude: A regular expression: parameters to leave out, such as heads that tasks do not share.
+
+    Returns:
+        An importance with those numbers, under the names of the parameters.
+
+    Raises:
+        SquisherError: Nothing is left, or `by` is none of the three.
+    """
+    if by not in BY:
+        raise SquisherError(f"by is {', '.join(BY[:-1])} or {BY[-1]}, not {by!r}.{near(str(by), BY)}")
+    whole = importance if isinstance(importance, Importance) else Importance(importance)
+    if exclude is not None:
+        whole = _without(whole, exclude)
+    if by == "full":
+        return whole
+    names = [name for name in whole if numel_of(whole, name) and not (by == "row" and _is_bias(name))]
+    if not names:
+        raise NamingError("Only biases are left, and an embedding by row has none of them: use by='tensor'.")
+    means = {name: _mean(whole, name) if by == "tensor" else _row_means(whole, name) for name in names}
+    record = replace(
+        whole.provenance, sum={}, sum_of_squares={}, extra={**whole.provenance.extra, "embedding": {"by": by}}
+    )
+    return Importance(means, **record.to_dict())
+
+
+@one_thread()
+def distance(
+    a: Mapping[str, Tensor],
+    b: Mapping[str, Tensor],
+    *,
+    scale: str = "auto",
+    metric: str = "task2vec",
+    exclude: str | None = None,
+) -> float:
+    """How far apart two tasks are: 0 for the same, symmetric, at most 1.
+
+    Args:
+        a: An importance or an embedding of one.
+        b: Another, over the same network.
+        scale: How the two are brought to one scale: `"auto"`, `"as_fisher"` or `"stored"`.
+        metric: `"task2vec"` is one minus the cosine of a/(a+b) and b/(a+b), where entries that are 0 in both drop out;
+            `"cosine"` is one minus the cosine of a and b themselves.
+        exclude: A regular expression: parameters to leave out.
+
+    Raises:
+        SquisherError: Names or shapes differ, or nothing is left that is not 0 in both.
+    """
+    if metric not in METRICS:
+        raise SquisherError(f"metric is {' or '.join(METRICS)}, not {metric!r}.{near(str(metric), METRICS)}")
+    first, second = on_common_scale([a, b], scale)
+    names = _common(first, second, exclude)
+    products = np.zeros(3)  # sums of u·w, u², w²
+    seen = False
+    for name in names:
+        for piece_a, piece_b in zip(chunks_of(first, name), chunks_of(second, name), strict=True):
+            u, w = _pair(piece_a, piece_b, metric)
+            seen = seen or u.size > 0
+            products += (np.dot(u, w), np.dot(u, u), np.dot(w, w))
+    if not seen:
+        raise SquisherError("Both importances are 0 everywhere, so there is nothing to compare.")
+    inner, norm_a, norm_b = products
+    if norm_a == 0 or norm_b == 0:
+        return 1.0  # nothing that matters to one of them matters to the other
+    return float(max(0.0, 1.0 - inner / math.sqrt(norm_a * norm_b)))
+
+
+def distances(
+    tasks: Mapping[str, Mapping[str, Tensor]],
+    *,
+    scale: str = "auto",
+    metric: str = "task2vec",
+    exclude: str | None = None,
+) -> tuple[list[str], Tensor]:
+    """All distances between several tasks: their names, and a symmetric matrix with zeros on its diagonal."""
+    names = list(tasks)
+    scaled = dict(zip(names, on_common_scale(list(tasks.values()), scale), strict=True))
+    matrix = torch.zeros(len(names), len(names), dtype=torch.float64)
+    for j, one in enumerate(names):
+        for k in range(j):
+            matrix[j, k] = distance(scaled[one], scaled[names[k]], scale="stored", metric=metric, exclude=exclude)
+            matrix[k, j] = matrix[j, k]
+    return names, matrix
+
+
+def rank(
+    target: Mapping[str, Tensor],
+    sources: Mapping[str, Mapping[str, Tensor]],
+    *,
+    scale: str = "auto",
+    metric: str = "task2vec",
+    exclude: str | None = None,
+) -> list[tuple[str, float]]:
+    """Source tasks with their distance to the target, nearest first; equal ones by name.
+
+    Raises:
+        SquisherError: There is no source, or scales, names or shapes differ.
+    """
+    if not sources:
+        raise SquisherError("rank needs at least one source task, but got none.")
+    names = list(sources)
+    scaled = on_common_scale([target, *sources.values()], scale)
+    found = [
+        (name, distance(scaled[0], source, scale="stored", metric=metric, exclude=exclude))
+        for name, source in zip(names, scaled[1:], strict=True)
+    ]
+    return sorted(found, key=lambda item: (item[1], item[0]))
+
+
+def evaluate(predictions: Mapping[str, Sequence[str]], gains: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """What rankings of source tasks are worth, given how well each source really transfers.
+
+    Args:
+        predictions: For each target, its sources, most promising first.
+        gains: For each target, the performance after transfer from each source.
+
+    Returns:
+        `rho`, the mean predicted rank of the best source (1 is perfect); `mrr`, the mean of its inverse; `ndcg`, the
+        discounted gain relative to the best order, with gains scaled to 0..1 per target so that their unit does not matter.
+
+    Raises:
+        SquisherError: A target or a source is in one of the two only.
+    """
+    if not predictions:
+        raise SquisherError("There are no predictions to evaluate.")
+    ranks, ndcgs = [], []
+    for target, order in predictions.items():
+        if target not in gains or set(order) != set(gains[target]):
+            raise SquisherError(f"The sources ranked for {target!r} are not the ones whose gains are known.")
+        known = gains[target]
+        best = max(known.values())
+        ranks.append(min(k for k, source in enumerate(order, 1) if known[source] == best))
+        ndcgs.append(_ndcg([known[source] for source in order]))
+    return {
+        "rho": float(np.mean(ranks)),
+        "mrr": float(np.mean([1 / r for r in ranks])),
+        "ndcg": float(np.mean(ndcgs)),
+    }
+
+
+def _ndcg(gains: Sequence[float]) -> float:
+    low, high = min(gains), max(gains)
+    relevance = [(gain - low) / (high - low) if high > low else 1.0 for gain in gains]
+
+    def discounted(values: Sequence[float]) -> float:
+        return sum((2**value - 1) / math.log2(place + 2) for place, value in enumerate(values))
+
+    return discounted(relevance) / discounted(sorted(relevance, reverse=True))
+
+
+def _pair(a: Tensor, b: Tensor, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    x, y = (piece.double().numpy() for piece in (a, b))
+    x, y = (np.where(values < _TINY, 0.0, values) for values in (x, y))
+    kept = (x + y) > 0
+    x, y = x[kept], y[kept]
+    if metric == "cosine":
+        return x, y
+    u = x / (x + y)
+    return u, y / (x + y)
+
+
+def _common(a: Mapping[str, Tensor], b: Mapping[str, Tensor], exclude: str | None) -> list[str]:
+    pattern = name_pattern(exclude)
+    left_out = (lambda name: pattern.search(name) is not None) if pattern else (lambda name: False)
+    names = [name for name in a if not left_out(name)]
+    strangers = [name for name in names if name not in b] + [name for name in b if name not in a and not left_out(name)]
+    if strangers:
+        raise NamingError(
+            f"{strangers[0]!r} is in one task's importance and not in the other's.{near(strangers[0], [*a, *b])} Leave out what "
+            "tasks do not share (heads) with exclude."
+        )
+    if not names:
+        raise NamingError(f"No parameter is left after excluding {exclude!r}.")
+    for name in names:
+        if shape_of(a, name) != shape_of(b, name):
+            raise NamingError(
+                f"{name!r} has the shape {tuple(shape_of(a, name))} in one task and {tuple(shape_of(b, name))} in the other: "
+                "leave out what tasks do not share (heads) with exclude, or embed by tensor first."
+            )
+    return names
+
+
+def _without(importance: Importance, exclude: str) -> Importance:
+    pattern = name_pattern(exclude)
+    return importance.restrict(lambda name: pattern is None or pattern.search(name) is None)
+
+
+def _is_bias(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] == "bias"
+
+
+def _mean(importance: Importance, name: str) -> Tensor:
+    known = importance.provenance.sum.get(name)
+    total = known if known is not None else math.fsum(float(piece.double().sum()) for piece in importance.chunks(name))
+    return torch.tensor([total / numel_of(importance, name)], dtype=torch.float32)
+
+
+def _row_means(importance: Importance, name: str) -> Tensor:
+    shape = importance.shape(name)
+    if len(shape) < 2:
+        return torch.cat([piece.float() for piece in importance.chunks(name)])
+    length = shape[1:].numel()
+    return torch.cat(list(_rows(importance, name, length)))
+
+
+def _rows(importance: Importance, name: str, length: int) -> Iterator[Tensor]:
+    # Pieces of whole rows; a row longer than a piece is read at once.
+    for piece in importance.chunks(name, length * max(1, CHUNK // length)):
+        yield piece.view(-1, length).double().mean(1).float()

@@ -1,0 +1,272 @@
+"""EWC: the parabola of all tasks is their sum, exactly, at a cost that does not grow."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import squisher
+from squisher.consolidate import EWC, strength_like
+from squisher.errors import NamingError, ScaleError, SquisherError, SquisherWarning
+from squisher.importance import Importance
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def wander(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p))
+
+
+def importance_of(model, seed, **provenance):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {n: torch.rand(p.shape, generator=generator) ** 3 for n, p in model.named_parameters()}
+    tensors["0.weight"][0] = 0.0
+    return Importance(tensors, **provenance)
+
+
+def tasks(model, ewc, count=3):
+    """Consolidates several tasks and returns what the slow definition needs: centres and importances."""
+    seen = []
+    for k in range(count):
+        wander(model)
+        imp = importance_of(model, k)
+        ewc.consolidate(imp)
+        seen.append(({n: p.detach().clone().double() for n, p in model.named_parameters()}, imp))
+    wander(model)
+    return seen
+
+
+def by_definition(model, seen, strength):
+    total = torch.zeros((), dtype=torch.float64)
+    for centre, imp in seen:
+        for n, p in model.named_parameters():
+            total = total + 0.5 * strength * (imp[n].double() * (p.double() - centre[n]) ** 2).sum()
+    return total
+
+
+def test_the_penalty_is_the_sum_over_tasks_in_value_and_gradient():
+    model = network()
+    ewc = EWC(model, strength=7.0)
+    assert ewc.penalty() == 0
+    seen = tasks(model, ewc)
+    expected = by_definition(model, seen, 7.0)
+    assert ewc.penalty().item() == pytest.approx(expected.item(), rel=1e-5)
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    found = torch.autograd.grad(ewc.penalty(), list(model.parameters()))
+    assert all(torch.allclose(a.float(), b, rtol=1e-4, atol=1e-5) for a, b in zip(wanted, found, strict=True))
+
+
+@pytest.mark.parametrize("settings", [{}, {"dtype": torch.float64}, {"device": "cpu"}])
+def test_add_gradient_adds_what_autograd_would(settings):
+    model = network()
+    ewc = EWC(model, strength=3.0, **settings)
+    tasks(model, ewc)
+    x = torch.randn(6, 4)
+    model(x).square().sum().backward()
+    data = [p.grad.clone() for p in model.parameters()]
+    value = ewc.add_gradient_(value=True)
+    added = [p.grad - g for p, g in zip(model.parameters(), data, strict=True)]
+    wanted = torch.autograd.grad(ewc.penalty(), list(model.parameters()))
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(added, wanted, strict=True))
+    assert value.item() == pytest.approx(ewc.penalty().item(), rel=1e-6)
+    assert ewc.add_gradient_() is None
+
+
+def test_without_gradients_they_are_made():
+    model = network()
+    ewc = EWC(model)
+    tasks(model, ewc, 1)
+    ewc.add_gradient_()
+    wanted = torch.autograd.grad(ewc.penalty(), list(model.parameters()))
+    assert all(torch.allclose(p.grad, w, atol=1e-6) for p, w in zip(model.parameters(), wanted, strict=True))
+
+
+def test_zero_importance_has_no_force():
+    model = network()
+    ewc = EWC(model, strength=1e9)
+    tasks(model, ewc)
+    ewc.add_gradient_()
+    assert (model[0].weight.grad[0] == 0).all()
+    assert torch.isfinite(ewc.penalty())
+
+
+def test_strength_and_scale_are_one_thing():
+    values = []
+    for factor, strength in ((1.0, 50.0), (50.0, 1.0)):
+        model = network()
+        ewc = EWC(model, strength=strength)
+        for k in range(3):
+            torch.manual_seed(k)
+            wander(model)
+            ewc.consolidate(importance_of(model, k) * factor)
+        values.append(ewc.penalty().item())
+    assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+
+def test_memory_does_not_grow_with_tasks():
+    model = network()
+    ewc = EWC(model)
+    sizes = []
+    for k in range(5):
+        wander(model)
+        ewc.consolidate(importance_of(model, k))
+        sizes.append(sum(t.numel() for part in ("weight", "centre") for t in ewc.state_dict()[part].values()))
+    assert len(set(sizes)) == 1
+    assert ewc.tasks == 5
+
+
+def test_online_keeps_the_last_centre_and_lets_the_past_fade_once():
+    model = network()
+    ewc = EWC(model, strength=2.0, online=0.5)
+    seen = tasks(model, ewc)
+    faded = {n: 0.25 * seen[0][1][n] + 0.5 * seen[1][1][n] + seen[2][1][n] for n, _ in model.named_parameters()}
+    expected = by_definition(model, [(seen[2][0], faded)], 2.0)
+    assert ewc.penalty().item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_heads_that_a_task_does_not_know_are_not_held_by_it():
+    model = network()
+    ewc = EWC(model)
+    first = importance_of(model, 0)
+    ewc.consolidate(first.restrict("^0"))
+    wander(model)
+    ewc.add_gradient_()
+    assert model[2].weight.grad is None
+    ewc.consolidate(importance_of(model, 1))
+    wander(model)
+    model.zero_grad()
+    ewc.add_gradient_()
+    assert model[2].weight.grad is not None
+    held = EWC(model, exclude="^2")
+    held.consolidate(first)
+    assert set(held.state_dict()["weight"]) == {"0.weight", "0.bias"}
+
+
+def test_a_stopped_run_goes_on():
+    model = network()
+    ewc = EWC(model, strength=4.0)
+    tasks(model, ewc)
+    twin = copy.deepcopy(model)
+    resumed = EWC(twin)
+    resumed.load_state_dict(torch.load(_saved(ewc.state_dict()), weights_only=True))
+    assert resumed.penalty().item() == ewc.penalty().item()
+    for one, net in ((ewc, model), (resumed, twin)):
+        torch.manual_seed(5)
+        wander(net)
+        one.consolidate(importance_of(net, 9))
+        wander(net)
+    assert resumed.penalty().item() == ewc.penalty().item()
+    with pytest.raises(SquisherError, match="not the state of an EWC"):
+        resumed.load_state_dict({"strength": 1.0})
+
+
+def _saved(state):
+    import io
+
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return file
+
+
+def test_bfloat16_importances_keep_the_centre_exact():
+    model = network()
+    ewc = EWC(model, dtype=torch.bfloat16)
+    ewc.consolidate(importance_of(model, 0))
+    assert ewc.penalty() == 0
+    assert ewc.state_dict()["weight"]["0.bias"].dtype == torch.bfloat16
+    assert ewc.state_dict()["centre"]["0.bias"].dtype == torch.float32
+
+
+def test_the_scale_of_the_first_task_binds_the_others():
+    model = network()
+    known = {"kind": "squisher", "bias_corrected": True, "loss_reduction": "mean"}
+    ewc = EWC(model)
+    ewc.consolidate(importance_of(model, 0, **known, batch_size=8))
+    assert ewc.totals[0] == pytest.approx(8 * sum(t.sum().item() for t in importance_of(model, 0).values()), rel=1e-5)
+    with pytest.raises(ScaleError, match="batch_size"):
+        ewc.consolidate(importance_of(model, 1, **known))
+    assert ewc.tasks == 1
+    ewc.consolidate(importance_of(model, 1))  # a Fisher is on that scale
+    loose = EWC(model)
+    loose.consolidate(importance_of(model, 0, **known))
+    with pytest.raises(ScaleError, match="differ in|can be brought"):
+        loose.consolidate(importance_of(model, 1, **known, batch_size=8))
+    loose.consolidate(importance_of(model, 1, **known, batch_size=8), scale="stored")
+
+
+def test_growth_between_tasks_is_warned_of():
+    model = network()
+    ewc = EWC(model)
+    ewc.consolidate(dict(importance_of(model, 0)))
+    with pytest.warns(SquisherWarning, match="Tracker"):
+        ewc.consolidate({n: 1e4 * t for n, t in importance_of(model, 1).items()})
+
+
+def test_the_feedback_trap_and_the_tracker_that_avoids_it():
+    """Adam's own state, used as it is with a large factor, holds the square of the penalty's gradient; data alone does not."""
+
+    def run(tracked):
+        torch.manual_seed(0)
+        model = nn.Linear(8, 2)
+        optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+        tracker = squisher.Tracker(model)
+        ewc = EWC(model, strength=1e6)
+        for _ in range(4):
+            teacher = torch.randn(8)
+            for _ in range(60):
+                x = torch.randn(32, 8)
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(model(x), (x @ teacher > 0).long()).backward()
+                tracker.observe()
+                ewc.add_gradient_()
+                optimizer.step()
+            ewc.consolidate(dict(squisher.extract(tracker if tracked else optimizer, model)))
+            tracker.reset()
+        return ewc.totals
+
+    with pytest.warns(SquisherWarning, match="times the last one's"):
+        raw = run(tracked=False)
+    clean = run(tracked=True)
+    assert max(clean) / min(clean) < 10
+    assert raw[-1] / raw[0] > 1e6
+
+
+def test_strength_like():
+    model = network()
+    small, large = importance_of(model, 0), importance_of(model, 0) * 40.0
+    assert strength_like(small, large, 3.0) == pytest.approx(120.0)
+    ewc = EWC(model)
+    with pytest.raises(SquisherError, match="consolidate one first"):
+        ewc.strength_like(large, 3.0)
+    ewc.consolidate(small)
+    assert ewc.strength_like(large, 3.0) == pytest.approx(120.0, rel=1e-5)
+    with pytest.raises(SquisherError, match="0 everywhere"):
+        strength_like({"a": torch.zeros(2)}, {"a": torch.ones(2)}, 1.0)
+    with pytest.raises(NamingError, match="share no parameter"):
+        strength_like({"a": torch.ones(2)}, {"b": torch.ones(2)}, 1.0)
+
+
+def test_errors():
+    model = network()
+    for arguments in (
+        {"strength": -1},
+        {"strength": float("nan")},
+        {"online": 0.0},
+        {"online": 2},
+        {"dtype": torch.float16},
+    ):
+        with pytest.raises(SquisherError, match=next(iter(arguments)).replace("dtype", "float32")):
+            EWC(model, **arguments)
+    ewc = EWC(model)
+    with pytest.raises(NamingError, match=r"'0\.wieght', which the model does not.*'0\.weight'"):
+        ewc.consolidate({"0.wieght": torch.ones(5, 4)})
+    with pytest.raises(NamingError, match=r"shape \(2, 4\), but the parameter has \(5, 4\)"):
+        ewc.consolidate({"0.weight": torch.ones(2, 4)})
+    assert ewc.tasks == 0
