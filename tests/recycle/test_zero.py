@@ -480,6 +480,19 @@ def test_whether_weight_decay_is_inside(tmp_path, said, name, holds):
     assert ("holds the L2 weight decay" in sentences, "may hold" in sentences) == (holds is True, holds is None)
 
 
+def test_groups_of_muon_are_absent_and_those_of_its_adam_are_read(tmp_path):
+    config = {"optimizer": {"type": "Muon"}}
+    write(tmp_path / "run", [{"a": torch.ones(3, 3)}, {"b": torch.ones(2)}], 2, 2, config=config)
+    for file in (tmp_path / "run" / "global_step4").glob("*optim_states.pt"):
+        content = torch.load(file)
+        state = content["optimizer_state_dict"]["base_optimizer_state"]["state"]
+        state[0] = {"momentum_buffer": state[0]["exp_avg"]}
+        torch.save(content, file)
+    imp = extract(tmp_path / "run")
+    assert list(imp) == ["b"]
+    assert "moving average of the gradient" in imp.provenance.absent["a"]
+
+
 def test_names_of_adapters_are_those_of_the_adapter_file(tmp_path):
     live = "base_model.model.q.lora_A.default.weight"
     imp = extract(write(tmp_path / "run", [{live: torch.ones(2, 3)}], 2, 3))

@@ -22,7 +22,8 @@ _OTHERS = {  # files of layouts in which a parameter is more than its data-paral
     r"expp_rank_.*": "the experts of a mixture, which have partitions of their own",
     r"layer_\d+-model.*": "pipeline stages, each with parameters of its own",
 }
-_CLASSES = {"lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad", "muon": "Muon", "lamb": "Lamb"}
+# Not Muon: some of its groups are Adam's, which the keys of their states tell.
+_CLASSES = {"lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad"}
 
 
 class Run:
@@ -55,7 +56,7 @@ class Run:
         self.shapes = list(self._groups())
         self.frozen = self._frozen()
         self.shared = {a: n for a, n in _dictionary(self.content.get("shared_params")).items() if isinstance(n, str)}
-        live = [*self.trained, *self.frozen, *self.shared]
+        live = list(dict.fromkeys([*self.trained, *self.frozen, *self.shared]))
         self.names = dict(zip(live, clean_names([recorded_name(name) for name in live]), strict=True))
 
     def _frozen(self) -> dict[str, tuple[int, ...]]:
