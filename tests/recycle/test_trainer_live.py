@@ -190,6 +190,27 @@ def test_adapters(tmp_path, more):
     compare(imp, live, adapter_file_name)
 
 
+@pytest.mark.parametrize("kind", ["IA3Config", "LoHaConfig", "VeraConfig"])
+def test_other_adapters(tmp_path, kind):
+    import peft
+    from safetensors.torch import load_file
+
+    base = small_llama()
+    base.save_pretrained(tmp_path / "base")
+    more = {"feedforward_modules": ["v_proj"]} if kind == "IA3Config" else {}
+    config = getattr(peft, kind)(target_modules=["q_proj", "k_proj", "v_proj"], task_type="CAUSAL_LM", **more)
+    model = peft.get_peft_model(base, config)
+    live = train(model, tmp_path)
+    imp = squisher.extract(tmp_path / "checkpoint-4", bias_correction=False, base_model=tmp_path / "base")
+    stored = load_file(tmp_path / "checkpoint-4" / "adapter_model.safetensors")
+    weights = dict(model.named_parameters())
+    assert len(imp) == len(live)
+    for name in imp:
+        running = imp.provenance.live_names[name]
+        assert torch.equal(stored[name], weights[running].detach())
+        assert torch.equal(imp[name], live[running]["exp_avg_sq"])
+
+
 def test_an_adapter_whose_shapes_tell_its_order_needs_no_base(tmp_path):
     from squisher.tensors import adapter_file_name
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +103,11 @@ def _stored_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
     transformers undoes its own conversions on tensors without values. Those that only cut leave views behind, which tell
     what was cut out where.
     """
+    if "peft" in sys.modules:
+        from peft import PeftModel, get_peft_model_state_dict
+
+        if isinstance(model, PeftModel):
+            return _stored_adapter(model, get_peft_model_state_dict(model, save_embedding_layers=False))
     if "transformers" not in sys.modules:  # then this is none of its models
         return {}
     try:
@@ -126,6 +131,13 @@ def _stored_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
             cut.setdefault(source, []).append(Piece(name, tensor.storage_offset(), tuple(tensor.shape)))
     pieces = {name: _complete(cut.get(name, []), live[name].numel()) for name in live}
     return {name: p for name, p in pieces.items() if p != (Piece(name, 0, tuple(live[name].shape)),)}
+
+
+def _stored_adapter(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> dict[str, tuple[Piece, ...]]:
+    """The names that peft gives an adapter's parameters in its file."""
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in saved.items()}
+    live = {name: p for name, p in model.named_parameters() if p.untyped_storage()._cdata in names}
+    return {name: (Piece(names[p.untyped_storage()._cdata], 0, tuple(p.shape)),) for name, p in live.items()}
 
 
 def _complete(pieces: Sequence[Piece], numel: int) -> tuple[Piece, ...]:
