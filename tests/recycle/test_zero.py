@@ -22,7 +22,7 @@ from squisher.tensors import chunks_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ZERO = FIXTURES / "zero"
-READ = ["z1", "z1bf16", "z2", "z2rr", "z2pa", "z2elastic", "z2tied", "z3", "z3p0", "z3sub", "z3bf16"]
+READ = ["z1", "z1bf16", "z2", "z2rr", "z2pa", "z2elastic", "z2offload", "z2tied", "z3", "z3p0", "z3sub", "z3bf16"]
 UNIVERSAL = ["universal_z2", "universal_z3"]
 
 
@@ -550,7 +550,7 @@ def test_what_is_not_needed_is_not_read(tmp_path, monkeypatch):
 def test_with_deepspeed_itself(tmp_path):
     script = FIXTURES / "make_zero.py"
     subprocess.run([sys.executable, script, tmp_path], check=True, capture_output=True, timeout=1800)
-    for variant in [*READ, *UNIVERSAL, "z2bf16", "z3tied"]:
+    for variant in [*READ, *UNIVERSAL, "z2bf16", "z3tied", "z3offload"]:
         check(extract(tmp_path / variant, bias_correction=False), tmp_path / variant / "reference.safetensors")
     with pytest.raises(FileError, match="round_robin_gradients"):
         extract(tmp_path / "universal_z2rr")
