@@ -1,0 +1,18 @@
+"""Masks: train only the entries that matter.
+
+    mask = squisher.mask.top_k(importance, keep=0.005, always=r"classifier")
+    handle = squisher.mask.train_only(model, optimizer, mask)                 # any optimizer; handle.remove()
+    optimizer = squisher.mask.compact(model, mask, torch.optim.AdamW, lr=1e-3)  # or one over the kept entries alone
+
+A mask is a mapping from parameter name to a boolean tensor: True where training may move an entry.
+"""
+
+from __future__ import annotations
+
+from .choosing import top_k
+from .compacting import compact
+from .packed import Mask, load
+from .resetting import reset_outside
+from .training import Handle, train_only
+
+__all__ = ["Handle", "Mask", "compact", "load", "reset_outside", "top_k", "train_only"]

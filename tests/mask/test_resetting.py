@@ -1,0 +1,46 @@
+import pytest
+import torch
+
+from squisher import mask
+from squisher.errors import NamingError
+from squisher.tensors import chunks_of
+
+
+def test_inside_the_tuned_and_outside_the_base():
+    base = {"a": torch.randn(6, 5), "b": torch.randn(7), "c": torch.tensor([0.0, float("nan")])}
+    tuned = {name: tensor + 1 for name, tensor in base.items()}
+    masks = {"a": torch.rand(6, 5) < 0.3, "c": torch.tensor([True, False])}
+    found = mask.reset_outside(tuned, base, mask.Mask(masks))
+    assert torch.equal(found["a"], torch.where(masks["a"], tuned["a"], base["a"]))
+    assert torch.equal(found["b"], base["b"])
+    assert found["c"].isnan().tolist() == [False, True]
+    for name in base:
+        assert torch.equal(torch.cat(list(chunks_of(found, name, 4))).nan_to_num(), found[name].flatten().nan_to_num())
+    assert set(found) == set(base)
+
+
+def test_everything_or_nothing_gives_one_of_the_two_back():
+    base, tuned = {"a": torch.randn(9)}, {"a": torch.randn(9)}
+    for kept, expected in ((True, tuned), (False, base)):
+        found = mask.reset_outside(tuned, base, {"a": torch.full((9,), kept)})
+        assert torch.equal(found["a"], expected["a"])
+
+
+@pytest.mark.parametrize(
+    ("tuned", "base", "masks", "message"),
+    [
+        ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}, {}, "'a' is not in the base"),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(3)}, {}, r"'a' is float32 of the shape \(2,\) .* \(3,\) in the base"),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(2).double()}, {}, "float64 of the shape"),
+        ({"a": torch.zeros(2)}, {"a": torch.zeros(2)}, {"x": torch.ones(2) > 0}, "The mask has 'x'"),
+        (
+            {"a": torch.zeros(2)},
+            {"a": torch.zeros(2)},
+            {"a": torch.ones(3) > 0},
+            r"The mask of 'a' has the shape \(3,\)",
+        ),
+    ],
+)
+def test_what_does_not_fit(tuned, base, masks, message):
+    with pytest.raises(NamingError, match=message):
+        mask.reset_outside(tuned, base, masks)
