@@ -144,11 +144,8 @@ def backpack(case: Case, model: nn.Module) -> Run:
 
 def nngeometry(case: Case, model: nn.Module) -> Run:
     """NNGeometry, a diagonal matrix of the loss's gradients."""
-    from nngeometry.generator import TorchHooksJacobianBackend
-    from nngeometry.layercollection import LayerCollection
+    from nngeometry.backend import TorchHooksJacobianBackend
     from nngeometry.object import PMatDiag
-
-    collection = LayerCollection.from_model(model)
 
     def losses(*batch: Tensor) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1], reduction="none")[:, None]
@@ -156,36 +153,29 @@ def nngeometry(case: Case, model: nn.Module) -> Run:
     backend = TorchHooksJacobianBackend(model=model, function=losses)
 
     def run(batches: Batches) -> dict[str, Tensor]:
-        matrix = PMatDiag(layer_collection=collection, generator=backend, examples=_Loader(batches))
-        flat, out, at = matrix.get_diag(), {}, 0
-        # Its order: by layer, the weight before the bias.
-        for name, p in model.named_parameters():
-            out[name] = flat[at : at + p.numel()].view_as(p)
-            at += p.numel()
-        return out
+        x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        data = torch.utils.data.TensorDataset(x, y)
+        loader = torch.utils.data.DataLoader(data, batch_size=batches[0][0].shape[0])
+        return _unflatten(PMatDiag(generator=backend, examples=loader).get_diag(), model)
 
     return run
 
 
-class _Loader:
-    """As much of a DataLoader as NNGeometry asks for."""
-
-    def __init__(self, batches: Batches):
-        self.batches = batches
-        self.dataset = range(sum(x.shape[0] for x, _ in batches))
-
-    def __iter__(self) -> Any:
-        return iter(self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
+def _unflatten(flat: Tensor, model: nn.Module) -> dict[str, Tensor]:
+    """By name, from one vector in the order of layers, the weight before the bias."""
+    out, at = {}, 0
+    for name, p in model.named_parameters():
+        out[name] = flat[at : at + p.numel()].view_as(p)
+        at += p.numel()
+    return out
 
 
 def opacus(case: Case, model: nn.Module) -> Run:
     """Opacus, grad_sample squared."""
     from opacus.grad_sample import GradSampleModule
 
-    model = GradSampleModule(model, loss_reduction="sum")
+    # It looks at layers in training mode only; these models have no dropout.
+    model = GradSampleModule(model.train(), loss_reduction="sum")
 
     def run(batches: Batches) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
@@ -212,35 +202,37 @@ def laplace(backend: str) -> Callable[[Case, nn.Module], Run]:
             flat: Any = 0
             for x, y in batches:
                 flat = flat + engine.diag(x, y)[1].detach()
-            out, at = {}, 0
-            for name, p in model.named_parameters():
-                out[name] = flat[at : at + p.numel()].view_as(p)
-                at += p.numel()
-            return _mean(out, batches)
+            return _mean(_unflatten(flat, model), batches)
 
         return run
 
     return prepare
 
 
-def asdfghjkl(case: Case, model: nn.Module) -> Run:
-    """ASDL, under the name that it has on PyPI."""
-    from asdfghjkl import FISHER_EMP, SHAPE_DIAG, fisher_for_cross_entropy
+def asdl(case: Case, model: nn.Module) -> Run:
+    """ASDL (`asdfghjkl` on PyPI)."""
+    from asdl.fisher import FisherConfig, get_fisher_maker
+    from asdl.grad_maker import LOSS_CROSS_ENTROPY
+    from asdl.matrices import FISHER_EMP, SHAPE_DIAG
+
+    config = FisherConfig(fisher_type=FISHER_EMP, loss_type=LOSS_CROSS_ENTROPY, fisher_shapes=[SHAPE_DIAG], data_size=1)
 
     def run(batches: Batches) -> dict[str, Tensor]:
         total: dict[str, Tensor] = {}
         for x, y in batches:
-            fisher_for_cross_entropy(model, FISHER_EMP, SHAPE_DIAG, inputs=x, targets=y)
+            maker = get_fisher_maker(model, config)
+            output = maker.setup_model_call(model, x)
+            maker.setup_loss_call(F.cross_entropy, output.view(-1, output.size(-1)), y.view(-1))
+            maker.forward_and_backward()
             for module_name, module in model.named_modules():
-                found = getattr(module, FISHER_EMP, None)
-                for kind in ("weight", "bias") if found is not None and found.diag is not None else ():
-                    value = getattr(found.diag, kind)
+                found = getattr(getattr(module, "fisher", None), "diag", None)
+                for kind in ("weight", "bias"):
+                    value = getattr(found, kind, None)
                     if value is not None:
                         name = f"{module_name}.{kind}"
-                        # It returns means over the batch.
-                        total[name] = total.get(name, 0) + value * x.shape[0]
-                if found is not None:
-                    delattr(module, FISHER_EMP)
+                        total[name] = total.get(name, 0) + value
+                if hasattr(module, "fisher"):
+                    del module.fisher
         return _mean(total, batches)
 
     return run
@@ -259,11 +251,7 @@ def curvlinops(case: Case, model: nn.Module) -> Run:
             operator = EFLinearOperator(
                 model, nn.CrossEntropyLoss(), list(parameters.values()), batches, check_deterministic=False
             )
-        flat, out, at = hutchinson_diag(operator, 1), {}, 0
-        for name, p in parameters.items():
-            out[name] = torch.as_tensor(flat[at : at + p.numel()]).view_as(p)
-            at += p.numel()
-        return out
+        return _unflatten(torch.as_tensor(hutchinson_diag(operator, 1)), model)
 
     return run
 
@@ -281,7 +269,7 @@ PEERS: dict[str, Callable[[Case, nn.Module], Run]] = {
     "laplace AsdlEF": laplace("AsdlEF"),
     "laplace BackPackEF": laplace("BackPackEF"),
     "laplace CurvlinopsEF": laplace("CurvlinopsEF"),
-    "ASDL": asdfghjkl,
+    "ASDL": asdl,
     "curvlinops Hutchinson": curvlinops,
 }
 METHODS: dict[str, Callable[[Case, nn.Module], Run]] = {"plain": plain, "loop": loop, "vmap": vmap, **OURS, **PEERS}
