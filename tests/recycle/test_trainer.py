@@ -290,3 +290,28 @@ def test_damaged_files_are_refused(bert):
     (bert / "optimizer.pt").write_bytes(data[: len(data) // 2])
     with pytest.raises(FileError):
         squisher.extract(bert)
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "a\0b", "../..", "", None, 3, "owner/name"])
+def test_a_base_model_that_is_not_on_this_disk(tmp_path, name):
+    folder = tmp_path / "lora"
+    shutil.copytree(FIXTURES / "llama_lora", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "base_model_name_or_path": name}))
+    same(squisher.extract(folder, bias_correction=False), folder / "reference.safetensors", adapter_file_name)
+
+
+def test_a_sorted_file_without_a_config(tmp_path):
+    """A Trainer that trained a module of the user's own writes no config."""
+    layers = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(layers.parameters())
+    layers(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    save_file(layers.state_dict(), tmp_path / "model.safetensors")
+    imp = squisher.extract(tmp_path, bias_correction=False)
+    assert torch.equal(imp["1.weight"], optimizer.state[layers[1].weight]["exp_avg_sq"])
+    assert "every shape occurs once" in imp.provenance.naming
+    save_file({**layers.state_dict(), "more": torch.zeros(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(NamingError, match="sorts its tensors by name"):
+        squisher.extract(tmp_path)

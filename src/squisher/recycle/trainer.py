@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -169,22 +170,21 @@ def _siblings(folder: Path) -> list[Path]:
 def _adapter_proposals(folder: Path, options: Options, weights: Weights | None) -> Iterator[tuple[Sources, Candidates]]:
     if weights is None:
         raise FileError(f"The folder {folder} has an adapter_config.json but no adapter_model.safetensors.")
+    given = options.base_model or options.model
+    base = given or _recorded_base(folder)
     orders = adapter_orders(weights)
+    if base is not None:
+        try:
+            candidates = candidates_of_module(adapted_model(meta_model(base), folder), weights)
+        except (MissingPackage, NamingError) as error:
+            # The name that the adapter records may be another model's today; what the user gave must do.
+            if not orders or (given is not None and not isinstance(error, MissingPackage)):
+                raise
+        else:
+            yield [(f"the adapter on the base model of config.json{built_by(base)}", candidates.parameters)], candidates
+            return
     label = f"the names in {weights.label}, each submodule's together"
-    base = options.base_model or options.model or _recorded_base(folder)
-    if base is None:
-        yield [(label, order) for order in orders], Candidates(orders[0] if orders else [], {})
-        return
-    try:
-        model = adapted_model(meta_model(base), folder)
-    except MissingPackage:
-        if not orders:
-            raise
-        yield [(label, order) for order in orders], Candidates(orders[0], {})
-        return
-    candidates = candidates_of_module(model, weights)
-    label = f"the adapter on the model of {base.name}/config.json{built_by(base)}"
-    yield [(label, candidates.parameters)], candidates
+    yield [(label, order) for order in orders], Candidates(orders[0] if orders else [], {})
 
 
 def _recorded_base(folder: Path) -> Path | None:
@@ -201,4 +201,4 @@ def _recorded_base(folder: Path) -> Path | None:
         cached = None
     if isinstance(cached, str):
         places.append(Path(cached).parent)
-    return next((place for place in places if (place / "config.json").is_file()), None)
+    return next((place for place in places if os.path.isfile(place / "config.json")), None)

@@ -102,7 +102,8 @@ def _batch_size(folder: Path, args: Record, state: dict[str, Any]) -> int | None
         or split
     ):
         return None
-    return local * accumulation * processes
+    size = local * accumulation * processes
+    return size if size > 0 else None
 
 
 def _processes(folder: Path, args: Record) -> int | None:
