@@ -29,6 +29,11 @@ def test_numbers_count_up():
     }
 
 
+def test_numbered_submodules_may_stand_before_or_behind_a_named_one():
+    first, second, named = "0.lora_A.weight", "1.lora_A.weight", "norm.lora_A.weight"
+    assert orders(first, second, named) == {(first, second, named), (named, first, second)}
+
+
 def test_siblings_come_in_every_order_that_is_the_same_in_each_layer():
     names = [f"layers.{k}.{p}.lora_{x}.weight" for k in (0, 1) for p in ("q", "v") for x in "AB"]
     expected = {

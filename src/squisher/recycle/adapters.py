@@ -55,7 +55,8 @@ def _candidate(name: str, weights: Weights) -> Candidate:
 
 def _key(node: Tree, path: str) -> tuple[str, tuple[str, ...]]:
     """What makes two modules the same: their place, whatever the layer's number, and the children whose order is open."""
-    return re.sub(r"\d+", "#", path), tuple(sorted(name for name in node if not name.isdigit() and name not in _LORA))
+    children = {"#" if name.isdigit() else name for name in node if name not in _LORA}
+    return re.sub(r"\d+", "#", path), tuple(sorted(children))
 
 
 def _unordered(node: Tree, path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
@@ -69,13 +70,13 @@ def _unordered(node: Tree, path: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def _walk(node: Tree, path: str, chosen: dict[tuple[str, tuple[str, ...]], tuple[str, ...]]) -> Iterator[str]:
     key = _key(node, path)
-    named = list(chosen.get(key, key[1]))
     numbered = sorted((name for name in node if name.isdigit()), key=int)
+    named = [name for child in chosen.get(key, key[1]) for name in (numbered if child == "#" else [child])]
     lora = [name for name in _LORA if name in node]
     # A module's own parameters come before its submodules'; the magnitude is a submodule that its file names like a parameter.
     own = [name for name in named if not isinstance(node[name], dict)]
     below = [name for name in named if isinstance(node[name], dict)]
-    for name in (*own, *below, *numbered, *lora):
+    for name in (*own, *below, *lora):
         child = node[name]
         if isinstance(child, dict):
             yield from _walk(child, f"{path}.{name}", chosen)
