@@ -13,18 +13,21 @@ from typing import Any, TypeVar
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
+from torch import Tensor
 
 from .agreement import Agreement
-from .figures import plot_agreement, plot_importance
+from .figures import clustered, plot_agreement, plot_distances, plot_importance
 from .health import Diagnosis, Health
 from .importance import Importance
 
 __all__ = [
     "compare_json",
     "compare_tables",
+    "distance_table",
     "inspect_json",
     "inspect_tables",
     "plot_agreement",
+    "plot_distances",
     "plot_importance",
 ]
 
@@ -107,6 +110,22 @@ def compare_tables(agreement: Agreement, a: str = "A", b: str = "B", max_rows: i
         cells = _fixed(row.spearman), _number(row.scale), _number(row.median_ratio), _share(row.overlap)
         rows.add_row(_short(row.name), f"{row.numel:,}", *cells)
     return Group(facts, Text(), overlap, *(note if cut else []), Text(), rows)
+
+
+def distance_table(names: Sequence[str], matrix: Tensor) -> RenderableType:
+    """The distances between tasks, like ones side by side; long lists show each task's nearest instead of all pairs."""
+    order = clustered(matrix)
+    if len(names) <= 12:
+        table = _table("distance", *(_short(names[k]) for k in order))
+        for row in order:
+            table.add_row(_short(names[row]), *(f"{matrix[row, column]:.3f}" for column in order))
+        return table
+    table = _table("task", "nearest", "distance", "second", "distance")
+    for row in order:
+        nearest = sorted((float(matrix[row, k]), k) for k in range(len(names)) if k != row)[:2]
+        cells = [text for value, k in nearest for text in (_short(names[k]), f"{value:.3f}")]
+        table.add_row(_short(names[row]), *cells)
+    return table
 
 
 def _facts(importance: Importance, health: Health) -> list[tuple[str, str]]:
