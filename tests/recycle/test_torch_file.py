@@ -243,3 +243,12 @@ def test_a_flipped_bit_in_the_accumulator_is_noticed(tmp_path, run):
     with pytest.raises(FileError, match="checksum does not fit"):
         imp.save(tmp_path / "out.safetensors")
     assert [p.name for p in tmp_path.iterdir()] == ["c.pt"]
+
+
+def test_a_folder_with_one_checkpoint_is_read_and_with_several_refused(tmp_path, run):
+    torch.save({"model": run[0].state_dict(), "optimizer": run[1].state_dict()}, tmp_path / "ckpt.pt")
+    (tmp_path / "notes.txt").write_text("")
+    check(tmp_path, *run)
+    torch.save({"epoch": 1}, tmp_path / "other.pth")
+    with pytest.raises(FileError, match=r"holds 2 torch files \(ckpt\.pt, other\.pth\): give one of them"):
+        squisher.extract(tmp_path)

@@ -45,6 +45,7 @@ READERS: list[Reader] = [
     Reader("stable-baselines3 archive", is_sb3, read_sb3),
     Reader("Orbax checkpoint", is_orbax, read_orbax_folder),
     Reader("flax msgpack file", lambda path: path.is_file() and is_msgpack(path), read_flax),
+    Reader("a folder with one torch file", lambda path: len(_torch_files(path)) == 1, lambda path, options: read_source(_torch_files(path)[0], options)),
     # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.
     Reader("torch.save file", Path.is_file, lambda path, options: with_model(read_torch_file(path), options)),
 ]  # fmt: skip
@@ -61,11 +62,21 @@ def read_source(path: Path, options: Options) -> Found:
     for reader in READERS:
         if reader.accepts(path):
             return reader.read(path, options)
+    several = [file.name for file in _torch_files(path)]
+    if several:
+        raise FileError(f"The folder {path} holds {len(several)} torch files ({', '.join(several[:6])}): give one of them.")
     inside = sorted(p.name for p in path.iterdir())[:6]
     raise FileError(
         f"The folder {path} holds no optimizer state of a known format; it has {', '.join(inside) or 'nothing'}. Give the "
         "folder or file that training saved with the optimizer (a checkpoint, not only the weights)."
     )
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    """The checkpoints that a training script of one's own leaves in a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt", ".tar") and p.is_file())
 
 
 def _optimizer_file(folder: Path) -> Path | None:
