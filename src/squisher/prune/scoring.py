@@ -1,0 +1,144 @@
+"""How much each weight matters: ½θ²F, and what it is compared with."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import NamingError, SquisherError, near
+from ..tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+
+__all__ = ["SCORES", "Scores", "check_score", "scores"]
+
+SCORES = ("fisher", "magnitude", "importance", "random")
+
+
+def scores(
+    weights: Mapping[str, Tensor],
+    importance: Mapping[str, Tensor] | None = None,
+    score: str = "fisher",
+    *,
+    seed: int = 0,
+) -> Scores:
+    """What is lost by setting each weight to zero, to second order: ½θ²F; a lazy mapping.
+
+    Args:
+        weights: Any mapping, in memory or in files; read in pieces.
+        importance: Of the same names and shapes, for the scores fisher and importance.
+        score: `"fisher"` is ½θ²F, `"magnitude"` |θ|, `"importance"` F alone, `"random"` uniform noise.
+        seed: Of random scores, which depend on it and on the parameter's name alone.
+
+    Returns:
+        A score for each entry of each tensor that has an importance (of each tensor, without one).
+
+    Raises:
+        NamingError: The importance has a name or a shape that the weights have not.
+        SquisherError: The score does not exist or needs an importance.
+    """
+    check_score(score, importance)
+    if importance is None:
+        return Scores(weights, None, score, seed, list(weights))
+    for name in importance:
+        if name not in weights:
+            raise NamingError(f"There is an importance for {name!r}, but no weight of that name.{near(name, weights)}")
+        if shape_of(weights, name) != shape_of(importance, name):
+            raise NamingError(
+                f"{name!r} has the shape {tuple(shape_of(weights, name))}, but its importance "
+                f"{tuple(shape_of(importance, name))}. The importance belongs to another model."
+            )
+    return Scores(weights, importance, score, seed, list(importance))
+
+
+def check_score(score: str, importance: object, more: tuple[str, ...] = ()) -> None:
+    """Refuses a score that does not exist, or one that needs an importance where there is none."""
+    known = (*SCORES, *more)
+    if score not in known:
+        raise SquisherError(f"score is {', '.join(known[:-1])} or {known[-1]}, not {score!r}.{near(str(score), known)}")
+    if importance is None and score not in ("magnitude", "random", "orthoreg"):
+        raise SquisherError(f"The score {score} needs an importance; only magnitude and random do without one.")
+
+
+class Scores(Mapping[str, Tensor]):
+    """Scores by name, computed when asked for: one piece of weights and importance in memory at a time."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        importance: Mapping[str, Tensor] | None,
+        score: str,
+        seed: int,
+        names: list[str],
+    ) -> None:
+        self._weights = weights
+        self._importance = importance
+        self._score = score
+        self._seed = seed
+        self._names = dict.fromkeys(names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.cat([*self.chunks(name), torch.zeros(0, dtype=self.dtype(name))]).view(self.shape(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of one tensor, without computing it."""
+        return shape_of(self._weights, self._known(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """float32, or float64 where weights or importance are."""
+        read = [self._weights] if self._importance is None else [self._weights, self._importance]
+        wide = self._score != "random" and any(dtype_of(r, self._known(name)) == torch.float64 for r in read)
+        return torch.float64 if wide else torch.float32
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor's scores in flat pieces, in order."""
+        if self._score == "random":
+            yield from self._noise(name, size)
+            return
+        kind = self.dtype(name)
+        if self._score == "magnitude":
+            for piece in chunks_of(self._weights, self._known(name), size):
+                yield torch.from_numpy(np.abs(_array(piece, kind)))
+            return
+        importance = self._importance
+        if importance is None:
+            raise SquisherError(f"The score {self._score} needs an importance.")
+        if self._score == "importance":
+            for piece in chunks_of(importance, self._known(name), size):
+                yield torch.from_numpy(_array(piece, kind))
+            return
+        pairs = zip(chunks_of(self._weights, self._known(name), size), chunks_of(importance, name, size), strict=True)
+        for weight, fisher in pairs:
+            theta = _array(weight, kind)
+            loss = theta * theta
+            loss *= _array(fisher, kind)
+            loss *= 0.5
+            yield torch.from_numpy(loss)
+
+    def _noise(self, name: str, size: int) -> Iterator[Tensor]:
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        random = np.random.default_rng(int.from_bytes(digest[:16], "big"))
+        numel = numel_of(self._weights, self._known(name))
+        for start in range(0, numel, size):
+            yield torch.from_numpy(random.random(min(size, numel - start), dtype=np.float32))
+
+    def _known(self, name: str) -> str:
+        if name not in self._names:
+            raise KeyError(f"no score for {name!r}.{near(name, self._names)}")
+        return name
+
+
+def _array(piece: Tensor, kind: torch.dtype) -> np.ndarray[Any, np.dtype[Any]]:
+    return piece.detach().to(kind).numpy()

@@ -1,0 +1,289 @@
+"""Whole channels, neurons and attention heads removed: shapes shrink, and everything that depends on them follows.
+
+Which layers depend on which (norms, next layers, residual sums, grouped convolutions) is found by Torch-Pruning; the scores
+are ours.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import NamingError, SquisherError, near
+from ..tensors import live_parameters, shape_of
+from .scoring import check_score
+
+__all__ = ["channels"]
+
+_GUARDED = 1e30  # above every score: such a channel is never among the smallest
+
+
+def channels(
+    model: nn.Module,
+    importance: Mapping[str, Tensor] | None,
+    example_input: Any,
+    ratio: float = 0.5,
+    *,
+    scope: str = "global",
+    score: str = "fisher",
+    gradients: Mapping[str, Tensor] | None = None,
+    heads: Mapping[str, int] | None = None,
+    exclude: str | None = None,
+    minimum: float = 0.05,
+    round_to: int | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """A smaller copy of a model: its least important channels, neurons and heads are gone.
+
+    The score of a channel is the sum over the weights and the bias that produce it (the rows of its layer, of all layers
+    whose outputs are added). The layer that gives the model's output is left alone.
+
+    Args:
+        model: A module that can be traced with `example_input`; it is not changed.
+        importance: By parameter name; not needed for magnitude, random and orthoreg.
+        example_input: A tensor, or a tuple or dictionary of arguments, as the model takes them.
+        ratio: The fraction of channels to remove, from 0 to 1.
+        scope: `"global"` ranks all channels together, `"tensor"` each layer by itself.
+        score: `"fisher"` Σ½θ²F; `"sqrt"` ½(Σθ√F)²; `"magnitude"` Σθ²; `"importance"` ΣF; `"random"`;
+            `"orthoreg"` (Σθĝ)² with the mean gradient ĝ, as OrthoReg scores filters.
+        gradients: The mean gradient by parameter name, for orthoreg.
+        heads: For attention: the number of heads of each query, key and value layer, by module name. Whole heads are then
+            removed there.
+        exclude: A regular expression: modules whose name it finds something in keep their channels.
+        minimum: The fraction of every layer that stays at least (and always one channel), best first.
+        round_to: Widths are multiples of this.
+        seed: Of random scores.
+
+    Returns:
+        The smaller copy.
+
+    Raises:
+        SquisherError: torch-pruning is missing, the model cannot be traced, or the wish is impossible.
+        NamingError: Names or shapes of importance and model do not fit.
+    """
+    check_score(score, importance, ("sqrt", "orthoreg"))
+    if not 0 <= ratio < 1:
+        raise SquisherError(f"ratio is the fraction of channels to remove, from 0 to below 1, not {ratio}.")
+    if scope not in ("global", "tensor"):
+        raise SquisherError(f"scope is global or tensor, not {scope!r}.")
+    if score == "orthoreg" and gradients is None:
+        raise SquisherError("The score orthoreg needs gradients=, the mean gradient of the loss by parameter name.")
+    try:
+        import torch_pruning
+    except ImportError as error:
+        raise SquisherError("prune.channels needs Torch-Pruning: pip install 'torch-squisher[prune]'.") from error
+    smaller = copy.deepcopy(model)
+    scorer = _Scorer(smaller, gradients if score == "orthoreg" else importance, score, minimum, seed, torch_pruning)
+    modules = dict(smaller.named_modules())
+    unknown = [name for name in heads or {} if name not in modules]
+    if unknown:
+        raise NamingError(f"heads names {unknown[0]!r}, which is no module.{near(unknown[0], modules)}")
+    head_counts = {modules[name]: count for name, count in (heads or {}).items()}
+    before, last = _outputs(smaller, example_input)
+    ignored = [*last, *(m for name, m in modules.items() if exclude is not None and name and re.search(exclude, name))]
+    try:
+        pruner = torch_pruning.pruner.BasePruner(
+            smaller,
+            example_input,
+            importance=scorer,
+            global_pruning=scope == "global",
+            pruning_ratio=ratio,
+            ignored_layers=ignored,
+            round_to=round_to,
+            in_channel_groups={},
+            out_channel_groups={},
+            num_heads=dict(head_counts),
+            prune_num_heads=bool(heads),
+            prune_head_dims=not heads,
+            head_pruning_ratio=ratio if heads else 0.0,
+        )
+        if ratio:
+            pruner.step()
+    except (SquisherError, NamingError):
+        raise
+    except Exception as error:
+        raise SquisherError(
+            f"Torch-Pruning cannot prune this model: {error}. Exclude what it does not follow."
+        ) from error
+    _tell_attention(smaller, pruner.num_heads)
+    after = _outputs(smaller, example_input)[0]
+    if before != after:
+        raise SquisherError(
+            f"The model's output would change its shape, from {before} to {after}. Name the layer that gives it in exclude."
+        )
+    return smaller
+
+
+class _Scorer:
+    """What Torch-Pruning asks for a group of layers that lose the same channels: one number a channel."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        values: Mapping[str, Tensor] | None,
+        score: str,
+        minimum: float,
+        seed: int,
+        library: Any,
+    ) -> None:
+        self._values = values
+        self._score = score
+        self._minimum = minimum
+        self._seed = seed
+        self._calls = 0
+        self._names = {id(p.parameter): (p.name, p.live_name, *p.aliases) for p in live_parameters(model)}
+        self._outputs = (
+            library.prune_conv_out_channels,
+            library.prune_linear_out_channels,
+            library.prune_depthwise_conv_out_channels,
+        )
+        if values is not None:
+            self._check(values)
+
+    def _check(self, values: Mapping[str, Tensor]) -> None:
+        known = {name for names in self._names.values() for name in names}
+        for name in values:
+            if name not in known:
+                raise NamingError(f"There is an importance for {name!r}, but no such parameter.{near(name, known)}")
+
+    @torch.no_grad()
+    def __call__(self, group: Any) -> Tensor | None:
+        parts: list[tuple[Tensor, list[int]]] = []
+        for item in group:
+            dep, indices = item[0], list(item[1])
+            roots = list(item.root_idxs)
+            if dep.handler not in self._outputs or any(root is None for root in roots):
+                continue
+            found = self._of_layer(dep.target.module)
+            if found is not None:
+                parts.append((found[indices], roots))
+        if not parts:
+            return None
+        width = max(max(roots) for _, roots in parts) + 1
+        total = torch.zeros(width, dtype=torch.float64)
+        for values, roots in parts:
+            total.scatter_add_(0, torch.tensor(roots), values)
+        self._calls += 1
+        if self._score == "random":
+            digest = hashlib.sha256(f"{self._seed} {self._calls}".encode()).digest()
+            total = torch.rand(
+                width, generator=torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
+            ).double()
+        largest = float(total.max())
+        if largest > 0:  # float32 is what Torch-Pruning ranks in; the guard must stay above everything
+            total = total.clamp_max(_GUARDED / 2)
+        kept = min(width, max(1, math.ceil(self._minimum * width)))
+        total[total.topk(kept).indices] += _GUARDED
+        return total
+
+    def _of_layer(self, layer: nn.Module) -> Tensor | None:
+        """The score of each output channel of one layer."""
+        terms = []
+        for attribute in ("weight", "bias"):
+            parameter = getattr(layer, attribute, None)
+            if not isinstance(parameter, Tensor):
+                continue
+            theta = _by_output(layer, attribute, parameter.detach().double().cpu())
+            if self._score in ("magnitude", "random"):
+                terms.append(theta.square().sum(1))
+                continue
+            value = self._value(parameter)
+            if value is None:
+                continue
+            value = _by_output(layer, attribute, value.double())
+            if self._score == "importance":
+                terms.append(value.sum(1))
+            elif self._score == "fisher":
+                terms.append(0.5 * (theta.square() * value).sum(1))
+            else:  # a sum first, squared below
+                terms.append((theta * (value.sqrt() if self._score == "sqrt" else value)).sum(1))
+        if not terms:
+            return None
+        total = torch.stack(terms).sum(0)
+        if self._score == "sqrt":
+            return 0.5 * total.square()
+        return total.square() if self._score == "orthoreg" else total
+
+    def _value(self, parameter: Tensor) -> Tensor | None:
+        names = self._names.get(id(parameter), ())
+        values = self._values or {}
+        name = next((n for n in names if n in values), None)
+        if name is None:
+            return None
+        if shape_of(values, name) != parameter.shape:
+            raise NamingError(
+                f"{name!r} has the shape {tuple(parameter.shape)}, but its importance {tuple(shape_of(values, name))}."
+            )
+        return values[name].detach().cpu()
+
+
+def _by_output(layer: nn.Module, attribute: str, values: Tensor) -> Tensor:
+    """One row for each output channel."""
+    if attribute == "bias":
+        return values.view(-1, 1)
+    return values.transpose(0, 1).flatten(1) if getattr(layer, "transposed", False) else values.flatten(1)
+
+
+def _outputs(model: nn.Module, example: Any) -> tuple[list[tuple[int, ...]], list[nn.Module]]:
+    """The shapes of what the model gives, and the layers that give it directly."""
+    given: dict[int, nn.Module] = {}
+    seen: list[Tensor] = []  # kept alive, so that no address is used twice
+
+    def remember(module: nn.Module, _: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and isinstance(getattr(module, "weight", None), Tensor):
+            given[output.data_ptr()] = module
+            seen.append(output)
+
+    hooks = [module.register_forward_hook(remember) for module in model.modules()]
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            output = (
+                model(**example)
+                if isinstance(example, dict)
+                else model(*example)
+                if isinstance(example, (tuple, list))
+                else model(example)
+            )
+    except Exception as error:
+        raise SquisherError(f"The model does not run on the example input: {error}") from error
+    finally:
+        model.train(training)
+        for hook in hooks:
+            hook.remove()
+    tensors = list(_tensors(output))
+    return [tuple(t.shape) for t in tensors], [given[t.data_ptr()] for t in tensors if t.data_ptr() in given]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _tell_attention(model: nn.Module, heads: Mapping[nn.Module, int]) -> None:
+    """Attention modules keep their number of heads as an attribute of their own."""
+    for module in model.modules():
+        inside = [child for child in module.children() if child in heads]
+        if not inside:
+            continue
+        count = max(heads[child] for child in inside)
+        width = max(int(child.out_features) // heads[child] for child in inside)  # type: ignore[arg-type]
+        facts = {"num_heads": count, "n_heads": count, "num_attention_heads": count, "n_head": count}
+        facts |= {"all_head_size": count * width, "attention_head_size": width, "head_dim": width}
+        for attribute, value in facts.items():
+            if isinstance(getattr(module, attribute, None), int):
+                setattr(module, attribute, value)
