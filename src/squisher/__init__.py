@@ -27,6 +27,8 @@ _HOMES = {
     "examine": "health",
     # what is done with it
     "merge": "merge",
+    "prune": "prune",
+    "mask": "mask",
     "embed": "embed",
     "EWC": "consolidate",
     # when something is wrong
@@ -47,11 +49,13 @@ __all__ = [
     "extract",
     "fisher",
     "load",
+    "mask",
     "merge",
+    "prune",
 ]
 
 if TYPE_CHECKING:
-    from . import embed, merge
+    from . import embed, mask, merge, prune
     from .agreement import compare
     from .consolidate import EWC
     from .errors import SquisherError, SquisherWarning
