@@ -16,6 +16,7 @@ from .accumulators import GIVEN_BETA2
 from .candidates import candidates_of_module
 from .formats import read_source
 from .hf_rules import trainer_rules
+from .hub import fetch, is_hub_id
 from .live import from_optimizers, from_tracker, unwrapped
 from .naming import RULES, given_names, matching, resolve
 from .quantized import check_precision
@@ -47,7 +48,8 @@ def extract(
     parameter's own step count. `Importance.as_fisher` turns them into the scale of a Fisher where the batch size is known.
 
     Args:
-        source: A live optimizer (or several), a `Tracker`, or a file or folder that training saved. No file is ever executed.
+        source: A live optimizer (or several), a `Tracker`, or a file or folder that training saved (or
+            `hf://owner/name[@revision][/folder]`). No file is ever executed.
         model: The live model, for a live optimizer. For a file that records no names: the model it belongs to.
         names: Names in the optimizer's order, or a file of them, where nothing proves them.
         batch_size: Examples per optimizer step: per device × accumulation × data-parallel processes.
@@ -81,7 +83,8 @@ def extract(
         base = None if base_model is None else Path(base_model)
         named = names is not None or isinstance(model, nn.Module)
         options = Options(where, base, trainable, allow_coarse, named, beta2)
-        return _from_file(Path(source), model, names, bias_correction, known, options, optimizer)
+        path = fetch(source) if isinstance(source, str) and is_hub_id(source) else Path(source)
+        return _from_file(path, model, names, bias_correction, known, options, optimizer)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
             raise SquisherError(f"{option} is for files; a live optimizer's names are found by identity in the model.")
