@@ -178,6 +178,20 @@ def test_too_few_entries_to_tell_are_asked_about():
     assert "square_avg" in entry.state
 
 
+def test_a_state_that_is_no_tensor_is_refused():
+    with pytest.raises(FileError, match="no tensor"):
+        decoded([Entry({"state1": "x", "step": 1}, {"betas": (0.9, 0.0)})])
+
+
+def test_codes_in_another_memory_order_are_read_in_flat_order(tmp_path):
+    state = {"state1": torch.zeros(80, 64), **eight_bits(80 * 64, 256)}
+    state["state2"] = state["state2"].reshape(64, 80).t()
+    torch.save({"state": {0: state}, "param_groups": [{"betas": (0.9, 0.999), "params": [0]}]}, tmp_path / "x.pt")
+    importance = squisher.extract(tmp_path / "x.pt", names=["w"], bias_correction=False)
+    scale = state["absmax2"][torch.arange(80 * 64) // 256].reshape(80, 64)
+    assert torch.equal(importance["w"], state["qmap2"][state["state2"].long()] * scale)
+
+
 def test_clipping_at_a_percentile_is_said():
     from squisher.recycle.accumulators import reading
 

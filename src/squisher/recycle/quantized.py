@@ -182,6 +182,10 @@ def _one_state(entries: Sequence[Entry], class_name: str) -> str:
     seen = 0
     for entry in entries:
         source = _bitsandbytes(entry.state, "1")
+        if not _is_part(source):
+            raise FileError(
+                "A bitsandbytes state holds something that is no tensor: the file is damaged. Get it again."
+            )
         for start in range(0, _numel(source), CHUNK):
             piece = _flat(source, start, min(start + CHUNK, _numel(source)))
             if (piece < 0).any():
@@ -245,4 +249,6 @@ def _numel(part: Any) -> int:
 def _flat(part: Any, start: int, stop: int) -> Tensor:
     if isinstance(part, Tensor):
         return part.detach().reshape(-1)[start:stop]
+    if not getattr(part, "is_contiguous", True):
+        return part.load().reshape(-1)[start:stop]
     return part.read_flat(start, stop)
