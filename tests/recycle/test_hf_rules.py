@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 
 import pytest
@@ -129,6 +130,34 @@ def test_frozen_parameters_inside_the_groups_have_no_state(tmp_path):
     assert set(imp) == set(truth)
     assert all(torch.equal(imp[name], truth[name]) for name in truth)
     assert imp.provenance.absent["layers.0.q_proj.weight"] == "no gradient ever reached it"
+
+
+def test_with_anything_frozen_names_are_right_or_refused(tmp_path):
+    draw = random.Random(0)
+    right = refused = 0
+    for _ in range(120):
+        make, registered = draw.choice(MODELS)
+        model = make()
+        names = [name for name, _ in model.named_parameters()]
+        kept = set(draw.sample(names, draw.randint(1, len(names))))
+        decayed = {n for n in draw.choice(RULES)(model, registered) if n in kept}
+        groups = [[n for n in names if n in kept and (n in decayed) == first] for first in (True, False)]
+        parameters = dict(model.named_parameters())
+        optimizer = torch.optim.AdamW([{"params": [parameters[n] for n in group]} for group in groups])
+        for name in kept:
+            parameters[name].grad = torch.rand_like(parameters[name])
+        optimizer.step()
+        torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+        try:
+            imp = squisher.extract(tmp_path / "optimizer.pt", model, bias_correction=False)
+        except squisher.SquisherError:
+            refused += 1
+            continue
+        right += 1
+        assert set(imp) == kept
+        assert all(torch.equal(imp[n], optimizer.state[parameters[n]]["exp_avg_sq"]) for n in kept)
+    assert right > 10
+    assert refused > 10
 
 
 def candidate(name, *classes, shape=(4, 4)):
