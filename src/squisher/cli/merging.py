@@ -1,0 +1,96 @@
+"""Commands that merge models: merge, mergekit."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import SquisherWarning
+from .app import Json, app, print_json, progress_bar
+
+
+@app.command(
+    epilog="Example: squisher merge fisher model-a model-b --out merged --importance a.safetensors --importance b.safetensors"
+)
+def merge(
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="average, fisher, ubgm or task-arithmetic.")],
+    models: Annotated[
+        list[Path], typer.Argument(metavar="MODEL...", help="Folders of models or LoRA adapters, or weight files.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")],
+    importance: Annotated[
+        list[Path] | None,
+        typer.Option("--importance", metavar="FILE", help="Importance of each model in turn, or a checkpoint."),
+    ] = None,
+    base: Annotated[Path | None, typer.Option(metavar="DIR", help="What the models started from.")] = None,
+    base_importance: Annotated[Path | None, typer.Option(metavar="FILE", help="The importance of the base.")] = None,
+    coefficient: Annotated[
+        list[float] | None, typer.Option("--coefficient", metavar="X", help="Of each model in turn; 0 drops it.")
+    ] = None,
+    size: Annotated[
+        list[float] | None, typer.Option("--size", metavar="N", help="ubgm: training examples of each model.")
+    ] = None,
+    base_size: Annotated[float | None, typer.Option(metavar="N", help="ubgm: training examples of the base.")] = None,
+    scale: Annotated[str, typer.Option(metavar="S", help="auto, as_fisher or stored.")] = "auto",
+    normalize: Annotated[str | None, typer.Option(metavar="N", help="fisher: mean or l2, per model.")] = None,
+    floor: Annotated[
+        str, typer.Option(metavar="F", help="relative, a number, or +number to add; δ for ubgm.")
+    ] = "relative",
+    missing: Annotated[
+        str, typer.Option(metavar="M", help="Weights without an importance: error or average.")
+    ] = "error",
+    exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Names to keep as in the first model.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Merge models into one, piece by piece: no model has to fit into memory.
+
+    Without --importance, squisher.safetensors beside each model is used, then its optimizer state.
+    """
+    from ..bridges.merging import merge_folders
+
+    with progress_bar("merging") as progress, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SquisherWarning)
+        report = merge_folders(
+            method,
+            models,
+            out,
+            importances=importance or (),
+            base=base,
+            base_importance=base_importance,
+            coefficients=coefficient or None,
+            sizes=size or None,
+            base_size=base_size,
+            scale=scale,
+            normalize=normalize,
+            floor=floor,
+            missing=missing,
+            exclude=exclude,
+            dtype=dtype,
+            progress=progress,
+        )
+    for warning in caught:
+        typer.echo(f"Note: {warning.message}", err=True)
+    if as_json:
+        print_json({"out": str(out), **report.to_dict()})
+        return
+    typer.echo(f"{out}: {report.merged} tensors of {len(models)} models merged ({method}).")
+    for what, names in (("Kept as in the first model", report.kept), ("No importance, averaged", report.averaged)):
+        if names:
+            shown = ", ".join(f"{name} ({why})" for name, why in list(names.items())[:5])
+            typer.echo(f"{what}: {shown}{', …' if len(names) > 5 else ''}.")
+
+
+@app.command(epilog="Example: squisher mergekit config.yml --out merged")
+def mergekit(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yml", help="A mergekit configuration.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
+) -> None:
+    """Run mergekit with the method squisher_fisher: Fisher merging inside its own pipeline."""
+    from ..bridges.mergekit import run
+
+    run(config, out)
+    typer.echo(f"{out}: merged.")
