@@ -1,4 +1,4 @@
-"""Every way a piece can be squared (tiles, blocks, unfolding, sparse rows) gives the square of the summed gradient."""
+"""Rules: convolutions in both ways, examples at any dimension, bounds."""
 
 from __future__ import annotations
 
@@ -6,68 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from squisher.measure import layers
-from squisher.measure.layers import Broadcast, Convolution, Dense, Linear, Lookup, Outer, Rows, add_squares, to_examples
+from squisher.measure.layers import Broadcast, Convolution, Linear, Lookup, to_examples
+from squisher.measure.pieces import ConvolutionPiece, ConvolutionSettings, add_squares
 
 torch.manual_seed(0)
-SHAPE = torch.Size((7, 5))
-
-
-def _outer(positions):
-    return Outer(torch.randn(4, positions, 7).double(), torch.randn(4, positions, 5).double())
-
-
-def _rows():
-    keys = torch.randint(-1, 7, (4, 6))
-    return Rows(keys, torch.randn(4, 6, 5).double())
-
-
-def _dense():
-    return Dense(torch.randn(4, 7, 5).double())
-
-
-def _expected(pieces):
-    total = torch.zeros(SHAPE).double()
-    for n in range(4):
-        gradient = torch.zeros(SHAPE).double()
-        for piece in pieces:
-            if isinstance(piece, Outer):
-                gradient += piece.left[n].T @ piece.right[n]
-            elif isinstance(piece, Dense):
-                gradient += piece.values[n]
-            else:
-                for key, value in zip(piece.keys[n].tolist(), piece.values[n], strict=True):
-                    if key >= 0:
-                        gradient[key] += value
-        total += gradient**2
-    return total
-
-
-COMBINATIONS = {
-    "vectors": lambda: [_outer(1)],
-    "sequences": lambda: [_outer(3)],
-    "rows": lambda: [_rows()],
-    "dense": lambda: [_dense()],
-    "two outer": lambda: [_outer(1), _outer(3)],
-    "two vectors": lambda: [_outer(1), _outer(1)],
-    "two rows": lambda: [_rows(), _rows()],
-    "two dense": lambda: [_dense(), _dense()],
-    "tied": lambda: [_outer(3), _rows()],
-    "tied, vectors": lambda: [_outer(1), _rows()],
-    "tied twice": lambda: [_outer(3), _rows(), _rows(), _outer(2)],
-    "everything": lambda: [_outer(3), _rows(), _dense()],
-}
-
-
-@pytest.mark.parametrize("name", COMBINATIONS)
-@pytest.mark.parametrize(("tile", "small"), [(1 << 19, 1 << 14), (1 << 19, 0), (10, 0), (1, 0), (50, 1 << 14)])
-def test_sums_are_squared_per_example(monkeypatch, name, tile, small):
-    monkeypatch.setattr(layers, "TILE", tile)
-    monkeypatch.setattr(layers, "SMALL", small)
-    pieces = COMBINATIONS[name]()
-    total = torch.ones(SHAPE).double()
-    add_squares(total, pieces)
-    assert torch.allclose(total, _expected(pieces) + 1, rtol=1e-12)
 
 
 @pytest.mark.parametrize("unfold", [True, False])
@@ -84,14 +26,14 @@ def test_sums_are_squared_per_example(monkeypatch, name, tile, small):
 @pytest.mark.parametrize("images", [1, 2])
 @pytest.mark.parametrize("uses", [1, 2])
 def test_convolutions_unfolded_or_not(monkeypatch, unfold, settings, images, uses):
-    monkeypatch.setattr(layers.ConvolutionPiece, "_unfolding_pays", lambda self, total: unfold)
+    monkeypatch.setattr(ConvolutionPiece, "_unfolding_pays", lambda self, total: unfold)
     module = nn.Conv2d(3, 6, bias=False, **settings).double()
     rule_settings = [list(getattr(module, name)) for name in ("stride", "padding", "dilation")]
     pieces, gradients = [], torch.zeros(4, *module.weight.shape).double()
     for _ in range(uses):
         a = torch.randn(4 * images, 3, 6, 7).double()
         g = torch.randn_like(module(a))
-        pieces.append(Convolution(a, module.weight, *rule_settings, module.groups).piece(g, 0, 4))
+        pieces.append(Convolution(a, ConvolutionSettings(module.weight, *rule_settings, module.groups)).piece(g, 0, 4))
         for n in range(4):
             part = slice(n * images, (n + 1) * images)
             gradients[n] += torch.autograd.grad((module(a[part]) * g[part]).sum(), module.weight)[0]
@@ -130,7 +72,7 @@ def test_bounds_are_not_below_the_gradient():
         (Linear(a, transposed=True), g, (5, 7)),
         (Lookup(torch.randint(0, 6, (3, 4))), g, (6, 7)),
         (Broadcast(torch.Size((7,)), (7,)), g, (7,)),
-        (Convolution(image, weight, [1, 1], [0, 0], [1, 1], 1), back, (4, 2, 3, 3)),
+        (Convolution(image, ConvolutionSettings(weight, [1, 1], [0, 0], [1, 1], 1)), back, (4, 2, 3, 3)),
     ]
     for rule, gradient, shape in cases:
         value, bound = torch.zeros(shape).double(), torch.zeros(shape).double()

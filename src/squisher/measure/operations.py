@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .layers import Broadcast, Convolution, Linear, Lookup, Rule
+from .pieces import ConvolutionSettings
 
 __all__ = ["IN_PLACE", "OPERATIONS", "Uses"]
 
@@ -183,7 +184,7 @@ def _convolution(
             padding = 0
         else:
             padding = [t // 2 for t in total]
-    yield weight, Convolution(input, weight, stride, _tuple(padding, spatial), dilation, groups)
+    yield weight, Convolution(input, ConvolutionSettings(weight, stride, _tuple(padding, spatial), dilation, groups))
     if bias is not None:
         yield bias, Broadcast(bias.shape, (bias.numel(), *(1,) * spatial))
 
@@ -204,7 +205,7 @@ def _transposed_convolution(
         return
     stride, padding, dilation = (_tuple(v, spatial) for v in (stride, padding, dilation))
     more = tuple(_tuple(output_padding, spatial))
-    yield weight, Convolution(input, weight, stride, padding, dilation, groups, True, more)
+    yield weight, Convolution(input, ConvolutionSettings(weight, stride, padding, dilation, groups, True, more))
     if bias is not None:
         yield bias, Broadcast(bias.shape, (bias.numel(), *(1,) * spatial))
 

@@ -13,9 +13,10 @@ from torch.overrides import TorchFunctionMode
 
 from .attention import multi_head_attention, supports
 from .batches import Batch
-from .layers import Outer, Piece, Rule, add_squares
+from .layers import Rule
 from .likelihood import Objective
 from .operations import IN_PLACE, OPERATIONS
+from .pieces import Outer, Piece, add_squares
 
 __all__ = ["Layout", "Pass", "Watch", "anchored", "run"]
 

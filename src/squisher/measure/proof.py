@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from .batches import Batch
-from .layers import Piece, Rule
+from .layers import Rule
 from .likelihood import IGNORED, Objective
 from .loop import add_squares
 from .passes import Layout, Pass, Watch, anchored, run
+from .pieces import Piece
 
 __all__ = ["Proven", "frozen", "prove"]
 

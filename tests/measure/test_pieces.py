@@ -1,0 +1,69 @@
+"""Every way a piece can be squared (tiles, blocks, sparse rows) gives the square of the summed gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from squisher.measure import pieces as module
+from squisher.measure.pieces import Dense, Outer, Rows, add_squares
+
+torch.manual_seed(0)
+SHAPE = torch.Size((7, 5))
+
+
+def _outer(positions):
+    return Outer(torch.randn(4, positions, 7).double(), torch.randn(4, positions, 5).double())
+
+
+def _rows():
+    keys = torch.randint(-1, 7, (4, 6))
+    return Rows(keys, torch.randn(4, 6, 5).double())
+
+
+def _dense():
+    return Dense(torch.randn(4, 7, 5).double())
+
+
+def _expected(pieces):
+    total = torch.zeros(SHAPE).double()
+    for n in range(4):
+        gradient = torch.zeros(SHAPE).double()
+        for piece in pieces:
+            if isinstance(piece, Outer):
+                gradient += piece.left[n].T @ piece.right[n]
+            elif isinstance(piece, Dense):
+                gradient += piece.values[n]
+            else:
+                for key, value in zip(piece.keys[n].tolist(), piece.values[n], strict=True):
+                    if key >= 0:
+                        gradient[key] += value
+        total += gradient**2
+    return total
+
+
+COMBINATIONS = {
+    "vectors": lambda: [_outer(1)],
+    "sequences": lambda: [_outer(3)],
+    "rows": lambda: [_rows()],
+    "dense": lambda: [_dense()],
+    "two outer": lambda: [_outer(1), _outer(3)],
+    "two vectors": lambda: [_outer(1), _outer(1)],
+    "two rows": lambda: [_rows(), _rows()],
+    "two dense": lambda: [_dense(), _dense()],
+    "tied": lambda: [_outer(3), _rows()],
+    "tied, vectors": lambda: [_outer(1), _rows()],
+    "tied twice": lambda: [_outer(3), _rows(), _rows(), _outer(2)],
+    "everything": lambda: [_outer(3), _rows(), _dense()],
+}
+
+
+@pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize(("tile", "small"), [(1 << 19, 1 << 14), (1 << 19, 0), (10, 0), (1, 0), (50, 1 << 14)])
+def test_sums_are_squared_per_example(monkeypatch, name, tile, small):
+    monkeypatch.setattr(module, "TILE", tile)
+    monkeypatch.setattr(module, "SMALL", small)
+    pieces = COMBINATIONS[name]()
+    total = torch.ones(SHAPE).double()
+    add_squares(total, pieces)
+    assert torch.allclose(total, _expected(pieces) + 1, rtol=1e-12)
