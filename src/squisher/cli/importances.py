@@ -38,6 +38,9 @@ def extract(
         float | None, typer.Option(metavar="B", help="Examples per step: per device × accumulation × processes.")
     ] = None,
     batch_tokens: Annotated[float | None, typer.Option(metavar="T", help="Mean loss-bearing tokens per step.")] = None,
+    beta2: Annotated[
+        float | None, typer.Option(metavar="X", help="β₂, for sources that do not record it (optax).")
+    ] = None,
     loss_reduction: Annotated[str | None, typer.Option(metavar="R", help="mean, sum or token_mean.")] = None,
     raw: Annotated[
         bool, typer.Option("--raw", help="The accumulator as it is stored, without bias correction.")
@@ -63,6 +66,7 @@ def extract(
         bias_correction=not raw,
         loss_reduction=loss_reduction,
         batch_tokens=whole(batch_tokens),
+        beta2=beta2,
         trainable=trainable,
         base_model=base_model,
         optimizer=optimizer,

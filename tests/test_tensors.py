@@ -1,0 +1,72 @@
+"""Named tensors, in memory, in files and in live modules."""
+
+import pytest
+import torch
+
+from squisher import archive
+from squisher.stream import open_safetensors
+from squisher.tensors import LazyTensors, chunks_of, live_parameters, numel_of, one_thread, tied_names
+
+
+def test_chunks_of_a_plain_dict_and_of_a_file_have_the_same_borders(tmp_path):
+    tensors = {"a": torch.rand(1000)}
+    archive.save(tmp_path / "a.safetensors", tensors, {})
+    lazy, _ = archive.open_archive(tmp_path / "a.safetensors")
+    sizes = [[p.numel() for p in chunks_of(source, "a", 300)] for source in (tensors, lazy)]
+    assert sizes == [[300, 300, 300, 100]] * 2
+    assert numel_of(lazy, "a") == 1000
+
+
+def test_tied_names_in_memory_and_on_disk(tmp_path):
+    weight = torch.rand(4, 4)
+    tensors = {
+        "first": weight,
+        "second": weight,
+        "other": torch.rand(4, 4),
+        "transposed": weight.t(),
+        "empty": torch.empty(0),
+    }
+    assert tied_names(tensors) == {"second": "first"}
+    archive.save(tmp_path / "a.safetensors", tensors, {})
+    assert tied_names(open_safetensors(tmp_path / "a.safetensors")) == {}
+
+
+def test_a_missing_name_says_what_is_near():
+    lazy = LazyTensors({"layer.weight": None})
+    with pytest.raises(KeyError, match=r"Did you mean 'layer.weight'"):
+        lazy["layer.wieght"]
+
+
+def test_live_parameters_are_named_as_their_weight_file_names_them():
+    class DistributedDataParallel(torch.nn.Module):  # by the name of its class, as the real one is recognised
+        def __init__(self, inner):
+            super().__init__()
+            self.module = inner
+
+    inner = torch.nn.ModuleDict({"module": torch.nn.Linear(2, 2), "twin": torch.nn.Linear(2, 2)})
+    inner["twin"].weight = inner["module"].weight
+    found = live_parameters(DistributedDataParallel(inner))
+    assert [p.name for p in found] == ["module.weight", "module.bias", "twin.bias"]
+    assert found[0].aliases == ("twin.weight",)
+    assert found[0].live_name == "module.module.weight"
+    assert [p.name for p in found] == [n for n in inner.state_dict() if n != "twin.weight"]
+
+
+def test_adapters_are_named_as_peft_writes_them():
+    from squisher.tensors import adapter_file_name
+
+    for live, file in {
+        "base_model.model.q.lora_A.default.weight": "base_model.model.q.lora_A.weight",
+        "base_model.model.q.lora_magnitude_vector.default.weight": "base_model.model.q.lora_magnitude_vector",
+        "base_model.model.score.modules_to_save.default.weight": "base_model.model.score.weight",
+        "base_model.model.wte.lora_embedding_A.my_task": "base_model.model.wte.lora_embedding_A",
+    }.items():
+        assert adapter_file_name(live) == file
+
+
+def test_one_thread_is_put_back_also_after_an_error():
+    before = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="inside"), one_thread():
+        assert torch.get_num_threads() == 1
+        raise RuntimeError("inside")
+    assert torch.get_num_threads() == before
