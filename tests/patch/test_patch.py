@@ -1,0 +1,173 @@
+"""Base + patch = tuned, to the bit; and nothing else passes for it."""
+
+import json
+
+import pytest
+import torch
+
+from squisher import archive, patch
+from squisher.errors import FileError, NamingError, SquisherError
+from squisher.tensors import chunks_of
+
+
+def models(share=0.02, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    base = {
+        "a": torch.randn(50, 40, generator=generator),
+        "b": torch.randn(300, generator=generator).to(torch.bfloat16),
+        "same": torch.randn(9, generator=generator),
+        "count": torch.tensor(5),
+        "empty": torch.zeros(0, 3),
+    }
+    tuned = {name: tensor.clone() for name, tensor in base.items()}
+    masks = {name: torch.rand(base[name].shape, generator=generator) < share for name in ("a", "b")}
+    for name, mask in masks.items():
+        tuned[name][mask] += 1
+    return base, tuned, masks
+
+
+def equal_bits(a, b):
+    return (
+        a.dtype == b.dtype
+        and a.shape == b.shape
+        and a.contiguous().flatten().view(torch.uint8).tolist() == b.contiguous().flatten().view(torch.uint8).tolist()
+    )
+
+
+def check(base, tuned, path, **options):
+    summary = patch.make(base, tuned, path, **options)
+    back = patch.apply(base, path)
+    assert list(back) == list(tuned)
+    for name in tuned:
+        assert equal_bits(back[name], tuned[name]), name
+        assert back.dtype(name) == tuned[name].dtype
+        for size in (7, 1 << 18):
+            pieces = list(chunks_of(back, name, size))
+            assert torch.equal(
+                torch.cat([*pieces, torch.zeros(0, dtype=tuned[name].dtype)]).nan_to_num(),
+                tuned[name].flatten().nan_to_num(),
+            )
+    return summary
+
+
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.9])
+@pytest.mark.parametrize("masked", [False, True])
+def test_there_and_back(tmp_path, share, masked):
+    base, tuned, masks = models(share)
+    summary = check(base, tuned, tmp_path / "p.safetensors", mask=masks if masked else None)
+    assert summary.changed == {name: int(mask.sum()) for name, mask in masks.items() if mask.any()}
+    assert summary.dropped == {}
+    assert summary.total == sum(t.numel() for t in tuned.values())
+
+
+def test_bits_count_not_values(tmp_path):
+    base = {"w": torch.tensor([0.0, 0.0, float("nan"), 1.0, 1e-45])}
+    tuned = {"w": torch.tensor([-0.0, 0.0, float("nan"), float("inf"), 0.0])}
+    assert check(base, tuned, tmp_path / "p.safetensors").changed == {"w": 3}
+
+
+def test_a_sparse_patch_is_small(tmp_path):
+    base = {"w": torch.randn(1000, 1000)}
+    tuned = {"w": base["w"].clone()}
+    tuned["w"][::100, ::2] += 1
+    check(base, tuned, tmp_path / "p.safetensors")
+    assert (tmp_path / "p.safetensors").stat().st_size < 8 * 5000 + 2000
+
+
+def test_files_larger_than_a_piece_and_the_same_bytes_twice(tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    base = {"w": torch.randn(700, 1000, generator=generator)}
+    tuned = {"w": base["w"].clone()}
+    tuned["w"].view(-1)[torch.randperm(700_000, generator=generator)[:3500]] = 7.0
+    for name, weights in (("base", base), ("tuned", tuned)):
+        archive.save(tmp_path / f"{name}.safetensors", weights, {})
+    lazy = [archive.open_archive(tmp_path / f"{name}.safetensors")[0] for name in ("base", "tuned")]
+    seen = []
+    patch.make(*lazy, tmp_path / "p.safetensors", progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (700_000, 700_000)
+    archive.save(tmp_path / "out.safetensors", patch.apply(lazy[0], tmp_path / "p.safetensors"), {})
+    assert (tmp_path / "out.safetensors").read_bytes() == (tmp_path / "tuned.safetensors").read_bytes()
+    first = (tmp_path / "p.safetensors").read_bytes()
+    patch.make(base, tuned, tmp_path / "p.safetensors")
+    assert (tmp_path / "p.safetensors").read_bytes() == first
+
+
+def test_a_new_head_and_a_dropped_one(tmp_path):
+    base, tuned, _ = models()
+    tuned["head"] = torch.randn(4, 4)
+    tuned["b"] = torch.randn(310).to(torch.bfloat16)  # more words
+    del tuned["same"]
+    check(base, tuned, tmp_path / "p.safetensors")
+
+
+def test_differences_outside_the_mask(tmp_path):
+    base, tuned, masks = models()
+    tuned["a"][~masks["a"]] += 0.5
+    tuned["same"] += 1
+    tuned["head"] = torch.zeros(2, 2)
+    outside = int((~masks["a"]).sum()) + 9 + 4
+    path = tmp_path / "p.safetensors"
+    with pytest.raises(
+        SquisherError, match=rf"{outside:,} entries differ outside the mask, in 3 tensors \(most in 'a'"
+    ):
+        patch.make(base, tuned, path, mask=masks)
+    assert not path.exists()
+    summary = patch.make(base, tuned, path, mask=masks, drop_outside=True)
+    assert sum(summary.dropped.values()) == outside
+    back = patch.apply(base, path)
+    assert set(back) == set(base)
+    assert torch.equal(back["a"], torch.where(masks["a"], tuned["a"], base["a"]))
+    assert torch.equal(back["same"], base["same"])
+
+
+def test_another_base_is_refused(tmp_path):
+    base, tuned, _ = models()
+    path = tmp_path / "p.safetensors"
+    patch.make(base, tuned, path)
+    for name in ("a", "same", "count"):
+        other = {n: t.clone() for n, t in base.items()}
+        other[name].view(-1)[0] += 1
+        with pytest.raises(SquisherError, match=f"made from another base: '{name}' has other values"):
+            archive.save(tmp_path / "out.safetensors", patch.apply(other, path), {})
+        assert not (tmp_path / "out.safetensors").exists()
+    with pytest.raises(NamingError, match="'same', which this one has not"):
+        patch.apply({n: t for n, t in base.items() if n != "same"}, path)
+    with pytest.raises(SquisherError, match="made from another base"):
+        patch.apply({**base, "a": base["a"].view(40, 50)}, path)["a"]
+
+
+def test_what_does_not_fit(tmp_path):
+    base, tuned, masks = models()
+    path = tmp_path / "p.safetensors"
+    with pytest.raises(NamingError, match="No tensor of the tuned model is in the base"):
+        patch.make(base, {"x": torch.zeros(1)}, path)
+    with pytest.raises(NamingError, match="float32 in the base and torch.float16 in the tuned"):
+        patch.make(base, {**tuned, "a": tuned["a"].half()}, path)
+    with pytest.raises(NamingError, match="The mask has 'x'"):
+        patch.make(base, tuned, path, mask={**masks, "x": torch.ones(1, dtype=torch.bool)})
+    with pytest.raises(NamingError, match="The mask of 'a' has the shape"):
+        patch.make(base, tuned, path, mask={"a": torch.ones(1, dtype=torch.bool)})
+    archive.save(path, {"x": torch.zeros(1)}, {"kind": "mask"})
+    with pytest.raises(FileError, match="is not a patch"):
+        patch.apply(base, path)
+    archive.save(path, {"x": torch.zeros(1)}, {"kind": "patch", "format_version": 2})
+    with pytest.raises(FileError, match="format 2; this version reads 1"):
+        patch.apply(base, path)
+
+
+@pytest.mark.parametrize("damage", ["indices", "names", "base"])
+def test_a_damaged_patch(tmp_path, damage):
+    base, tuned, _ = models()
+    path = tmp_path / "p.safetensors"
+    patch.make(base, tuned, path)
+    data, metadata = archive.open_archive(path)
+    tensors, metadata = dict(data), json.loads(json.dumps(metadata))
+    if damage == "indices":
+        tensors["indices/a"] = tensors["indices/a"] + 2000
+    elif damage == "names":
+        metadata["names"].append("ghost")
+    else:
+        metadata["base"] = None
+    archive.save(path, tensors, metadata)
+    with pytest.raises(FileError, match="damaged"):
+        patch.apply(base, path)["a"]
