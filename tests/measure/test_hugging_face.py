@@ -114,7 +114,7 @@ def test_losses_are_those_of_the_model(name):
     """The summed log-likelihood that is squared is the model's own loss times what it was divided by."""
     transformers = pytest.importorskip("transformers")
     from squisher.measure.batches import parse
-    from squisher.measure.likelihood import objective_for
+    from squisher.measure.request import objective_for
 
     torch.manual_seed(0)
     model, batch, _ = MODELS[name](transformers)

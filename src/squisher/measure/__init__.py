@@ -21,9 +21,10 @@ from ..tensors import LiveParameter, live_parameters
 from .batches import Batch, batches_of, parse
 from .capture import Capture
 from .joint import Joint
-from .likelihood import Objective, objective_for
+from .likelihood import Objective
 from .loop import add_squares, add_squares_of_batch
 from .preserved import eager_original, preserved
+from .request import objective_for
 
 __all__ = ["fisher"]
 

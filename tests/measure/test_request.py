@@ -1,0 +1,68 @@
+"""What a Hugging Face configuration says, and which settings are refused."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from squisher.errors import SquisherError
+from squisher.measure.request import objective_for
+
+
+class _Config:
+    def __init__(self, **values):
+        self.__dict__.update(values)
+
+    def to_dict(self):
+        return self.__dict__
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "kind", "shift"),
+    [
+        ("BertForSequenceClassification", {"num_labels": 3}, "categorical", 0),
+        ("BertForSequenceClassification", {"num_labels": 1}, "gaussian", 0),
+        (
+            "BertForSequenceClassification",
+            {"num_labels": 3, "problem_type": "multi_label_classification"},
+            "bernoulli",
+            0,
+        ),
+        ("BertForSequenceClassification", {"num_labels": 3, "problem_type": "regression"}, "gaussian", 0),
+        ("LlamaForCausalLM", {}, "tokens", 1),
+        ("GPT2LMHeadModel", {}, "tokens", 1),
+        ("BertForMaskedLM", {}, "tokens", 0),
+        ("T5ForConditionalGeneration", {"is_encoder_decoder": True}, "tokens", 0),
+        ("ViTForImageClassification", {"num_labels": 10}, "categorical", 0),
+    ],
+)
+def test_auto_reads_a_hugging_face_configuration(name, config, kind, shift):
+    model = type(name, (nn.Identity,), {})()
+    model.config = _Config(**config)
+    objective = objective_for(model)
+    assert objective.likelihood == kind
+    assert objective.shift == shift
+
+
+def test_auto_is_categorical_for_any_other_model():
+    assert objective_for(nn.Linear(2, 2)).likelihood == "categorical"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"likelihood": "tokens", "labels": "exact"}, "sampled"),
+        ({"labels": "exact", "per": "batch"}, "no meaning"),
+        ({"labels": "exakt"}, "Did you mean 'exact'"),
+        ({"likelihood": "poisson"}, "expected 'auto'"),
+        ({"unit": "token"}, "'example'"),
+        ({"likelihood": "tokens", "unit": "example"}, "'sequence' or 'token'"),
+        ({"likelihood": "tokens", "unit": "token", "per": "batch"}, "no meaning"),
+        ({"draws": 2}, "draws=2"),
+        ({"draws": 0, "labels": "sampled"}, "draws=0"),
+        ({"likelihood": lambda m, b: b, "labels": "sampled"}, "named one"),
+    ],
+)
+def test_refused_settings(settings, message):
+    with pytest.raises(SquisherError, match=message):
+        objective_for(nn.Linear(2, 2), **settings)
