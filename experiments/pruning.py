@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gzip
+import itertools
 import json
 import math
 import platform
@@ -68,7 +69,7 @@ def mnist(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def network() -> nn.Sequential:
     """A multi-layer perceptron with ReLU."""
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(WIDTHS, WIDTHS[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(WIDTHS):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 

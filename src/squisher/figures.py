@@ -19,7 +19,7 @@ from .errors import FileError, SquisherError
 from .health import Health
 from .importance import Importance
 
-__all__ = ["plot_agreement", "plot_importance"]
+__all__ = ["plot_agreement", "plot_distances", "plot_importance", "plot_sparsity"]
 
 _BLUE, _ORANGE, _GREY, _RED = "#2f6690", "#d9822b", "#8a8a8a", "#b23a48"
 _LABELLED = 40  # more parameters than this are numbered instead of named
@@ -115,6 +115,35 @@ def plot_distances(names: Sequence[str], matrix: Tensor, path: str | os.PathLike
                     )
         figure.colorbar(image, ax=axes, shrink=0.8, label="distance (0 = the same)")
         axes.set_title("Distance between tasks", loc="left", fontsize=11)
+
+
+def plot_sparsity(counts: Mapping[str, tuple[int, int]], path: str | os.PathLike[str], what: str) -> None:
+    """Draw which share of every tensor is chosen (kept, or set to zero), through the depth of the model.
+
+    Args:
+        counts: For each tensor, how many entries are chosen and how many there are.
+        path: A `.png` file.
+        what: What the chosen ones are, in words.
+
+    Raises:
+        SquisherError: matplotlib is missing, or the file cannot be written.
+    """
+    named = len(counts) <= _LABELLED
+    chosen, total = (sum(pair[k] for pair in counts.values()) for k in (0, 1))
+    shares = [some / size if size else 0.0 for some, size in counts.values()]
+    with _figure(path, 8.0, max(3.0, 1.4 + 0.19 * len(counts)) if named else 6.0) as figure:
+        axes = figure.subplots()
+        if named:
+            axes.barh(range(len(shares)), shares, height=0.7, color=_BLUE, alpha=0.85)
+        else:
+            axes.scatter(shares, range(len(shares)), s=6, color=_BLUE, alpha=0.8)
+        overall = chosen / total if total else 0.0
+        axes.axvline(overall, color=_ORANGE, lw=1.4, label=f"all entries {overall:.3%}")
+        _legend_above(axes)
+        axes.set_xlim(0, min(1.0, max([*shares, overall, 1e-6]) * 1.05))
+        axes.xaxis.set_major_formatter(lambda share, _: f"{100 * share:g}%")
+        axes.set_xlabel(f"share of entries {what}")
+        _parameter_axis(axes, list(counts), named)
 
 
 def clustered(matrix: Tensor) -> list[int]:
