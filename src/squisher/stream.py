@@ -110,6 +110,8 @@ def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
         weight_map = index["weight_map"]
         metadata = {k: v for k, v in (index.get("metadata") or {}).items() if isinstance(v, str)}
         shards = sorted(set(weight_map.values()))
+        if not all(isinstance(name, str) for name in shards):
+            raise TypeError("a shard is not a file name")
     except OSError as error:
         raise FileError(f"Cannot read {path}: {error.strerror or error}.") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:

@@ -32,7 +32,6 @@ def assert_same(importance, expected):
 
 NAMED = "layers nested frozen schedule adam_ema adam_accumulated adamw_clipped adagrad adadelta adafactor rmsprop_centered all"
 
-pytestmark = pytest.mark.formats  # h5py
 
 
 @pytest.mark.parametrize("name", NAMED.split())
@@ -177,6 +176,7 @@ def load_maker():
     return maker
 
 
+@pytest.mark.formats
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", load_maker().CASES)
 def test_fresh_files_are_read_like_the_fixtures(name, tmp_path):
