@@ -137,7 +137,7 @@ def test_gradient_checkpointing_and_adapters():
         for key, parameter in model.named_parameters():
             if "lora_B" in key:
                 parameter.normal_()
-    settings = {"dtype": torch.float64, "likelihood": "tokens", "shift": 1}
+    settings = {"dtype": torch.float64}
     expected = fisher(model, [batch], method="loop", **settings)
     found = fisher(model, [batch], method="hooks", **settings)
     assert len(expected) == 8

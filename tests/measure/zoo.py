@@ -152,6 +152,20 @@ class Decoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class Recurrent(nn.Module):
+    """One block, applied twice, each time under re-entrant checkpointing: its gradient comes in two parts."""
+
+    def __init__(self):
+        super().__init__()
+        self.start, self.block, self.out = nn.Linear(5, 6), nn.Linear(6, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        x = self.start(x)
+        for _ in range(2):
+            x = checkpoint(lambda x: self.block(x).tanh(), x, use_reentrant=True)
+        return self.out(x)
+
+
 def decoder(**settings):
     targets = torch.randint(0, 20, (N, 8))
     targets[1, 5:] = -100
@@ -445,6 +459,7 @@ MODELS = {
     "untied decoder": lambda: decoder(tie=False),
     "checkpointed": lambda: decoder(way="plain"),
     "re-entrant checkpointed": lambda: decoder(way="reentrant"),
+    "shared and re-entrant checkpointed": lambda: (Recurrent(), (torch.randn(N, 5), _labels())),
     "attention": lambda: _attention(True),
     "attention, positions first": lambda: _attention(False),
     "attention without weights": lambda: _attention(True, weights=False),

@@ -25,6 +25,7 @@ from .likelihood import Objective
 from .loop import add_squares, add_squares_of_batch
 from .preserved import eager_original, preserved
 from .request import objective_for
+from .sums import Sums
 
 __all__ = ["fisher"]
 
@@ -95,8 +96,8 @@ def fisher(
     if not eval_mode and per == "example":
         _refuse_batch_statistics(model)
     by_name: dict[str, Tensor] = {p.name: p.parameter for p in chosen}
-    sums = {name: torch.zeros_like(p, dtype=_sum_dtype(p, dtype)) for name, p in by_name.items()}
-    spread = _Spread(sums) if standard_error else None
+    partial = Sums(by_name, dtype)
+    spread = _Spread(by_name) if standard_error else None
     engine: _Engine
     count = _Count()
     failure: BaseException | None = None
@@ -105,10 +106,10 @@ def fisher(
             engine = _engine(method, per, model, objective, by_name)
             for batch, index, mine in _stream(batches, model, max_examples):
                 if mine:
-                    units = engine.add(sums, batch, index)
+                    units = engine.add(partial, batch, index)
                     count.units += units
                     if spread is not None:
-                        spread.add(sums, units)
+                        spread.add(partial, units)
                 count.examples += batch.size
                 if progress is not None:
                     progress(count.examples, max_examples)
@@ -121,6 +122,7 @@ def fisher(
     units = sum(ranks.gather(count.units))
     if not units:
         raise SquisherError("No position counts: every label is -100 or masked, so there is nothing to measure.")
+    sums = partial.complete()
     ranks.sum_in_place(sums.values())
     relative = spread.relative(sums, units) if spread is not None else None
     with torch.no_grad():
@@ -149,7 +151,7 @@ class _Engine(Protocol):
     @property
     def coverage(self) -> dict[str, Any]: ...
 
-    def add(self, sums: Mapping[str, Tensor], batch: Batch, index: Tensor) -> int: ...
+    def add(self, sums: Sums, batch: Batch, index: Tensor) -> int: ...
 
 
 class _Loop:
@@ -240,10 +242,6 @@ def _refuse_batch_statistics(model: nn.Module) -> None:
             )
 
 
-def _sum_dtype(parameter: Tensor, dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(torch.promote_types(parameter.dtype, torch.float32), dtype)
-
-
 def _dtypes(parameters: Iterable[Tensor]) -> str:
     return "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
 
@@ -268,10 +266,10 @@ class _Spread:
     sums over batches are kept, so that processes can add theirs.
     """
 
-    def __init__(self, sums: Mapping[str, Tensor]):
-        self.names = list(sums)
-        self.before = torch.zeros(len(sums), dtype=torch.float64)
-        self.sums = torch.zeros(4, len(sums), dtype=torch.float64)  # K, Σ n², Σ n·(n m), Σ (n m)²
+    def __init__(self, names: Iterable[str]):
+        self.names = list(names)
+        self.before = torch.zeros(len(self.names), dtype=torch.float64)
+        self.sums = torch.zeros(4, len(self.names), dtype=torch.float64)  # K, Σ n², Σ n·(n m), Σ (n m)²
 
     def add(self, sums: Mapping[str, Tensor], units: int) -> None:
         now = torch.stack([sums[name].sum(dtype=torch.float64).cpu() for name in self.names])

@@ -22,6 +22,7 @@ from .likelihood import Objective
 from .loop import add_squares as loop_squares
 from .passes import Pass, run
 from .proof import Proven, frozen, prove
+from .sums import Sums
 
 __all__ = ["Capture"]
 
@@ -51,7 +52,7 @@ class Capture:
             "unused": {name: "nothing depends on it" for name in unused},
         }
 
-    def add(self, sums: Mapping[str, Tensor], batch: Batch, index: Tensor) -> int:
+    def add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
         """Add the squares of a batch; returns how many units it had."""
         if self.proven is None:
             self.proven = prove(sums, self.model, self.objective, batch, index, self.parameters)

@@ -1,15 +1,21 @@
-"""The gradient of a whole batch, squared: one plain backward pass, with every gradient squared as soon as it is there."""
+"""The gradient of a whole batch, squared: one plain backward pass, with every gradient squared as soon as it is there.
+
+Re-entrant checkpointing adds the gradient of a parameter that several blocks share in several parts; such parameters are squared at
+the end of the pass.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..errors import SquisherError
 from .batches import Batch
 from .likelihood import Objective
+from .sums import Sums
 
 __all__ = ["Joint"]
 
@@ -26,21 +32,25 @@ class Joint:
     def __init__(self, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor]):
         self.model, self.objective, self.parameters = model, objective, parameters
         self.coverage: dict[str, Any] = {"method": "batch"}
+        self.in_parts: set[str] | None = None
 
-    def add(self, sums: Mapping[str, Tensor], batch: Batch, index: Tensor) -> int:
+    def add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
         """Add (Σ_n ∇ loss_n)² for every column; returns how many units the batch had."""
         everything = list(self.model.parameters())
         flags = [p.requires_grad for p in everything]
+        arrivals: dict[str, int] = {}
         handles = []
         try:
             for name, parameter in self.parameters.items():
                 parameter.requires_grad_()
-                handles.append(parameter.register_post_accumulate_grad_hook(_squaring(sums[name])))
+                handles.append(parameter.register_post_accumulate_grad_hook(self._arrival(name, sums, arrivals)))
             outputs = self.objective.outputs(self.model, batch)
             many = self.objective.draws > 1
             if outputs.values.requires_grad:
                 for column in self.objective.columns(outputs, index):
+                    arrivals.clear()
                     torch.autograd.backward(outputs.values, column, retain_graph=many)
+                    self._rest(sums, arrivals)
             return self.objective.units(outputs)
         finally:
             for handle in handles:
@@ -49,13 +59,32 @@ class Joint:
                 parameter.requires_grad_(flag)
                 parameter.grad = None
 
+    def _arrival(self, name: str, sums: Sums, arrivals: dict[str, int]) -> Callable[[Tensor], None]:
+        def arrived(parameter: Tensor) -> None:
+            arrivals[name] = arrivals.get(name, 0) + 1
+            if self.in_parts is None or name in self.in_parts:
+                return
+            if arrivals[name] > 1:
+                raise SquisherError(
+                    f"The gradient of {name!r} comes in several parts (re-entrant checkpointing), which it did not in the "
+                    "first batch, so it was squared too early. Use method='loop'."
+                )
+            # While the gradient is still in the cache; and its memory is free for the next one.
+            _square(parameter, sums[name])
 
-def _squaring(total: Tensor) -> Any:
-    def square(parameter: Tensor) -> None:
-        # While the gradient is still in the cache; and its memory is free for the next one.
-        gradient, parameter.grad = parameter.grad, None
-        if gradient is not None:
-            gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)
-            total.addcmul_(gradient, gradient)
+        return arrived
 
-    return square
+    def _rest(self, sums: Sums, arrivals: dict[str, int]) -> None:
+        """What could not be squared on arrival; the first backward pass shows for which parameters that is so."""
+        for name in self.parameters if self.in_parts is None else self.in_parts:
+            _square(self.parameters[name], sums[name])
+        if self.in_parts is None:
+            self.in_parts = {name for name, times in arrivals.items() if times > 1}
+
+
+@torch.no_grad()
+def _square(parameter: Tensor, total: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None:
+        gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)
+        total.addcmul_(gradient, gradient)

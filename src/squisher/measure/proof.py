@@ -15,12 +15,14 @@ from .likelihood import IGNORED, Objective
 from .loop import add_squares
 from .passes import Layout, Pass, Watch, anchored, run
 from .pieces import Piece
+from .sums import Sums
 
 __all__ = ["Proven", "frozen", "prove"]
 
 # How far the square roots may differ, relative to the sum of the absolute values of what is added up in them.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
+_COARSEST = max(_TOLERANCE.values())
 _SAMPLED = 1 << 14
 
 Shapes = dict[str, list[tuple[int, ...]]]
@@ -56,7 +58,7 @@ def frozen(model: nn.Module) -> Iterator[None]:
 
 
 def prove(
-    sums: Mapping[str, Tensor],
+    sums: Sums,
     model: nn.Module,
     objective: Objective,
     batch: Batch,
@@ -66,7 +68,7 @@ def prove(
     """Compare the fast engine with the loop on two examples, parameter by parameter.
 
     Args:
-        sums: used as scratch memory; all zero before and after.
+        sums: used as scratch memory; empty before and after.
         model: in the mode and on the device that are wanted.
         objective: which Fisher.
         batch: the first batch.
@@ -96,7 +98,7 @@ def prove(
 class _Proof:
     def __init__(
         self,
-        sums: Mapping[str, Tensor],
+        sums: Sums,
         model: nn.Module,
         objective: Objective,
         two: Batch,
@@ -105,7 +107,7 @@ class _Proof:
     ):
         self.sums, self.model, self.objective, self.two, self.index = sums, model, objective, two, index
         self.parameters = parameters
-        self.expected = {name: torch.zeros_like(total) for name, total in sums.items()}
+        self.expected = Sums(parameters, sums.dtype)
         self.gradients: set[str] = set()
         add_squares(self.expected, model, two, index, objective, parameters, self.gradients)
 
@@ -175,15 +177,14 @@ class _Proof:
                 return None
             raise
         finally:
-            for total in self.sums.values():
-                total.zero_()
+            self.sums.clear()
 
     @torch.no_grad()
     def _differences(self, one: Pass, layouts: Mapping[str, list[Layout]]) -> dict[str, str]:
         wrong = dict(one.spoiled)
         bounds = one.bounds or {}
         # One coarse type anywhere (autocast) makes every gradient after it coarse.
-        tolerance = max((_TOLERANCE[t] for t in one.types), default=0.0)
+        tolerance = max((_TOLERANCE.get(t, _COARSEST) for t in one.types), default=0.0)
         for name in layouts:
             if name not in wrong:
                 error = _error(self.sums[name], self.expected[name], bounds.get(name, []))
