@@ -70,3 +70,19 @@ def test_one_thread_is_put_back_also_after_an_error():
         assert torch.get_num_threads() == 1
         raise RuntimeError("inside")
     assert torch.get_num_threads() == before
+
+
+def test_tensors_that_are_computed_when_asked_for_are_not_tied_by_a_recycled_address():
+    class Computed(dict):
+        def __getitem__(self, name):
+            return torch.zeros(1000) + len(name)
+
+    class Lazy(Computed):
+        tied = {"bbb": "a"}  # noqa: RUF012
+
+        def chunks(self, name, size):
+            yield self[name]
+
+    names = dict.fromkeys(["a", "bb", "bbb", "cccc"])
+    assert tied_names(Computed(names)) == {}
+    assert tied_names(Lazy(names)) == {"bbb": "a"}
