@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import FileError, NamingError, SquisherError, near
 from ..recycle.weights import open_weights
-from ..tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of
+from ..tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of, tied_names
 
 __all__ = ["CONFIG", "WEIGHTS", "Adapter", "Folded", "is_adapter", "open_adapter", "why_not_together"]
 
@@ -147,6 +147,7 @@ class Folded(Mapping[str, Tensor]):
     def __init__(self, base: LazyTensors, adapter: Adapter):
         self._base = base
         self._adapter = adapter
+        self.tied = tied_names(base)
         self._parts: dict[str, dict[str, str]] = {}  # name in the base: role to name in the adapter
         for name in adapter.weights:
             module, role = _split(name)
@@ -215,7 +216,7 @@ _ROLE = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_mag
 
 def _split(name: str) -> tuple[str, str]:
     """The name in the model, and what the tensor is there: a factor, or a whole tensor that replaces the base's."""
-    bare = name.removeprefix(_PREFIX)
+    bare = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     match = _ROLE.search(bare)
     return (bare[: match.start()] + ".weight", match[1]) if match else (bare, "whole")
 
