@@ -7,7 +7,8 @@ import torch
 
 from squisher.errors import NoAccumulatorError
 from squisher.recycle.accumulators import TABLE, identify, optimizer_name, reading, step_of
-from squisher.recycle.states import stored, values
+from squisher.recycle.assembly import values
+from squisher.recycle.states import stored
 
 SHAPE = (4, 3)
 

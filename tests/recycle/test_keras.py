@@ -33,7 +33,6 @@ def assert_same(importance, expected):
 NAMED = "layers nested frozen schedule adam_ema adam_accumulated adamw_clipped adagrad adadelta adafactor rmsprop_centered all"
 
 
-
 @pytest.mark.parametrize("name", NAMED.split())
 def test_an_archive_gives_every_variable_under_its_path(name):
     importance = squisher.extract(KERAS / f"{name}.keras", bias_correction=False)

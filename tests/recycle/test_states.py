@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from squisher.errors import NoAccumulatorError
-from squisher.recycle.states import Entry, Facts, Piece, assemble
+from squisher.recycle.assembly import assemble
+from squisher.recycle.states import Entry, Facts, Piece
 from squisher.tensors import chunks_of
 
 GROUP = {"betas": (0.9, 0.999), "weight_decay": 0.0}

@@ -13,6 +13,7 @@ from torch import nn
 from ..errors import NamingError, SquisherError
 from ..importance import Importance
 from .accumulators import GIVEN_BETA2
+from .assembly import assemble
 from .candidates import candidates_of_module
 from .formats import read_source
 from .hf_rules import trainer_rules
@@ -20,7 +21,7 @@ from .hub import fetch, is_hub_id
 from .live import from_optimizers, from_tracker, unwrapped
 from .naming import RULES, given_names, matching, resolve
 from .quantized import check_precision
-from .states import Candidate, Entry, Facts, OptimizerState, Options, assemble, check_usable
+from .states import Candidate, Entry, Facts, OptimizerState, Options, check_usable
 from .tracker import Tracker
 
 __all__ = ["Tracker", "extract"]

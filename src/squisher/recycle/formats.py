@@ -64,7 +64,9 @@ def read_source(path: Path, options: Options) -> Found:
             return reader.read(path, options)
     several = [file.name for file in _torch_files(path)]
     if several:
-        raise FileError(f"The folder {path} holds {len(several)} torch files ({', '.join(several[:6])}): give one of them.")
+        raise FileError(
+            f"The folder {path} holds {len(several)} torch files ({', '.join(several[:6])}): give one of them."
+        )
     inside = sorted(p.name for p in path.iterdir())[:6]
     raise FileError(
         f"The folder {path} holds no optimizer state of a known format; it has {', '.join(inside) or 'nothing'}. Give the "

@@ -1,21 +1,17 @@
-"""An optimizer's state as every reader delivers it, and what is made of it: an Importance."""
+"""An optimizer's state as every reader delivers it, and what else a reader may find."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from ..errors import NoAccumulatorError
-from ..importance import Importance, structure_hash
-from ..tensors import CHUNK, TensorSource
-from .accumulators import TABLE, Reading, identify, optimizer_name, reading
+from ..tensors import TensorSource
+from .accumulators import TABLE, identify
 from .factored import join
 
 __all__ = [
@@ -26,14 +22,13 @@ __all__ = [
     "OptimizerState",
     "Options",
     "Piece",
-    "assemble",
     "check_usable",
+    "is_tensor",
     "stored",
-    "values",
 ]
 
 
-_EMPTY = (
+EMPTY = (
     "The optimizer has no state: it has taken no step yet, or it keeps none (SGD without momentum). Extract after training "
     "with Adam or AdamW, or use squisher.Tracker."
 )
@@ -78,7 +73,7 @@ class Entry:
         if "projector" in self.state:  # GaLore: what it keeps has the shape of the projection, not of the parameter
             return None
         for key in ("exp_avg_sq", "exp_avg", "square_avg", "sum", "variance", "exp_inf", "momentum_buffer"):
-            if _is_tensor(self.state.get(key)):
+            if is_tensor(self.state.get(key)):
                 return tuple(self.state[key].shape)
         try:
             how = identify(self.state, self.group)
@@ -206,65 +201,6 @@ class Facts:
     after_clipping: bool | None = None
 
 
-def assemble(
-    named: Iterable[tuple[str, Entry, str | None]], facts: Facts, *, bias_correction: bool = True, lazy: bool = True
-) -> Importance:
-    """Turns named optimizer states into an importance of kind squisher.
-
-    Args:
-        named: Name, state, and the optimizer's class name where it is known.
-        facts: What else is known.
-        bias_correction: False leaves the accumulators as they are stored.
-        lazy: Read when asked for (files); otherwise a copy is made now (live states, which training overwrites).
-
-    Raises:
-        NoAccumulatorError: No parameter has a usable accumulator.
-        SquisherError: Values that no mean of squares can have.
-    """
-    parts: dict[str, Part] = {}
-    absent = dict(facts.absent)
-    groups: dict[str, dict[str, Any]] = {}
-    first_refusal: NoAccumulatorError | None = None
-    for name, entry, class_name in named:
-        if not entry.state:
-            absent[name] = "no gradient ever reached it"
-            continue
-        try:
-            how = reading(entry.state, entry.group, class_name, bias_correction=bias_correction)
-            source = stored(how.key, entry.state, entry.group)
-            shape = _checked_shape(source, entry, None if entry.piece else facts.shapes.get(name), how)
-            if entry.piece and entry.piece.start + math.prod(entry.piece.shape) > math.prod(shape):
-                raise NoAccumulatorError(f"Its {how.key[0]} has the shape {shape}, too small for one value per weight")
-        except NoAccumulatorError as error:
-            first_refusal = first_refusal or error
-            absent[name] = str(error).split(". ")[0]
-            continue
-        parts[name] = Part(how, source, shape, entry.piece)
-        groups[name] = _group_record(how, entry.group, class_name)
-    if not parts:
-        raise first_refusal or NoAccumulatorError(_EMPTY)
-    tensors: Mapping[str, Tensor] = Recycled(parts)
-    if not lazy:
-        tensors = {name: values(part.how, part.source) for name, part in parts.items()}
-    return Importance(
-        tensors,
-        kind="squisher",
-        optimizer=_optimizer_record(groups, parts, facts),
-        steps=_steps({name: part.how.step for name, part in parts.items()}),
-        unit=facts.unit,
-        loss_reduction=facts.loss_reduction,
-        batch_size=facts.batch_size,
-        batch_tokens=facts.batch_tokens,
-        bias_corrected=bias_correction,
-        dtype_of_source=_dtype_of_source(parts),
-        absent=absent,
-        tied={alias: name for alias, name in facts.tied.items() if name in parts},
-        naming=facts.naming,
-        live_names={name: live for name, live in facts.live_names.items() if name in parts and live != name},
-        model=_model_record(parts, facts),
-    )
-
-
 def check_usable(optimizer: OptimizerState) -> None:
     """Refuses an optimizer that keeps no squared gradient before anybody asks for the names of its parameters.
 
@@ -280,102 +216,12 @@ def check_usable(optimizer: OptimizerState) -> None:
         else:
             if entry.state:
                 return
-    raise refusal or NoAccumulatorError(_EMPTY)
+    raise refusal or NoAccumulatorError(EMPTY)
 
 
 def _names_itself(entry: Entry, optimizer: OptimizerState) -> bool:
     """Whether a parameter without state still tells by its group which optimizer it belongs to (plain SGD)."""
     return optimizer.class_name is not None or any(row.matches((), entry.group) for row in TABLE if row.group)
-
-
-def values(how: Reading, source: Any) -> Tensor:
-    """The importance of one parameter as a new tensor in float32 or better, on the device where its state is."""
-    tensor = _plain(source.detach()) if isinstance(source, Tensor) else source.load()
-    return _corrected_(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True), how)
-
-
-def _corrected_(tensor: Tensor, how: Reading) -> Tensor:
-    if how.offset:
-        tensor.sub_(how.offset).clamp_(min=0)  # a sum that never grew may round to just below its start
-    if how.factor == 1.0:
-        return tensor
-    if tensor.device.type != "cpu" or tensor.numel() > CHUNK:
-        return tensor.mul_(how.factor)
-    # The same product by numpy: torch shares even a piece among threads, which stalls on a machine that has other work.
-    values_here = tensor.numpy()
-    np.multiply(values_here, values_here.dtype.type(how.factor), out=values_here)
-    return tensor
-
-
-class Part(NamedTuple):
-    """What one importance is made of: how, from which stored tensor, its shape, and the piece that is meant."""
-
-    how: Reading
-    source: Any
-    whole: tuple[int, ...]
-    piece: Piece | None
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the importance."""
-        return self.piece.shape if self.piece else self.whole
-
-
-class Recycled(Mapping[str, Tensor]):
-    """Importances computed from stored optimizer states when they are asked for."""
-
-    def __init__(self, parts: Mapping[str, Part]):
-        self._parts = dict(parts)
-
-    def __getitem__(self, name: str) -> Tensor:
-        part = self._parts[name]
-        if part.piece:
-            return torch.cat(list(self.chunks(name))).reshape(part.shape)
-        return values(part.how, part.source).reshape(part.shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parts)
-
-    def __len__(self) -> int:
-        return len(self._parts)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._parts  # the inherited one would read the tensor to find out
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without reading it."""
-        return torch.Size(self._parts[name].shape)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The data type of the values that come out."""
-        return torch.promote_types(self._parts[name].source.dtype, torch.float32)
-
-    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat pieces, in order."""
-        part = self._parts[name]
-        first = part.piece.start if part.piece else 0
-        end = first + math.prod(part.shape)
-        for piece in _pieces(part.source, first, end, size):
-            yield _corrected_(piece.to(torch.promote_types(piece.dtype, torch.float32)), part.how)
-
-
-def _pieces(source: Any, first: int, end: int, size: int) -> Iterator[Tensor]:
-    """Elements `first` to `end` in flat pieces which may be overwritten."""
-    if hasattr(source, "pieces") and source.is_contiguous and (first, end) == (0, math.prod(source.shape)):
-        yield from source.pieces(size)  # a whole stored tensor: its checksum is compared on the way
-        return
-    flat = _flat_reader(source)
-    for start in range(first, end, size):
-        yield flat(start, min(start + size, end))
-
-
-def _flat_reader(source: Any) -> Callable[[int, int], Tensor]:
-    """A function of (start, stop) that gives that flat range as a tensor which may be overwritten."""
-    if not isinstance(source, Tensor) and getattr(source, "is_contiguous", True):
-        return source.read_flat
-    # A convolution in channels-last order is saved so: its elements stand in the file in another order.
-    whole = (_plain(source.detach()) if isinstance(source, Tensor) else source.load()).reshape(-1)
-    return lambda start, stop: whole[start:stop].cpu().clone()
 
 
 def stored(keys: Sequence[str], state: Mapping[str, Any], group: Mapping[str, Any]) -> Any:
@@ -385,95 +231,11 @@ def stored(keys: Sequence[str], state: Mapping[str, Any], group: Mapping[str, An
         NoAccumulatorError: What is there is no tensor, or the factors do not fit together.
     """
     for key in keys:
-        if not _is_tensor(state[key]):
+        if not is_tensor(state[key]):
             raise NoAccumulatorError(f"Its {key} is a {type(state[key]).__name__}, not a tensor")
     return state[keys[0]] if len(keys) == 1 else join(keys, state, group)
 
 
-def _checked_shape(source: Any, entry: Entry, expected: Sequence[int] | None, how: Reading) -> tuple[int, ...]:
-    shape, what = tuple(source.shape), "the parameter"
-    if expected is None and _is_tensor(entry.state.get("exp_avg")):
-        expected, what = tuple(entry.state["exp_avg"].shape), "its exp_avg"
-    if expected is not None and shape != tuple(expected):
-        raise NoAccumulatorError(
-            f"Its {how.key[0]} has the shape {shape}, but {what} has {tuple(expected)}: not a value per weight"
-        )
-    return shape
-
-
-def _plain(tensor: Any) -> Tensor:
-    """A tensor of its own, whatever it was sharded over (every process must take part)."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def _is_tensor(value: Any) -> bool:
+def is_tensor(value: Any) -> bool:
+    """Whether something is a tensor, in memory or in a file."""
     return isinstance(value, (Tensor, TensorSource))
-
-
-# -- provenance --------------------------------------------------------------------------------------------------------
-
-
-def _group_record(how: Reading, group: Mapping[str, Any], class_name: str | None) -> dict[str, Any]:
-    record = {
-        "class": optimizer_name(how.accumulator, group, class_name),
-        "key": " ".join(how.key),
-        "meaning": how.accumulator.meaning,
-        "beta2": how.beta2,
-        "eps": _number(group.get("eps")),
-        "weight_decay": _number(group.get("weight_decay")),
-        "amsgrad": bool(group["amsgrad"]) if "amsgrad" in group else None,
-        "pollution": list(how.pollution),
-    }
-    return {key: value for key, value in record.items() if value is not None}
-
-
-def _optimizer_record(groups: Mapping[str, dict[str, Any]], parts: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
-    distinct: dict[str, tuple[dict[str, Any], list[str]]] = {}
-    for name, record in groups.items():
-        distinct.setdefault(repr(record), (record, []))[1].append(name)
-    records = list(distinct.values())
-    first = records[0][0]
-    common = {k: v for k, v in first.items() if all(r.get(k) == v for r, _ in records)}
-    sentences = [s for record, _ in records for s in record["pollution"]] + list(facts.pollution)
-    common["pollution"] = list(dict.fromkeys(sentences))
-    if facts.after_clipping is not None:
-        common["after_clipping"] = facts.after_clipping
-    if len(records) > 1:
-        common["groups"] = [
-            {**{k: v for k, v in record.items() if k not in common or k == "pollution"}, "parameters": names}
-            for record, names in records
-        ]
-    return common
-
-
-def _steps(steps: Mapping[str, int | None]) -> dict[str, Any] | None:
-    known = [step for step in steps.values() if step is not None]
-    if not known:
-        return None
-    out: dict[str, Any] = {"min": min(known), "max": max(known)}
-    if len(set(steps.values())) > 1:
-        out["per_parameter"] = dict(steps)
-    return out
-
-
-def _dtype_of_source(parts: Mapping[str, Part]) -> str:
-    # A quantised source says how it was stored; its own dtype is what it gives out.
-    kinds = [getattr(part.source, "stored_as", None) or part.source.dtype for part in parts.values()]
-    names = {str(kind).removeprefix("torch.") for kind in kinds}
-    return ", ".join(sorted(names))
-
-
-def _model_record(parts: Mapping[str, Part], facts: Facts) -> dict[str, Any]:
-    shapes = facts.shapes or {name: part.shape for name, part in parts.items()}
-    record: dict[str, Any] = {"structure": structure_hash(shapes)}
-    if facts.content:
-        record["content"] = dict(facts.content)
-    return record
-
-
-def _number(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.item()
-    if isinstance(value, (list, tuple)):
-        return [_number(v) for v in value]
-    return value if isinstance(value, (int, float)) else None
