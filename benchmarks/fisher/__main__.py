@@ -19,6 +19,7 @@ import sys
 from typing import Any
 
 from ..harness import write
+from .figure import draw
 from .methods import OURS, PEERS
 from .models import CASES
 
@@ -28,10 +29,13 @@ SLOW = {
     "vmap": {"mlp": 512, "cnn": 32, "encoder": 32, "decoder": 16},
 }
 GROWTH = {
-    "examples": ("encoder", [{"examples": n} for n in (16, 64, 256)]),
-    "batch size": ("encoder", [{"examples": 64, "batch": n} for n in (4, 16, 64)]),
-    "sequence length": ("encoder", [{"examples": 64, "length": n} for n in (16, 64, 128)]),
+    "examples": ("squisher data", [{"examples": n} for n in (16, 64, 256)]),
+    "batch size": ("squisher data", [{"examples": 64, "batch": n} for n in (4, 16, 64)]),
+    "sequence length": ("squisher data", [{"examples": 64, "length": n} for n in (16, 64, 128)]),
+    "width": ("squisher data", [{"examples": 64, "width": n} for n in (192, 384, 768)]),
+    "classes": ("squisher exact", [{"examples": 32, "classes": n} for n in (2, 10, 30)]),
 }
+"""How the cost of the encoder grows."""
 
 
 def worker(
@@ -89,11 +93,10 @@ def main() -> None:
             results.append(worker(python, method, model, arguments.rounds, arguments.small, settings))
             show(results[-1])
     growth = []
-    for what, (model, steps) in {} if arguments.no_growth else GROWTH.items():
+    for what, (method, steps) in ({} if arguments.no_growth else GROWTH).items():
         for settings in steps:
-            found = worker(
-                sys.executable, "squisher data", model, arguments.rounds, arguments.small, settings, "--skip-check"
-            )
+            more = ("--skip-check",)
+            found = worker(sys.executable, method, "encoder", arguments.rounds, arguments.small, settings, *more)
             growth.append({"with": what, "settings": settings, **found})
             print(f"{what} {settings}: ", end="")
             show(found)
@@ -102,10 +105,8 @@ def main() -> None:
         data = [r for r in results if r["model"] == result["model"] and r["method"] == "squisher data" and "ratio" in r]
         if result["method"] == "squisher exact" and data and "ratio" in result:
             result["ratio_to_data"] = result["ratio"] / data[0]["ratio"]
-    write(
-        arguments.out,
-        {"what": "time relative to a plain forward and backward pass", "results": results, "growth": growth},
-    )
+    what = "time relative to a plain forward and backward pass over the same batches"
+    draw(write(arguments.out, {"what": what, "results": results, "growth": growth}))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -157,10 +156,10 @@ def _text(length: int, classes: int | None, vocabulary: int) -> Callable[[int], 
     return make
 
 
-def cases(small: bool = False, **changes: Any) -> dict[str, Case]:
-    """The four models; `small` for a quick look at whether everything runs."""
+def cases(small: bool = False, **changes: int) -> dict[str, Case]:
+    """The four models; `small` for a quick look at whether everything runs; `length`, `width`, `classes` of the encoder."""
     vocabulary, width, layers = (500, 48, 2) if small else (30522, 384, 6)
-    length = changes.get("length", 64)
+    length, width, classes = changes.get("length", 64), changes.get("width", width), changes.get("classes", 10)
     picture = lambda n: (torch.randn(n, 3, 32, 32), torch.randint(0, 10, (n,)))  # noqa: E731
     flat = lambda n: (torch.randn(n, 784), torch.randint(0, 10, (n,)))  # noqa: E731
     found = [
@@ -175,8 +174,8 @@ def cases(small: bool = False, **changes: Any) -> dict[str, Case]:
         ),
         Case(
             "encoder",
-            lambda: Transformer(vocabulary, width, layers, 6, max(length, 128), 10),
-            _text(length, 10, vocabulary),
+            lambda: Transformer(vocabulary, width, layers, 6, max(length, 128), classes),
+            _text(length, classes, vocabulary),
             "categorical",
             32 if small else 128,
             16,

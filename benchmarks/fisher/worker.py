@@ -39,7 +39,7 @@ def check(method: str, model_name: str, small: bool) -> dict[str, Any]:
 
 def measure(method: str, model_name: str, small: bool, rounds: int, settings: dict[str, int]) -> dict[str, Any]:
     """Seconds of the method and of a plain step over the same batches, in turns; peak memory over one batch."""
-    case = cases(small, **{k: v for k, v in settings.items() if k == "length"})[model_name]
+    case = cases(small, **{k: v for k, v in settings.items() if k in ("length", "width", "classes")})[model_name]
     batches = case.batches(settings.get("examples"), settings.get("batch"))
     step, run = plain(case, case.model()), METHODS[method](case, case.model())
     with PeakMemory() as peak:  # first of all: later, freed memory would be used again and not be seen
