@@ -105,11 +105,11 @@ def test_mask_and_patch(place, tmp_path):
     done = run("patch", "apply", folder / "base", patch, "--out", out)
     assert done.returncode == 0, done.stderr
     assert all(torch.equal(opened(out / "model.safetensors")[name], tuned[name]) for name in tuned)
-    folder = place[0]
+    assert (out / "config.json").exists()
 
 
 def test_refusals_are_one_sentence(place, tmp_path):
-    folder, weights, _, _, tuned = place
+    folder = place[0]
     made, patch = tmp_path / "mask.safetensors", tmp_path / "patch.safetensors"
     assert run("mask", folder / "base", "--keep", "0.01", "--out", made).returncode == 0
     done = run("patch", "make", folder / "base", folder / "tuned", "--mask", made, "--out", patch)
