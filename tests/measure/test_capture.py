@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from zoo import MODELS, PARTLY, build, split
 
 from squisher.measure import fisher
+from tests.measure.zoo import MODELS, PARTLY, build, split
 
 TOKENS = {"decoder", "untied decoder", "checkpointed", "re-entrant checkpointed"}
 

@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 from torch import nn
-from zoo import Apply, build, split
 
 import squisher.measure
 from squisher.errors import NamingError, SquisherError
 from squisher.measure import fisher
+from tests.measure.zoo import Apply, build, split
 
 torch.manual_seed(0)
 X, Y = torch.randn(12, 5), torch.randint(0, 4, (12,))
