@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import SquisherError
 from .batches import Batch
+from .columns import send_back
 from .likelihood import Objective
 from .sums import Sums
 
@@ -49,7 +50,7 @@ class Joint:
             if outputs.values.requires_grad:
                 for column in self.objective.columns(outputs, index):
                     arrivals.clear()
-                    torch.autograd.backward(outputs.values, column, retain_graph=many)
+                    send_back(outputs.values, column, many)
                     self._rest(sums, arrivals)
             return self.objective.units(outputs)
         finally:

@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from .attention import multi_head_attention, supports
 from .batches import Batch
+from .columns import send_back
 from .layers import Rule
 from .likelihood import Objective
 from .operations import IN_PLACE, OPERATIONS
@@ -177,7 +178,7 @@ class Pass:
     def backward(self, values: Tensor, column: Tensor) -> None:
         """Send a column back. Not by autograd.grad, which re-entrant checkpointing refuses."""
         if not self._unseen:
-            torch.autograd.backward(values, column, retain_graph=self.many)
+            send_back(values, column, self.many)
             return
         # Re-entrant checkpointing runs the forward pass again now, and a mode is off while `backward` is under way.
         engine = torch.autograd.Variable._execution_engine
