@@ -300,3 +300,52 @@ def test_what_does_not_fit_is_refused():
     model.down.weight.requires_grad_(False)
     with pytest.raises(SquisherError, match=r"'down\.weight', but requires_grad is False"):
         mask.train_only(model, optimizer, masks)
+
+
+def _data_parallel(rank, port, masks, results):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model, _ = model_and_mask()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01, weight_decay=0.3)
+    with mask.train_only(wrapped, optimizer, masks):
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(wrapped, 2 * step + rank)
+            nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
+            optimizer.step()
+    results[rank] = [p.detach().clone() for p in model.parameters()]
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_data_parallel_processes_stay_together_and_within_the_mask():
+    import socket
+
+    import torch.multiprocessing as mp
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    model, masks = model_and_mask()
+    before = bits(model)
+    with mp.get_context("spawn").Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_data_parallel, (port, masks, results), nprocs=2)
+        first, second = results[0], results[1]
+    # One process with both halves of each batch: the mean of the two losses.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.3)
+    with mask.train_only(model, optimizer, masks):
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, 2 * step)
+            backward(model, 2 * step + 1)
+            for p in model.parameters():
+                p.grad /= 2
+            nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+            optimizer.step()
+    for a, b, (name, p) in zip(first, second, model.named_parameters(), strict=True):
+        assert torch.equal(a, b)
+        kept = masks.get(name, torch.zeros(p.shape, dtype=torch.bool))
+        assert torch.equal(a[~kept], before[name][~kept])
+        torch.testing.assert_close(a, p.detach(), rtol=1e-5, atol=1e-6)

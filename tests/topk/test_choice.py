@@ -88,6 +88,9 @@ def test_progress_reaches_no_further_than_its_end(tensors) -> None:
     count = len(seen)
     marks(choice, tensors)
     assert len(seen) == count
+    seen.clear()
+    per_source(sources_of(tensors), dict.fromkeys(tensors, 0), sizes_of(tensors), lambda *at: seen.append(at))
+    assert seen[-1] == (127, 254)
 
 
 def _process(rank: int, port: int, tensors, results) -> None:

@@ -66,7 +66,8 @@ def prune(
     with progress_bar("writing") as progress:
         like = model if model.is_dir() else None
         write_model(out, pruned, like, leave_out=tied_names(opened.weights), progress=progress)
-    counts = pruned.counts()
+    with progress_bar("counting") as progress:
+        counts = pruned.counts(progress)
     kept, total = (sum(pair[k] for pair in counts.values()) for k in (0, 1))
     if plot is not None:
         from ..figures import plot_sparsity

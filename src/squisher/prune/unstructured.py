@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
+import numpy as np
 import torch
 import torch.nn.utils.prune as torch_prune
 from torch import Tensor, nn
@@ -148,12 +149,16 @@ class Pruned(Mapping[str, Tensor]):
             return torch.ones(self.shape(name), dtype=torch.bool)
         return torch.cat([*marks(), torch.zeros(0, dtype=torch.bool)]).view(self.shape(name))
 
-    def counts(self) -> dict[str, tuple[int, int]]:
+    def counts(self, progress: Progress | None = None) -> dict[str, tuple[int, int]]:
         """For each candidate tensor: how many of its entries stay, and how many there are; one pass."""
-        return {
-            name: (sum(int(mark.numpy().sum()) for mark in marks()), numel_of(self._stored, name))
-            for name, marks in self._marks.items()
-        }
+        sizes = {name: numel_of(self._stored, name) for name in self._marks}
+        counts, done = {}, 0
+        for name, marks in self._marks.items():
+            counts[name] = (sum(int(np.count_nonzero(mark.numpy())) for mark in marks()), sizes[name])
+            done += sizes[name]
+            if progress is not None:
+                progress(done, sum(sizes.values()))
+        return counts
 
     def _target(self, name: str) -> str:
         return self._aliases.get(name, name)
@@ -165,7 +170,8 @@ def _by_rank(
     sources = {name: _source(scored, name) for name in scored}
     sizes = {name: numel_of(scored, name) for name in scored}
     if scope == "tensor":
-        choice = per_source(sources, {name: size - math.floor(sparsity * size) for name, size in sizes.items()})
+        ks = {name: size - math.floor(sparsity * size) for name, size in sizes.items()}
+        choice = per_source(sources, ks, sizes, progress)
     else:
         total = sum(sizes.values())
         least = {name: math.ceil(minimum * size) for name, size in sizes.items()} if minimum else None

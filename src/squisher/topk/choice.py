@@ -115,14 +115,26 @@ def choose(
     return choice
 
 
-def per_source(sources: Mapping[str, Source], ks: Mapping[str, int]) -> Choice:
+def per_source(
+    sources: Mapping[str, Source],
+    ks: Mapping[str, int],
+    sizes: Mapping[str, int] | None = None,
+    progress: Progress | None = None,
+) -> Choice:
     """Exactly `ks[name]` entries of each source, every one ranked by itself.
+
+    Args:
+        sources: For each name, a callable that gives the scores as flat pieces.
+        ks: How many entries of each.
+        sizes: The number of scores of each source, for the progress.
+        progress: Called with the scores read so far and those that will probably be read in all.
 
     Raises:
         SquisherError: A k is more than there is, or scores cannot be ranked.
     """
     choice = Choice(sources)
-    for name, source in sources.items():
+    watched = _watched(sources, sum((sizes or {}).values()), progress)
+    for name, source in watched.items():
         choice._add(name, narrow({name: source}, ks[name]), 0)
     return choice
 
