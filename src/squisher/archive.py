@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .errors import FileError, NamingError, SquisherError
 from .stream import SafetensorsWriter, open_safetensors, sync_folder
-from .tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of
+from .tensors import CHUNK, LazyTensors, dtype_of, shape_of, stream_of
 
 __all__ = ["KEY", "Progress", "ahead", "exists", "open_archive", "save"]
 
@@ -30,6 +30,7 @@ SHARD_BYTES = 5_000_000_000
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
+_T = TypeVar("_T")
 _ROW = 4096
 _WIDEST = -1.2345678901234567e-308  # no float prints longer
 
@@ -95,21 +96,19 @@ def save(
             writer = SafetensorsWriter(file, shard, text)
             stack.callback(writer.discard)  # harmless once it is published
             with writer:
-                for name, (target, _) in shard.items():
-                    total_sum, total_square = [], []
-                    for piece in ahead(chunks_of(tensors, name, CHUNK)):
-                        piece = piece.to(target)
-                        if check is not None:
-                            check(name, piece)
-                        if statistics:
-                            s, q = _sums(piece)
-                            total_sum.append(s)
-                            total_square.append(q)
-                        writer.write(piece)
-                        done += piece.numel() * target.itemsize
-                        if progress is not None:
-                            progress(done, total)
-                    sums[name], squares[name] = _rounded(total_sum), _rounded(total_square)
+                parts: dict[str, list[tuple[float, float]]] = {name: [] for name in shard}
+                for name, piece in ahead(stream_of(tensors, list(shard), CHUNK)):
+                    piece = piece.to(shard[name][0])
+                    if check is not None:
+                        check(name, piece)
+                    if statistics:
+                        parts[name].append(_sums(piece))
+                    writer.write(piece)
+                    done += piece.numel() * piece.dtype.itemsize
+                    if progress is not None:
+                        progress(done, total)
+                for name, pairs in parts.items():
+                    sums[name], squares[name] = (_rounded([pair[k] for pair in pairs]) for k in (0, 1))
                 writer.finish({"format": "pt", **(final_metadata() if alone else {})})
             writers.append(writer)
         # Until the last rename nothing answers to the final name: an old index goes first, a new one comes last.
@@ -157,12 +156,12 @@ def exists(path: str | os.PathLike[str]) -> bool:
     return Path(path).is_file() or _index_path(Path(path)).is_file()
 
 
-def ahead(pieces: Iterator[Tensor], depth: int = 2) -> Iterator[Tensor]:
+def ahead(pieces: Iterator[_T], depth: int = 2) -> Iterator[_T]:
     """The same pieces, read by a thread of their own while the last ones are checked, summed and written."""
-    ready: queue.Queue[Tensor | BaseException | None] = queue.Queue(depth)
+    ready: queue.Queue[tuple[_T | None, BaseException | None] | None] = queue.Queue(depth)
     stopped = threading.Event()
 
-    def put(item: Tensor | BaseException | None) -> None:
+    def put(item: tuple[_T | None, BaseException | None] | None) -> None:
         while not stopped.is_set():
             try:
                 return ready.put(item, timeout=0.1)
@@ -172,20 +171,21 @@ def ahead(pieces: Iterator[Tensor], depth: int = 2) -> Iterator[Tensor]:
     def read() -> None:
         try:
             for piece in pieces:
-                put(piece)
+                put((piece, None))
                 if stopped.is_set():
                     return
             put(None)
         except BaseException as error:  # handed to the reader, which raises it
-            put(error)
+            put((None, error))
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
     try:
         while (item := ready.get()) is not None:
-            if isinstance(item, BaseException):
-                raise item
-            yield item
+            piece, error = item
+            if error is not None:
+                raise error
+            yield cast(_T, piece)
     finally:
         stopped.set()
         thread.join()

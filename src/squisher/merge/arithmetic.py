@@ -51,37 +51,39 @@ def weighted(pieces: Iterator[Tensor], terms: Sequence[Term], work: torch.dtype,
 
     Args:
         pieces: The pieces, in this order.
-        terms: One a model.
+        terms: One a model, two or more.
         work: The type to compute in.
         careful: Whether a sum of weights may be 0.
     """
-    start = total = above = plain = torch.empty(0)
     spare, weight, difference = _buffers(3, work)
-    for number, term in enumerate(terms):
+    theta, importance = next(pieces), next(pieces)
+    start = theta if theta.dtype == work else _own(theta, work)
+    total, above = (torch.empty(theta.numel(), dtype=work) for _ in range(2))
+    plain = _zeros(theta.numel(), work) if careful else above
+    for part in _parts(theta):
+        _weigh(importance[part], terms[0], spare, total[part], careful)
+    for number, term in enumerate(terms[1:]):
         theta, importance = next(pieces), next(pieces)
-        if number == 0:
-            start, total = _own(theta, work), torch.empty(theta.numel(), dtype=work)
-            above = _zeros(theta.numel(), work)
-            plain = _zeros(theta.numel(), work) if careful else above
         for part in _parts(theta):
             w = weight[: _length(part)]
             _weigh(importance[part], term, spare, w, careful)
-            if number == 0:
-                total[part].copy_(w)
-                continue
             total[part].add_(w)
-            d = torch.sub(_as(theta[part], spare), start[part], out=difference[: _length(part)])
+            d = above[part] if number == 0 and not careful else difference[: _length(part)]
+            torch.sub(_as(theta[part], spare), start[part], out=d)
             if careful:
                 plain[part].add_(d, alpha=term.coefficient)
-            above[part].addcmul_(d, w)
+            if number == 0:
+                torch.mul(d, w, out=above[part])
+            else:
+                above[part].addcmul_(d, w)
     share = sum(term.coefficient for term in terms)
     for part in _parts(start):
-        quotient = torch.div(above[part], total[part], out=difference[: _length(part)])
+        quotient = above[part].div_(total[part])
         if careful:
             none = total[part] == 0
             quotient[none] = plain[part][none] / share
-        start[part].add_(quotient)
-    return start
+        quotient.add_(start[part])
+    return above
 
 
 def gradient_matched(
@@ -133,11 +135,12 @@ def _weigh(importance: Tensor, term: Term, spare: Tensor, out: Tensor, careful: 
     values = _as(importance, spare)
     if careful:  # what float32 holds only as a denormal says nothing
         values = torch.where(values < TINY, 0.0, values)
-    torch.mul(values, term.factor, out=out)
+    if term.factor != 1.0:
+        values = torch.mul(values, term.factor, out=out)
     if term.adds:
-        out.add_(term.floor)
-    elif term.floor > 0:
-        out.clamp_(min=term.floor)
+        torch.add(values, term.floor, out=out)
+    else:
+        torch.clamp(values, min=term.floor, out=out)  # no importance is negative, so that a floor of 0 changes nothing
 
 
 def _own(piece: Tensor, work: torch.dtype) -> Tensor:

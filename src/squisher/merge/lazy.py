@@ -105,17 +105,28 @@ class Merged(Mapping[str, Tensor]):
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """One tensor in flat pieces, in order; memory is bounded by a few pieces, however many models there are."""
         name = self._known(name)
-        target = self.dtype(name)
-        if name not in self._in_plan:
-            for piece in chunks_of(self._source, name, size):
-                yield _converted(piece, target, name)
-            return
-        inputs = self._rule.inputs(name)
+        reads = self._reads(name, size)
+        yield from self._computed(name, ahead(reads, _STREAMS) if numel_of(self._source, name) > size else reads, size)
+
+    def stream(self, names: Sequence[str], size: int = CHUNK) -> Iterator[tuple[str, Tensor]]:
+        """Several tensors one after the other, as names and pieces; what comes next is read while this is computed."""
+        known = [self._known(name) for name in names]
+        pieces = ahead((piece for name in known for piece in self._reads(name, size)), _STREAMS)
+        for given, name in zip(names, known, strict=True):
+            for piece in self._computed(name, pieces, size):
+                yield given, piece
+
+    def _reads(self, name: str, size: int) -> Iterator[Tensor]:
+        inputs = self._rule.inputs(name) if name in self._in_plan else [self._source]
         streams = [chunks_of(tensors, name, size) for tensors in inputs]
-        numel = numel_of(self._source, name)
-        reads = (next(stream) for _ in range(0, numel, size) for stream in streams)
-        pieces = ahead(reads, _STREAMS) if numel > size else reads
-        for _ in range(0, numel, size):
+        return (next(stream) for _ in range(0, numel_of(self._source, name), size) for stream in streams)
+
+    def _computed(self, name: str, pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
+        target = self.dtype(name)
+        for _ in range(0, numel_of(self._source, name), size):
+            if name not in self._in_plan:
+                yield _converted(next(pieces), target, name)
+                continue
             merged = self._rule.piece(name, pieces)
             if not np.isfinite(merged.numpy()).all():
                 raise self._not_finite(name)

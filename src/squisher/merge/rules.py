@@ -18,7 +18,7 @@ __all__ = ["Fisher", "Matching", "Mean"]
 Weights = Mapping[str, Tensor]
 
 _RELATIVE = 1e-6
-_SAFE = (1e-30, 1e30)  # factors within it leave float32 room on both sides
+_SAFE = (1e-30, 1e30)  # factors and floors within it leave float32 room on both sides
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Fisher:
         self._averaged, self._work = averaged, work
         self._mean = Mean(models, [c / math.fsum(coefficients) for c in coefficients[1:]], work)
         self._norms: list[float] | None = None
-        self._terms: tuple[str, list[Term]] = ("", [])
+        self._terms: dict[str, list[Term]] = {}
 
     def inputs(self, name: str) -> list[Weights]:
         """What is read for a piece, in this order."""
@@ -75,26 +75,27 @@ class Fisher:
 
     def terms(self, name: str) -> list[Term]:
         """How importances become weights in this tensor; empty where it is averaged."""
-        if self._terms[0] != name:
-            self._terms = (name, self._new_terms(name))
-        return self._terms[1]
+        if name not in self._terms:
+            self._terms[name] = self._new_terms(name)
+        return self._terms[name]
 
     def _new_terms(self, name: str) -> list[Term]:
         if name in self._averaged or len(self._models) == 1:
             return []
         factors = [g.factor / norm for g, norm in zip(self._importances, self._all_norms(), strict=True)]
-        floors, unit = self._floors, 1.0
+        floors = self._floors
         if floors is None:
             sums = [g.sums(name)[0] / norm for g, norm in zip(self._importances, self._all_norms(), strict=True)]
             mean = math.fsum(sums) / (len(sums) * max(numel_of(self._models[0], name), 1))
             if not mean > 0:
                 return []
-            unit = _unit(mean)
             floors = [_RELATIVE * mean for _ in factors]
         else:
             floors = [f / norm for f, norm in zip(floors, self._all_norms(), strict=True)]
+        # Only ratios matter: with the first factor at 1 its importance needs no multiplication, and often none does.
+        unit = 1.0 / (factors[0] * self._coefficients[0])
         return [
-            Term(factor * unit * c, floor * unit * c, self._adds, c)
+            Term(factor * c * unit, floor * c * unit, self._adds, c)
             for factor, floor, c in zip(factors, floors, self._coefficients, strict=True)
         ]
 
