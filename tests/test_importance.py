@@ -187,6 +187,19 @@ def test_combine_is_the_mean_over_all_examples(tmp_path):
     assert torch.equal(load(tmp_path / "a.safetensors")["w"], whole["w"])
 
 
+def test_combine_is_the_mean_over_all_tokens_where_these_are_the_unit():
+    per_token = torch.rand(10, 4)
+    parts = [
+        Importance({"w": per_token[:8].mean(0)}, examples=2, unit="token", tokens=8, standard_error={"w": 0.1}),
+        Importance({"w": per_token[8:].mean(0)}, examples=2, unit="token", tokens=2, standard_error={"w": 0.2}),
+    ]
+    whole = Importance.combine(parts)
+    assert torch.allclose(whole["w"], per_token.mean(0))
+    assert (whole.provenance.examples, whole.provenance.extra) == (4, {"tokens": 10})
+    with pytest.raises(SquisherError, match="Importance 2 does not say how many tokens it saw"):
+        Importance.combine([parts[0], Importance(dict(parts[1]), examples=2, unit="token")])
+
+
 def test_combine_refuses_what_does_not_belong_together():
     a, b = example(examples=3), example(examples=4)
     with pytest.raises(SquisherError, match="none"):

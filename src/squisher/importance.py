@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import __version__, archive
+from . import __version__, archive, shards
 from .errors import FileError, NamingError, ScaleError, SquisherError, SquisherWarning, near
 from .provenance import KINDS, Provenance, fisher_factor, scale_differences
 from .tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
@@ -40,6 +40,8 @@ class Importance(Mapping[str, Tensor]):
     Values are read, scaled and checked when they are asked for, so that one over files larger than memory costs nothing
     to make. In memory they are checked at once.
 
+    Tensors may be spread over processes (DTensor). All of these must then make, read and save the importance together.
+
     Args:
         tensors: Any `Mapping[str, Tensor]`; a plain dict or a lazy one.
         kind: `"squisher"` (an optimizer's accumulator) or `"fisher"` (measured on data).
@@ -56,8 +58,7 @@ class Importance(Mapping[str, Tensor]):
             raise SquisherError(f"An importance is of kind {' or '.join(KINDS)}, not {kind!r}.{near(str(kind), KINDS)}")
         if isinstance(tensors, dict):
             tensors = {name: tensor.detach() for name, tensor in _tensors_only(tensors)}
-            for name, tensor in tensors.items():
-                check_values(name, tensor)
+            _check_all(tensors)
         self._tensors = tensors
         self._names = tuple(tensors)
         self._factor = 1.0
@@ -176,7 +177,8 @@ class Importance(Mapping[str, Tensor]):
 
         Args:
             importances: At least one; the same names, shapes and scale.
-            weights: `"examples"` (each one's number of examples), `"equal"`, or one positive number each.
+            weights: `"examples"` (what each one is a mean over: its number of examples, or of tokens where these are its
+                unit), `"equal"`, or one positive number each.
 
         Raises:
             SquisherError: Names, shapes, kinds or scales differ, or a number of examples is not known.
@@ -194,7 +196,11 @@ class Importance(Mapping[str, Tensor]):
         mean = _Mean([(imp, w / total) for imp, w in zip(importances, factors, strict=True)])
         counts = [imp.provenance.examples for imp in importances]
         examples = None if None in counts else sum(c for c in counts if c is not None)
-        p = replace(first.provenance, examples=examples, sum={}, sum_of_squares={})
+        extra = {k: v for k, v in first.provenance.extra.items() if k not in ("tokens", "standard_error")}
+        tokens = [_tokens(imp.provenance) for imp in importances]
+        if all(tokens):
+            extra["tokens"] = sum(tokens)
+        p = replace(first.provenance, examples=examples, sum={}, sum_of_squares={}, extra=extra)
         return Importance(mean, **p.to_dict())
 
     # -- scale ---------------------------------------------------------------------------------------------------------
@@ -236,6 +242,9 @@ class Importance(Mapping[str, Tensor]):
     ) -> None:
         """Writes the importance as safetensors, whole or not at all; memory is bounded by one piece.
 
+        Tensors that are spread over processes are gathered one after the other, and the first process writes; all must
+        call this. To write in parallel, give `dict(importance)` to `torch.distributed.checkpoint.save`.
+
         Args:
             path: A `.safetensors` file, or a folder, which gets `squisher.safetensors`.
             dtype: float32, bfloat16 or float64; by default what it is. float16 is refused: squared gradients underflow.
@@ -254,15 +263,23 @@ class Importance(Mapping[str, Tensor]):
         metadata = {**self.provenance.to_dict(), "created_with": f"torch-squisher {__version__}"}
         metadata.pop("sum", None)
         metadata.pop("sum_of_squares", None)
-        archive.save(
-            path,
-            self,
-            metadata,
-            dtype=target,
-            statistics=True,
-            shard_bytes=shard_bytes,
-            progress=progress,
-        )
+
+        def write(tensors: Mapping[str, Tensor]) -> None:
+            archive.save(
+                path,
+                tensors,
+                metadata,
+                dtype=target,
+                statistics=True,
+                shard_bytes=shard_bytes,
+                progress=progress,
+            )
+
+        held = {name: self._tensors[name] for name in self} if isinstance(self._tensors, dict) else {}
+        if any(map(shards.is_sharded, held.values())):
+            shards.write_once(shards.Gathered(self, held), write)
+        else:
+            write(self)
 
 
 class _Mean(Mapping[str, Tensor]):
@@ -384,17 +401,29 @@ def _weights(importances: Sequence[Importance], weights: str | Sequence[float]) 
     if weights == "equal":
         return [1.0] * len(importances)
     if weights == "examples":
-        unknown = [k + 1 for k, imp in enumerate(importances) if not imp.provenance.examples]
-        if unknown:
-            raise SquisherError(
-                f"Importance {unknown[0]} does not say how many examples it saw; pass weights='equal' or one number each."
-            )
-        return [float(imp.provenance.examples or 0) for imp in importances]
+        by_token = [imp.provenance.kind == "fisher" and imp.provenance.unit == "token" for imp in importances]
+        counts = [
+            _tokens(imp.provenance) if tokens else imp.provenance.examples or 0
+            for imp, tokens in zip(importances, by_token, strict=True)
+        ]
+        for k, (count, tokens) in enumerate(zip(counts, by_token, strict=True)):
+            if not count:
+                raise SquisherError(
+                    f"Importance {k + 1} does not say how many {'tokens' if tokens else 'examples'} it saw; pass "
+                    "weights='equal' or one number each."
+                )
+        return [float(count) for count in counts]
     if isinstance(weights, str):
         raise SquisherError(f"weights is 'examples', 'equal' or one number each, not {weights!r}.")
     if len(weights) != len(importances) or not all(math.isfinite(w) and w > 0 for w in weights):
         raise SquisherError(f"combine needs {len(importances)} positive weights, but got {list(weights)}.")
     return [float(w) for w in weights]
+
+
+def _tokens(p: Provenance) -> int:
+    """How many tokens a Fisher is the mean over; 0 where it does not say or is over something else."""
+    tokens = p.extra.get("tokens")
+    return tokens if isinstance(tokens, int) and tokens > 0 else 0
 
 
 def _same_tensors(a: Importance, b: Importance) -> None:
@@ -408,12 +437,23 @@ def _same_tensors(a: Importance, b: Importance) -> None:
             )
 
 
+def _check_all(tensors: Mapping[str, Tensor]) -> None:
+    failure = None
+    try:
+        for name, tensor in tensors.items():
+            check_values(name, tensor)
+    except SquisherError as error:
+        failure = error
+    shards.agree(failure, tensors.values())
+
+
 def check_values(name: str, values: Tensor) -> None:
-    """Refuses what no mean of squares can be.
+    """Refuses what no mean of squares can be, in the part that this process holds.
 
     Raises:
         SquisherError: A value is NaN, infinite or negative; the message names the parameter.
     """
+    values = shards.local_of(values)
     if not values.dtype.is_floating_point:
         raise SquisherError(
             f"The importance of {name!r} has the type {values.dtype}; it must be a floating-point tensor."

@@ -31,31 +31,32 @@ def rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def gather(value: Any) -> list[Any]:
-    """One (picklable, small) value of every process, in the order of ranks."""
+def gather(value: Any, group: Any = None) -> list[Any]:
+    """One (picklable, small) value of every process (of a group, or of all), in the order of ranks."""
     if is_alone():
         return [value]
-    values: list[Any] = [None] * world()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
     return values
 
 
-def agree(error: BaseException | None) -> None:
+def agree(error: BaseException | None, group: Any = None) -> None:
     """Raise on every process if one of them failed: a process that leaves alone would make the others wait for ever.
 
     Args:
         error: what happened here, or None.
+        group: the processes that this is about; all of them if there is none.
 
     Raises:
         SquisherError: on the processes where nothing happened, if something happened elsewhere.
         BaseException: the error itself, where it happened.
     """
-    messages = gather(None if error is None else f"{type(error).__name__}: {error}")
+    messages = gather(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
         raise error
     for where, message in enumerate(messages):
         if message is not None:
-            raise SquisherError(f"Process {where} of {world()} failed, so this one stops too. There: {message}")
+            raise SquisherError(f"Process {where} of {len(messages)} failed, so this one stops too. There: {message}")
 
 
 def sum_in_place(tensors: Iterable[Tensor]) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import FileError, NamingError, near
+from .shards import local_of, whole
 
 __all__ = [
     "CHUNK",
@@ -166,12 +167,15 @@ def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
 
 
 def chunks_of(tensors: Mapping[str, Tensor], name: str, size: int = CHUNK) -> Iterator[Tensor]:
-    """One tensor of any mapping in flat pieces on the CPU, in order; memory is bounded by a piece for a lazy one."""
+    """One tensor of any mapping in flat pieces on the CPU, in order; memory is bounded by a piece for a lazy one.
+
+    A tensor that is spread over processes is gathered first: all of them must ask for it at the same time.
+    """
     chunks = getattr(tensors, "chunks", None)
     if callable(chunks):
         yield from chunks(name, size)
         return
-    flat = tensors[name].detach().reshape(-1)
+    flat = whole(tensors[name].detach()).reshape(-1)
     for start in range(0, flat.numel(), size):
         yield flat[start : start + size].cpu()
 
@@ -242,7 +246,12 @@ def _place(source: Any) -> Any:
 
 
 def _address(tensor: Tensor) -> Any:
-    return None if tensor.is_meta else (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+    tensor = local_of(tensor)
+    return (
+        None
+        if tensor.is_meta or not tensor.numel()
+        else (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+    )
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -44,6 +44,17 @@ def test_parts_of_the_data_combine_to_the_whole():
         assert torch.allclose(combined[name], whole[name], rtol=1e-5)
 
 
+def test_parts_of_unequal_length_combine_to_the_whole_per_token():
+    model, (ids, labels) = build("decoder")
+    labels[:4, 1:] = -100
+    whole = fisher(model, [(ids, labels)], likelihood="tokens", unit="token")
+    parts = [fisher(model, [(ids[s], labels[s])], likelihood="tokens", unit="token") for s in (slice(4), slice(4, 6))]
+    combined = squisher.importance.Importance.combine(parts)
+    assert combined.provenance.extra["tokens"] == whole.provenance.extra["tokens"]
+    for name in whole:
+        assert torch.allclose(combined[name], whole[name], rtol=1e-5, atol=1e-9), name
+
+
 def test_tied_weights_are_here_once():
     model, batch = build("decoder")
     found = fisher(model, [batch], likelihood="tokens")

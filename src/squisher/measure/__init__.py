@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from .. import ranks
 from ..errors import NamingError, SquisherError, near
 from ..importance import Importance, structure_hash
+from ..shards import is_sharded, local_of, sharded_like
 from ..tensors import LiveParameter, live_parameters
 from .batches import Batch, batches_of, parse
 from .capture import Capture
@@ -25,6 +26,7 @@ from .likelihood import Objective
 from .loop import add_squares, add_squares_of_batch
 from .preserved import eager_original, preserved
 from .request import objective_for
+from .sharded import in_step, is_spread, whole_gradients
 from .sums import Sums
 
 __all__ = ["fisher"]
@@ -54,7 +56,8 @@ def fisher(
     """The diagonal of the Fisher information of a model on data, as a mean over examples.
 
     With several processes (torchrun) every process gets the same model and the same batches, takes every world-th batch, and
-    returns the same result.
+    returns the same result. A model that is spread over processes (FSDP2, `fully_shard`) is walked through the same batches by
+    all of them together, one example at a time, and the result is spread as its parameters are.
 
     Args:
         model: any module; wrappers (compiled, data parallel) are looked through. Nothing about it is changed.
@@ -91,20 +94,23 @@ def fisher(
     if max_examples is not None and max_examples < 1:
         raise SquisherError(f"max_examples={max_examples}: expected a positive number or None.")
     model = eager_original(model)
+    spread_out = is_spread(model)
+    if spread_out and method == "hooks":
+        raise SquisherError("method='hooks' needs whole parameters, and these are sharded (FSDP2). Use method='auto'.")
     objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift)
     chosen, absent = _choose(model, parameters)
     if not eval_mode and per == "example":
         _refuse_batch_statistics(model)
     by_name: dict[str, Tensor] = {p.name: p.parameter for p in chosen}
-    partial = Sums(by_name, dtype)
-    spread = _Spread(by_name) if standard_error else None
+    partial = Sums({name: local_of(p) for name, p in by_name.items()}, dtype)
+    spread = _Spread(by_name, spread_out) if standard_error else None
     engine: _Engine
     count = _Count()
     failure: BaseException | None = None
     try:
-        with preserved(model, eval_mode):
-            engine = _engine(method, per, model, objective, by_name)
-            for batch, index, mine in _stream(batches, model, max_examples):
+        with preserved(model, eval_mode), whole_gradients(model, spread_out):
+            engine = _engine(method, per, model, objective, by_name, spread_out)
+            for batch, index, mine in _stream(batches, model, max_examples, spread_out):
                 if mine:
                     units = engine.add(partial, batch, index)
                     count.units += units
@@ -119,15 +125,16 @@ def fisher(
     if not count.examples:
         raise SquisherError("There are no batches: nothing was measured. An iterator can be used once only.")
     coverage = _merged(ranks.gather(engine.coverage))
-    units = sum(ranks.gather(count.units))
+    units = count.units if spread_out else sum(ranks.gather(count.units))
     if not units:
         raise SquisherError("No position counts: every label is -100 or masked, so there is nothing to measure.")
     sums = partial.complete()
-    ranks.sum_in_place(sums.values())
+    if not spread_out:
+        ranks.sum_in_place(sums.values())
     relative = spread.relative(sums, units) if spread is not None else None
     with torch.no_grad():
         # As examples are counted, also where tokens are the unit: what a mean is over is in `unit`.
-        values = {name: s.div_(units).to(dtype) for name, s in sums.items()}
+        values = {name: sharded_like(s.div_(units).to(dtype), by_name[name]) for name, s in sums.items()}
     return Importance(
         values,
         kind="fisher",
@@ -171,9 +178,15 @@ class _Count:
     units = 0
 
 
-def _engine(method: str, per: str, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor]) -> _Engine:
-    if method == "loop":
-        return _Loop(model, objective, parameters, per)
+def _engine(
+    method: str, per: str, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor], spread_out: bool
+) -> _Engine:
+    if method == "loop" or spread_out:
+        engine = _Loop(model, objective, parameters, per)
+        if method != "loop":
+            why = dict.fromkeys(parameters, "the parameters are sharded (FSDP2)")
+            engine.coverage = {"method": "batch"} if per == "batch" else {"method": "loop", "loop": why}
+        return engine
     if per == "batch":
         return Joint(model, objective, parameters)
     return Capture(model, objective, parameters, strict=method == "hooks")
@@ -217,17 +230,19 @@ def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParam
     return chosen, absent
 
 
-def _stream(batches: Iterable[Any], model: nn.Module, max_examples: int | None) -> Iterator[tuple[Batch, Tensor, bool]]:
+def _stream(
+    batches: Iterable[Any], model: nn.Module, max_examples: int | None, spread_out: bool
+) -> Iterator[tuple[Batch, Tensor, bool]]:
     """Batches with the position of their examples in the stream, and whether this process takes them."""
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     seen = 0
-    for number, raw in enumerate(batches_of(batches)):
+    for number, raw in enumerate(in_step(batches) if spread_out else batches_of(batches)):
         batch = parse(raw, model, device)
         if batch.size == 0:
             continue
         if max_examples is not None:
             batch = batch.take(0, min(batch.size, max_examples - seen))
-        yield batch, torch.arange(seen, seen + batch.size), number % ranks.world() == ranks.rank()
+        yield batch, torch.arange(seen, seen + batch.size), spread_out or number % ranks.world() == ranks.rank()
         seen += batch.size
         if max_examples is not None and seen >= max_examples:
             return  # without asking for the next batch
@@ -266,21 +281,30 @@ class _Spread:
     sums over batches are kept, so that processes can add theirs.
     """
 
-    def __init__(self, names: Iterable[str]):
-        self.names = list(names)
+    def __init__(self, parameters: Mapping[str, Tensor], spread_out: bool):
+        self.names, self.spread_out = list(parameters), spread_out
+        self.here = torch.tensor([ranks.rank() == 0 or is_sharded(p) for p in parameters.values()])
         self.before = torch.zeros(len(self.names), dtype=torch.float64)
         self.sums = torch.zeros(4, len(self.names), dtype=torch.float64)  # K, Σ n², Σ n·(n m), Σ (n m)²
 
     def add(self, sums: Mapping[str, Tensor], units: int) -> None:
-        now = torch.stack([sums[name].sum(dtype=torch.float64).cpu() for name in self.names])
+        now = self._totals(sums)
         part, self.before = now - self.before, now
         self.sums += torch.stack([torch.ones_like(part), torch.full_like(part, units**2), units * part, part**2])
 
     def relative(self, sums: Mapping[str, Tensor], units: int) -> dict[str, float | None]:
-        ranks.sum_in_place([self.sums])
-        total = torch.stack([sums[name].sum(dtype=torch.float64).cpu() for name in self.names])
+        if not self.spread_out:
+            self.sums = torch.stack(ranks.gather(self.sums)).sum(0)
+        total = self._totals(sums)
         mean = total / units
         batches, squares, cross, parts = self.sums
         spread = (parts - 2 * mean * cross + mean**2 * squares).clamp(min=0)
         error = (batches / (batches - 1) * spread).sqrt() / total
         return {n: float(e) if math.isfinite(e) else None for n, e in zip(self.names, error.tolist(), strict=True)}
+
+    def _totals(self, sums: Mapping[str, Tensor]) -> Tensor:
+        totals = torch.stack([sums[name].sum(dtype=torch.float64).cpu() for name in self.names])
+        if not self.spread_out:
+            return totals
+        # Parts add up; what every process holds whole counts once.
+        return torch.stack(ranks.gather(totals.where(self.here, 0.0))).sum(0)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..errors import SquisherError
 
-__all__ = ["Batch", "batches_of", "parse"]
+__all__ = ["Batch", "batches_of", "leaves_of", "parse"]
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,18 @@ def batches_of(source: Any) -> Iterator[Any]:
     return iter(source)
 
 
+def leaves_of(raw: Any) -> list[Tensor]:
+    """All tensors of a batch, in order."""
+    found: list[Tensor] = []
+
+    def look(t: Tensor) -> Tensor:
+        found.append(t)
+        return t
+
+    _tree(raw, look)
+    return found
+
+
 def _decoder_inputs(model: nn.Module, kwargs: dict[str, Any], labels: Any) -> dict[str, Any]:
     """Encoder-decoder models make the decoder's inputs from the labels; without labels they cannot be called."""
     config = getattr(model, "config", None)
@@ -127,13 +139,7 @@ def _labels(labels: Any) -> Tensor | None:
 
 
 def _size(labels: Any, values: Iterable[Any]) -> int:
-    found: list[int] = []
-
-    def look(t: Tensor) -> Tensor:
-        found.extend(t.shape[:1])
-        return t
-
-    _tree([labels, *values], look)
+    found = [n for t in leaves_of([labels, *values]) for n in t.shape[:1]]
     if not found:
         raise SquisherError(
             "A batch holds no tensor with a batch dimension, so its number of examples is not known. Expected tensors "

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from ..shards import local_of
 from .batches import Batch
 from .likelihood import Objective
 
@@ -75,8 +76,8 @@ def _backward_and_square(
     scalar.backward(retain_graph=True)
     with torch.no_grad():
         for name, parameter in parameters.items():
-            gradient = parameter.grad
-            if gradient is not None:
+            if parameter.grad is not None:
+                gradient = local_of(parameter.grad)  # of what is spread over processes, each squares its part
                 if reached is not None:
                     reached.add(name)
                 gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(sums[name].dtype)
