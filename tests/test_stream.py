@@ -51,7 +51,9 @@ def test_an_index_cannot_point_outside_its_folder(tmp_path, shard):
         open_safetensors(index)
 
 
-@pytest.mark.parametrize("index", ['{"weight_map": {"a": 3}}', '{"weight_map": {"a": null, "b": "x"}}', "[]", "{", "{}"])
+@pytest.mark.parametrize(
+    "index", ['{"weight_map": {"a": 3}}', '{"weight_map": {"a": null, "b": "x"}}', "[]", "{", "{}"]
+)
 def test_an_index_that_is_none(tmp_path, index):
     (tmp_path / "x.safetensors.index.json").write_text(index)
     with pytest.raises(FileError, match="not an index"):

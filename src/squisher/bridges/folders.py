@@ -77,9 +77,9 @@ def _json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise FileError(f"Cannot read {path}: {error.strerror or error}.") from error
     except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is not JSON.") from error
+        raise FileError(f"{path} is not JSON; it is damaged or half-written: copy the folder again.") from error
     if not isinstance(value, dict):
-        raise FileError(f"{path} is not a JSON object.")
+        raise FileError(f"{path} is not a JSON object, as a configuration must be.")
     return value
 
 
