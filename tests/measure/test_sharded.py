@@ -111,22 +111,25 @@ def _state():
     first = fisher(_sharded("data"), BATCHES)
     model = _sharded("data")
     with torch.no_grad():
-        model(X)  # the outermost parameters stay whole after this
+        model(X)
+    assert not isinstance(next(model[4].parameters()), DTensor)  # the outermost parameters stay whole after this
     for module in (model, model[0]):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # gloo has no other way to divide by it
     model.set_requires_gradient_sync(False)
     group = model._get_fsdp_state()._fsdp_param_groups[0]
     random = torch.get_rng_state()
+    second = fisher(model, BATCHES)
     with pytest.raises(SquisherError, match="Labels lie between"):
         fisher(model, [*BATCHES, (X, Y + 100)])
-    second = fisher(model, BATCHES)
+    third = fisher(model, BATCHES)
     assert torch.equal(random, torch.get_rng_state())
     assert (group.gradient_divide_factor, group.reduce_grads) == (1.0, False)
     assert model.training
     assert all(isinstance(p, DTensor) and p.grad is None for p in model.parameters())
     for name in first:
-        assert torch.equal(first[name].to_local(), second[name].to_local()), name
+        for other in (second, third):
+            assert torch.equal(first[name].to_local(), other[name].to_local()), name
     model.set_requires_gradient_sync(True)
     model(X).sum().backward()
     before = [p.grad.to_local().clone() for p in model.parameters()]
