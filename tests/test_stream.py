@@ -142,17 +142,3 @@ def test_without_metadata_it_is_a_plain_weight_file(tmp_path, shard_bytes):
     opened, metadata = archive.open_archive(tmp_path / "model.safetensors")
     assert metadata is None
     assert all(torch.equal(opened[name], tensors[name]) for name in tensors)
-
-
-def test_reading_ahead_stops_when_nobody_listens_any_more():
-    made = []
-
-    def pieces():
-        for k in range(1000):
-            made.append(k)
-            yield torch.zeros(1)
-
-    stream = archive.ahead(pieces())
-    next(stream)
-    stream.close()
-    assert len(made) < 10

@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-import queue
-import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,9 +16,9 @@ from torch import Tensor
 
 from .errors import FileError, NamingError, SquisherError
 from .stream import SafetensorsWriter, open_safetensors, sync_folder
-from .tensors import CHUNK, LazyTensors, dtype_of, shape_of, stream_of
+from .tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of
 
-__all__ = ["KEY", "Progress", "ahead", "exists", "open_archive", "save"]
+__all__ = ["KEY", "Progress", "exists", "open_archive", "save"]
 
 KEY = "squisher"
 """The metadata key that holds the JSON."""
@@ -30,8 +28,8 @@ SHARD_BYTES = 5_000_000_000
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in all."""
 
-_T = TypeVar("_T")
-_ROW = 4096
+_ROW = 8192
+_ONES = np.ones(_ROW)
 _WIDEST = -1.2345678901234567e-308  # no float prints longer
 
 
@@ -96,19 +94,19 @@ def save(
             writer = SafetensorsWriter(file, shard, text)
             stack.callback(writer.discard)  # harmless once it is published
             with writer:
-                parts: dict[str, list[tuple[float, float]]] = {name: [] for name in shard}
-                for name, piece in ahead(stream_of(tensors, list(shard), CHUNK)):
-                    piece = piece.to(shard[name][0])
-                    if check is not None:
-                        check(name, piece)
-                    if statistics:
-                        parts[name].append(_sums(piece))
-                    writer.write(piece)
-                    done += piece.numel() * piece.dtype.itemsize
-                    if progress is not None:
-                        progress(done, total)
-                for name, pairs in parts.items():
-                    sums[name], squares[name] = (_rounded([pair[k] for pair in pairs]) for k in (0, 1))
+                for name, (target, _) in shard.items():
+                    parts = []
+                    for piece in chunks_of(tensors, name, CHUNK):
+                        piece = piece.to(target)
+                        if check is not None:
+                            check(name, piece)
+                        if statistics:
+                            parts.append(_sums(piece))
+                        writer.write(piece)
+                        done += piece.numel() * target.itemsize
+                        if progress is not None:
+                            progress(done, total)
+                    sums[name], squares[name] = (_rounded([pair[k] for pair in parts]) for k in (0, 1))
                 writer.finish({"format": "pt", **(final_metadata() if alone else {})})
             writers.append(writer)
         # Until the last rename nothing answers to the final name: an old index goes first, a new one comes last.
@@ -156,54 +154,24 @@ def exists(path: str | os.PathLike[str]) -> bool:
     return Path(path).is_file() or _index_path(Path(path)).is_file()
 
 
-def ahead(pieces: Iterator[_T], depth: int = 2) -> Iterator[_T]:
-    """The same pieces, read by a thread of their own while the last ones are checked, summed and written."""
-    ready: queue.Queue[tuple[_T | None, BaseException | None] | None] = queue.Queue(depth)
-    stopped = threading.Event()
-
-    def put(item: tuple[_T | None, BaseException | None] | None) -> None:
-        while not stopped.is_set():
-            try:
-                return ready.put(item, timeout=0.1)
-            except queue.Full:
-                continue
-
-    def read() -> None:
-        try:
-            for piece in pieces:
-                put((piece, None))
-                if stopped.is_set():
-                    return
-            put(None)
-        except BaseException as error:  # handed to the reader, which raises it
-            put((None, error))
-
-    thread = threading.Thread(target=read, daemon=True)
-    thread.start()
-    try:
-        while (item := ready.get()) is not None:
-            piece, error = item
-            if error is not None:
-                raise error
-            yield cast(_T, piece)
-    finally:
-        stopped.set()
-        thread.join()
-
-
 def _sums(piece: Tensor) -> tuple[float, float]:
     # Rows of fixed length, each summed by itself, so that the result does not depend on a number of threads; numpy, because
     # torch would share even a piece of this size among threads, which stalls on a machine that has other work to do.
-    values = _double(piece)
-    rows = [values[start : start + _ROW] for start in range(0, values.size, _ROW)]
-    return math.fsum(row.sum() for row in rows), math.fsum(np.dot(row, row) for row in rows)
+    values = _plain(piece)
+    row = np.empty(_ROW)
+    total, squares = [], []
+    for start in range(0, values.size, _ROW):
+        part = row[: min(_ROW, values.size - start)]
+        np.copyto(part, values[start : start + _ROW])
+        total.append(float(np.dot(part, _ONES[: part.size])))
+        squares.append(float(np.dot(part, part)))
+    return math.fsum(total), math.fsum(squares)
 
 
-def _double(piece: Tensor) -> np.ndarray[Any, np.dtype[np.float64]]:
+def _plain(piece: Tensor) -> np.ndarray[Any, Any]:
     if piece.dtype != torch.bfloat16:
-        return piece.numpy().astype(np.float64)
-    bits = piece.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16
-    return bits.view(np.float32).astype(np.float64)
+        return piece.numpy()
+    return (piece.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def _rounded(parts: list[float]) -> float:

@@ -31,6 +31,7 @@ _DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_FLUSH = 1 << 25
 _HEADER_LIMIT = 100_000_000  # what the safetensors library itself accepts
 
 
@@ -154,6 +155,7 @@ class SafetensorsWriter:
         self._total = end
         self._room = -(-len(self._header(metadata_bound)) // 8) * 8
         self._done = 0
+        self._flushed = 0
         # The suffix is no extension that anything loads, and the name is unique to the process.
         self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
 
@@ -193,6 +195,9 @@ class SafetensorsWriter:
                 count = self._file.write(view)
                 self._done += count
                 view = view[count:]
+            if self._done - self._flushed >= _FLUSH:
+                _start_writing_back(self._file.fileno(), 8 + self._room + self._flushed, self._done - self._flushed)
+                self._flushed = self._done
         except OSError as error:
             reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or error
             raise FileError(f"Cannot write {self.path}: {reason}. Nothing was left behind.") from error
@@ -227,6 +232,12 @@ class SafetensorsWriter:
     def discard(self) -> None:
         """Removes what was written, if it has not been published."""
         self._partial.unlink(missing_ok=True)
+
+
+def _start_writing_back(handle: int, offset: int, length: int) -> None:
+    """Lets the system write what it has so far, while more is made, so that the last `fsync` has little left to wait for."""
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(handle, offset, length, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(folder: Path) -> None:

@@ -7,7 +7,7 @@ work on all of them, and read nothing that was not asked for.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
@@ -29,7 +29,6 @@ __all__ = [
     "numel_of",
     "one_thread",
     "shape_of",
-    "stream_of",
     "tied_names",
 ]
 
@@ -190,14 +189,6 @@ def name_pattern(pattern: str | None) -> re.Pattern[str] | None:
         return None if pattern is None else re.compile(pattern)
     except re.error as error:
         raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
-
-
-def stream_of(tensors: Mapping[str, Tensor], names: Sequence[str], size: int = CHUNK) -> Iterator[tuple[str, Tensor]]:
-    """Several tensors of any mapping one after the other, as pairs of a name and a piece (see `chunks_of`)."""
-    stream = getattr(tensors, "stream", None)
-    if callable(stream):
-        return cast(Iterator[tuple[str, Tensor]], stream(names, size))
-    return ((name, piece) for name in names for piece in chunks_of(tensors, name, size))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from .. import archive
 from ..errors import FileError, SquisherError
 from ..recycle.weights import open_weights
 from ..stream import sync_folder
-from ..tensors import CHUNK, LazyTensors, chunks_of, dtype_of, numel_of, shape_of, stream_of
+from ..tensors import CHUNK, LazyTensors, chunks_of, dtype_of, numel_of, shape_of
 
 __all__ = ["Model", "check_free", "new_folder", "open_model", "write_model"]
 
@@ -208,6 +208,3 @@ class _Some(Mapping[str, Tensor]):
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         return chunks_of(self._tensors, name, size)
-
-    def stream(self, names: Sequence[str], size: int = CHUNK) -> Iterator[tuple[str, Tensor]]:
-        return stream_of(self._tensors, names, size)

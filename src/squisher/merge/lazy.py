@@ -10,14 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..archive import ahead
 from ..errors import SquisherError, near
 from ..tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
 from .names import Plan, label
 
 __all__ = ["Merged", "Rule"]
-
-_STREAMS = 4  # pieces that wait, read, for the arithmetic
 
 
 class Rule(Protocol):
@@ -105,16 +102,7 @@ class Merged(Mapping[str, Tensor]):
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """One tensor in flat pieces, in order; memory is bounded by a few pieces, however many models there are."""
         name = self._known(name)
-        reads = self._reads(name, size)
-        yield from self._computed(name, ahead(reads, _STREAMS) if numel_of(self._source, name) > size else reads, size)
-
-    def stream(self, names: Sequence[str], size: int = CHUNK) -> Iterator[tuple[str, Tensor]]:
-        """Several tensors one after the other, as names and pieces; what comes next is read while this is computed."""
-        known = [self._known(name) for name in names]
-        pieces = ahead((piece for name in known for piece in self._reads(name, size)), _STREAMS)
-        for given, name in zip(names, known, strict=True):
-            for piece in self._computed(name, pieces, size):
-                yield given, piece
+        yield from self._computed(name, self._reads(name, size), size)
 
     def _reads(self, name: str, size: int) -> Iterator[Tensor]:
         inputs = self._rule.inputs(name) if name in self._in_plan else [self._source]
