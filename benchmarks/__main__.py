@@ -5,5 +5,5 @@ from __future__ import annotations
 import subprocess
 import sys
 
-for name in ("archive", "extract"):
+for name in ("archive", "extract", "merge", "topk", "mask", "fisher"):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)
