@@ -191,3 +191,17 @@ def test_fresh_files_are_read_like_the_fixtures(name, tmp_path):
     assert_same(
         squisher.extract(path, names=names, bias_correction=False), {k: torch.tensor(v) for k, v in expected.items()}
     )
+
+
+def test_a_heap_that_the_library_would_walk_for_ever_is_refused(tmp_path):
+    """Found by fuzzing: HDF5 itself never returns from an object of no size in a heap of strings."""
+    data = bytearray((FIXTURES / "keras" / "adamw_clipped.keras").read_bytes())
+    heap = data.index(b"GCOL\x01\0\0\0")
+    data[heap + 16 : heap + 32] = bytes(16)
+    (tmp_path / "x.keras").write_bytes(data)
+    with pytest.raises(FileError, match="an object in a heap does not fit it"):
+        squisher.extract(tmp_path / "x.keras")
+    data[heap + 8 : heap + 16] = b"\xff" * 8
+    (tmp_path / "x.keras").write_bytes(data)
+    with pytest.raises(FileError, match="a heap in it is longer than the file"):
+        squisher.extract(tmp_path / "x.keras")

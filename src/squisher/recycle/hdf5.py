@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,7 @@ def open_hdf5(span: Span) -> Iterator[Any]:
         h5py = importlib.import_module("h5py")
     except ImportError as error:
         raise SquisherError("Keras files need h5py to be read: pip install 'torch-squisher[keras]'.") from error
+    _check_heaps(span)
     with span.open() as raw:
         try:
             file = h5py.File(raw, "r")
@@ -55,6 +57,42 @@ def open_hdf5(span: Span) -> Iterator[Any]:
             raise FileError(f"{span.label} is a damaged HDF5 file: {error}. Get it again.") from error
         finally:
             file.close()
+
+
+_HEAP = b"GCOL\x01\0\0\0"
+_PIECE = 1 << 24
+
+
+def _check_heaps(span: Span) -> None:
+    """Walks the heaps of strings as the HDF5 library does, because it walks a damaged one for ever.
+
+    Raises:
+        FileError: An object in a heap has a size that leads nowhere.
+    """
+    start = 0
+    while start < span.length:
+        piece = span.read(start, min(_PIECE + len(_HEAP), span.length - start))
+        found = piece.find(_HEAP)
+        while found >= 0 and found < _PIECE:
+            _check_heap(span, start + found)
+            found = piece.find(_HEAP, found + 1)
+        start += _PIECE
+
+
+def _check_heap(span: Span, at: int) -> None:
+    if at + 16 > span.length:
+        return  # HDF5 itself notices
+    (size,) = struct.unpack("<Q", span.read(at + 8, 8))
+    if size > min(span.length - at, 1 << 30):
+        raise FileError(f"{span.label} is a damaged HDF5 file: a heap in it is longer than the file. Get it again.")
+    heap = span.read(at, size)
+    place = 16
+    while place + 16 <= size:
+        index, length = struct.unpack_from("<H6xQ", heap, place)
+        step = length if index == 0 else 16 + (length + 7) // 8 * 8
+        if step < 16 or place + step > size:
+            raise FileError(f"{span.label} is a damaged HDF5 file: an object in a heap does not fit it. Get it again.")
+        place += step
 
 
 def tensor_at(span: Span, file: Any, path: str) -> Any:
