@@ -16,7 +16,7 @@ from ..errors import FileError, SquisherError
 from ..pickles import Span
 from .span_tensor import SpanTensor
 
-__all__ = ["is_hdf5", "open_hdf5", "tensor_at"]
+__all__ = ["attribute", "is_hdf5", "open_hdf5", "tensor_at"]
 
 _DTYPES = {
     "<f8": torch.float64, "<f4": torch.float32, "<f2": torch.float16, "<i8": torch.int64, "<i4": torch.int32, "<i2": torch.int16,
@@ -57,6 +57,22 @@ def open_hdf5(span: Span) -> Iterator[Any]:
             raise FileError(f"{span.label} is a damaged HDF5 file: {error}. Get it again.") from error
         finally:
             file.close()
+
+
+def attribute(node: Any, name: str, default: Any = None) -> Any:
+    """An attribute of a group or dataset, if it has one; its size is looked at before it is read.
+
+    Raises:
+        FileError: It claims to be larger than any attribute that Keras writes.
+    """
+    if name not in node.attrs:
+        return default
+    place = node.attrs.get_id(name)
+    if math.prod(place.shape) * max(place.dtype.itemsize, 1) > 1 << 24:
+        raise FileError(
+            f"The attribute {name!r} in an HDF5 file claims {place.shape} values: the file is damaged. Get it again."
+        )
+    return node.attrs.get(name, default)
 
 
 _HEAP = b"GCOL\x01\0\0\0"
@@ -109,7 +125,7 @@ def tensor_at(span: Span, file: Any, path: str) -> Any:
     dtype = _DTYPES.get(data.dtype.newbyteorder("<").str if data.dtype.byteorder == "=" else data.dtype.str)
     if dtype is None:
         raise FileError(f"{span.label}: {path} has the type {data.dtype}, which is not read.")
-    if data.attrs.get("dtype") == "bfloat16" and dtype == torch.int16:
+    if attribute(data, "dtype") == "bfloat16" and dtype == torch.int16:
         dtype = torch.bfloat16
     shape, offset = tuple(data.shape), data.id.get_offset()
     numel = math.prod(shape)

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import FileError, NoAccumulatorError
 from ..pickles import Span, zip_entries
-from .hdf5 import is_hdf5, open_hdf5, tensor_at
+from .hdf5 import attribute, is_hdf5, open_hdf5, tensor_at
 from .keras_names import candidates_of_config, snake_case, text
 from .states import Entry, Found, OptimizerState, Options
 
@@ -95,7 +95,7 @@ def _numbered(span: Span, file: Any, config: Mapping[str, Any]) -> Found:
     saved = (config.get("compile_config") or {}).get("optimizer") or {}
     known = saved.get("config") if isinstance(saved, dict) else None
     settings = known if isinstance(known, dict) else {}
-    name = saved.get("class_name") if settings else _class_by_name(str(group.attrs.get("name", "")))
+    name = saved.get("class_name") if settings else _class_by_name(str(attribute(group, "name", "")))
     _refuse(name, span)
     iteration, chosen = _layout(str(name), tensors, settings, span)
     steps = _steps(int(iteration.load()), settings)
@@ -170,15 +170,15 @@ def _layout(name: str, tensors: Sequence[Any], settings: Mapping[str, Any], span
 
 
 def _legacy(span: Span, file: Any) -> Found:
-    training = _json(file.attrs.get("training_config", "{}"), f"training_config in {span.label}")
+    training = _json(attribute(file, "training_config", "{}"), f"training_config in {span.label}")
     saved = training.get("optimizer_config") or {}
     name, settings = saved.get("class_name"), saved.get("config") or {}
     _refuse(name, span)
     weights = file.get("model_weights", {})
-    paths = [text(path) for layer in weights for path in weights[layer].attrs.get("weight_names", ())]
+    paths = [text(path) for layer in weights for path in attribute(weights[layer], "weight_names", ())]
     by_stem = {path.replace("/", "_"): path for path in paths}
     suffix = "_" + _KEPT.get(str(name), "velocity")
-    recorded = [text(n) for n in file["optimizer_weights"].attrs.get("weight_names", ())]
+    recorded = [text(n) for n in attribute(file["optimizer_weights"], "weight_names", ())]
     found, steps = {}, None
     for full in recorded:
         stem = full.partition("/")[2] or full

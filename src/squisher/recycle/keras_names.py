@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from .hdf5 import attribute
 from .states import Candidate
 
 __all__ = ["candidates_of_config", "snake_case", "text"]
@@ -98,7 +99,7 @@ def _variables(layer: Mapping[str, Any], place: str) -> Sequence[str]:
 
 def _name(group: Any) -> str | None:
     """The name of a layer, as recent versions write it down beside its variables."""
-    name = group["vars"].attrs.get("name") if "vars" in group else None
+    name = attribute(group["vars"], "name") if "vars" in group else None
     return None if name is None else text(name)
 
 
