@@ -1,0 +1,113 @@
+"""The data sets, as the usual places give them: embedded digits, MNIST (IDX), CIFAR (binary), text tasks (JSON lines)."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import struct
+import urllib.request
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["Labelled", "cifar", "digits", "mnist", "text_task"]
+
+MNIST_ADDRESS = "https://ossci-datasets.s3.amazonaws.com/mnist/"
+MNIST_FILES = {  # MD5 of the archives, as everyone quotes them
+    "train-images-idx3-ubyte": "f68b3c2dcbeaaa9fbdd348bbdeb94873",
+    "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
+    "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
+    "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
+}
+
+
+class Labelled(NamedTuple):
+    """Inputs and labels, one row an example."""
+
+    inputs: Tensor
+    labels: Tensor
+
+    def __getitem__(self, rows: Any) -> Labelled:  # type: ignore[override]
+        """The rows asked for; a tensor, a slice or a mask."""
+        return Labelled(self.inputs[rows], self.labels[rows])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(self, size: int) -> list[tuple[Tensor, Tensor]]:
+        """In order; the last may be smaller."""
+        return list(zip(self.inputs.split(size), self.labels.split(size), strict=True))
+
+
+def digits() -> tuple[Labelled, Labelled]:
+    """Handwritten digits, 8×8, values 0 to 1, that ship with scikit-learn: 1,437 to train on and 360 to test on."""
+    from sklearn.datasets import load_digits
+
+    data = load_digits()
+    whole = Labelled(torch.tensor(data.data, dtype=torch.float32) / 16, torch.tensor(data.target))
+    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
+    return whole[order[:1437]], whole[order[1437:]]
+
+
+def mnist(folder: Path) -> tuple[Labelled, Labelled]:
+    """MNIST, values 0 to 1, images as vectors of 784: 60,000 to train on and 10,000 to test on."""
+    out = []
+    for part in ("train", "t10k"):
+        images = _idx(folder, f"{part}-images-idx3-ubyte").flatten(1).float() / 255
+        out.append(Labelled(images, _idx(folder, f"{part}-labels-idx1-ubyte").long()))
+    return out[0], out[1]
+
+
+def cifar(folder: Path, classes: int) -> tuple[Labelled, Labelled]:
+    """CIFAR-10 or CIFAR-100 (fine labels) in the official binary layout, values −1 to 1, as (n, 3, 32, 32)."""
+    name, first, labels = (
+        ("cifar-10-batches-bin", "data_batch_1.bin", 1) if classes == 10 else ("cifar-100-binary", "train.bin", 2)
+    )
+    place = folder / name if (folder / name).exists() else folder
+    if not (place / first).exists():
+        raise SystemExit(f"There is no {first} in {place}; --data needs {name}/ in CIFAR's official binary layout.")
+    training = sorted(place.glob("data_batch_*.bin")) if classes == 10 else [place / "train.bin"]
+    test = [place / ("test_batch.bin" if classes == 10 else "test.bin")]
+    return _cifar_rows(training, labels), _cifar_rows(test, labels)
+
+
+def text_task(folder: Path, name: str, part: str) -> list[dict[str, Any]]:
+    """The rows of one text task: `part` is "train" or "eval"; {text_a[, text_b], label} each."""
+    path = folder / name / f"{part}.jsonl.gz"
+    if not path.exists():
+        raise SystemExit(f"There is no {path.name} for the task {name}; --data needs text/{name}/{part}.jsonl.gz.")
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+def _idx(folder: Path, name: str) -> Tensor:
+    found = next((path for path in (folder / name, folder / f"{name}.gz") if path.exists()), None)
+    data = _download(folder, name) if found is None else found.read_bytes()
+    if found is None or found.suffix == ".gz":
+        data = gzip.decompress(data)
+    rank = data[3]
+    shape = struct.unpack(f">{rank}I", data[4 : 4 + 4 * rank])
+    return torch.frombuffer(bytearray(data[4 + 4 * rank :]), dtype=torch.uint8).view(shape)
+
+
+def _download(folder: Path, name: str) -> bytes:
+    try:
+        with urllib.request.urlopen(f"{MNIST_ADDRESS}{name}.gz", timeout=60) as answer:
+            data = answer.read()
+    except OSError as error:
+        raise SystemExit(f"There is no {name}[.gz] in {folder}, and it could not be downloaded ({error}).") from error
+    if hashlib.md5(data, usedforsecurity=False).hexdigest() != MNIST_FILES[name]:
+        raise SystemExit(f"What was downloaded as {name}.gz is not the known file; put it into {folder} by hand.")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.gz").write_bytes(data)
+    return data
+
+
+def _cifar_rows(paths: list[Path], labels: int) -> Labelled:
+    rows = np.concatenate([np.fromfile(path, np.uint8).reshape(-1, labels + 3072) for path in paths])
+    images = torch.from_numpy(rows[:, labels:].reshape(-1, 3, 32, 32)).float() / 127.5 - 1
+    return Labelled(images, torch.from_numpy(rows[:, labels - 1].astype(np.int64)))

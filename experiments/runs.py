@@ -1,0 +1,274 @@
+"""How an experiment runs: small units of work, each kept as JSON when done, so that a killed run goes on where it was.
+
+A setting is a module with
+
+    CONFIGS: dict[str, dict]                        one a scale; JSON values only; `seeds` is the default number of seeds
+    stages(config, seeds) -> list[list[Unit]]       what is to be done; units of a stage may run side by side,
+                                                    later stages may read the results of earlier ones
+    <functions>(run: Run, **arguments) -> dict      the work; what a unit's `call` names
+    scores(results) -> list[Score]                  the comparison, from all units' results by key
+
+and nothing else is asked of it. Everything that costs minutes and is used twice goes through `Run.cached`.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import importlib
+import json
+import multiprocessing
+import os
+import pickle
+import platform
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import squisher
+
+__all__ = ["Run", "Score", "Unit", "execute"]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """One piece of work.
+
+    Attributes:
+        key: Names its result, and says what it is: "search/fisher/1e5", "seed-3/squisher".
+        call: The function of the setting's module that does it.
+        arguments: Its arguments; JSON values only.
+    """
+
+    key: str
+    call: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Score:
+    """One measured value of one method on one case by one seed.
+
+    Attributes:
+        case: The task, level or benchmark: a row of a table.
+        method: "fisher", "squisher", the baseline's name, or a variant of these: a column.
+        seed: The seed; differences between methods are taken within a seed.
+        value: The value.
+        metric: What it is.
+    """
+
+    case: str
+    method: str
+    seed: int
+    value: float
+    metric: str = "accuracy"
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where a setting finds its configuration, its data and what was done before."""
+
+    setting: str
+    scale: str
+    config: dict[str, Any]
+    data: Path | None
+    out: Path
+
+    def result(self, key: str) -> dict[str, Any]:
+        """The result of a unit of an earlier stage."""
+        return _read(self._file(key))["result"]
+
+    def data_folder(self, name: str) -> Path:
+        """A folder of data, or one sentence that says what is missing."""
+        if self.data is None:
+            raise SystemExit(f"{self.setting} at scale {self.scale} needs --data, the folder that holds {name}/.")
+        return self.data / name
+
+    def cached(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `make` returns (tensors, state dicts, lists, numbers), made once and kept in the output folder."""
+        path = self.out / "cache" / f"{name}.pt"
+        if path.exists():
+            with contextlib.suppress(EOFError, RuntimeError, pickle.UnpicklingError):  # cut off: made again
+                return torch.load(path, weights_only=True)
+        with _only_one(path):
+            if path.exists():
+                return torch.load(path, weights_only=True)
+            value = make()
+            temporary = path.with_name(f"{path.name}.{os.getpid()}")
+            torch.save(value, temporary)
+            temporary.replace(path)
+        return value
+
+    def _file(self, key: str) -> Path:
+        return self.out / "units" / f"{self.setting}-{self.scale}" / f"{key}.json"
+
+
+def environment() -> dict[str, Any]:
+    """What the numbers depend on; no host, path or date."""
+    return {
+        "squisher": squisher.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cores": os.cpu_count(),
+        "threads_per_run": 1,
+    }
+
+
+def execute(
+    setting: str, scale: str, *, seeds: int | None, data: Path | None, out: Path, jobs: int, say: Callable[[str], None]
+) -> Path:
+    """Does what is missing of a setting, and writes its document.
+
+    Args:
+        setting: The module's name.
+        scale: One of the module's `CONFIGS`.
+        seeds: How many; None for the configuration's own number.
+        data: The folder of the data sets.
+        out: Where units, caches and the document go.
+        jobs: How many units at a time, each on one thread.
+        say: Takes a line of progress.
+
+    Returns:
+        The path of the document.
+    """
+    module = importlib.import_module(f"experiments.{setting}")
+    if scale not in module.CONFIGS:
+        raise SystemExit(f"{setting} has no scale {scale!r}; it has {', '.join(module.CONFIGS)}.")
+    config = dict(module.CONFIGS[scale])
+    count = config.pop("seeds") if seeds is None else seeds
+    config.pop("seeds", None)
+    run = Run(setting, scale, config, data, out)
+    stages = module.stages(config, range(1, count + 1))
+    clock = _Clock(sum(len(stage) for stage in stages), f"{setting} ({scale})", say)
+    for stage in stages:
+        _stage(run, stage, jobs, clock)
+    results = {unit.key: _read(run._file(unit.key)) for stage in stages for unit in stage}
+    document = {
+        "setting": setting,
+        "scale": scale,
+        "config": config,
+        "seeds": count,
+        "environment": environment(),
+        "seconds": round(sum(entry["seconds"] for entry in results.values()), 1),
+        "scores": [asdict(score) for score in module.scores({key: entry["result"] for key, entry in results.items()})],
+        "units": {
+            key: {"seconds": entry["seconds"], "result": entry["result"]} for key, entry in sorted(results.items())
+        },
+    }
+    path = out / f"{setting}-{scale}.json"
+    _write(path, document)
+    return path
+
+
+class _Clock:
+    """Says what was done and how long the rest will take."""
+
+    def __init__(self, total: int, title: str, say: Callable[[str], None]) -> None:
+        self.total, self.title, self.say = total, title, say
+        self.done, self.fresh, self.start = 0, 0, time.perf_counter()
+
+    def count(self, key: str, fresh: bool) -> None:
+        self.done += 1
+        self.fresh += fresh
+        if fresh:
+            left = (time.perf_counter() - self.start) / self.fresh * (self.total - self.done)
+            self.say(f"{self.title}: {self.done}/{self.total} {key}; about {_duration(left)} left")
+
+
+def _stage(run: Run, units: list[Unit], jobs: int, clock: _Clock) -> None:
+    waiting = []
+    for unit in units:
+        path = run._file(unit.key)
+        if path.exists():
+            kept = _read(path)
+            if kept["config"] != json.loads(json.dumps(run.config)) or kept["arguments"] != unit.arguments:
+                raise SystemExit(
+                    f"{path} was made with another configuration; remove {path.parents[1]} to start again."
+                )
+            clock.count(unit.key, fresh=False)
+        else:
+            waiting.append(unit)
+    if jobs == 1 or len(waiting) < 2:
+        for unit in waiting:
+            _do(run, unit)
+            clock.count(unit.key, fresh=True)
+        return
+    # Fresh processes: torch's threads do not survive a fork.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        futures = {pool.submit(_do, run, unit): unit for unit in waiting}
+        try:
+            for future in concurrent.futures.as_completed(futures):
+                future.result()
+                clock.count(futures[future].key, fresh=True)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _do(run: Run, unit: Unit) -> None:
+    torch.set_num_threads(1)
+    torch.set_flush_denormal(True)  # squared gradients of a converged network are slow otherwise
+    module = importlib.import_module(f"experiments.{run.setting}")
+    start = time.perf_counter()
+    result = getattr(module, unit.call)(run, **unit.arguments)
+    entry = {
+        "key": unit.key,
+        "arguments": unit.arguments,
+        "config": run.config,
+        "environment": environment(),
+        "seconds": round(time.perf_counter() - start, 3),
+        "result": result,
+    }
+    _write(run._file(unit.key), entry)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def _write(path: Path, document: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(json.dumps(document, indent=1) + "\n")
+    temporary.replace(path)  # whole or not at all
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """Lets one process at a time make a cached file; the lock of a killed one is taken over."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f"{path.name}.lock")
+    while True:
+        try:
+            lock.touch(exist_ok=False)
+            lock.write_text(str(os.getpid()))
+            break
+        except FileExistsError:
+            if not _alive(lock):
+                lock.unlink(missing_ok=True)
+            time.sleep(0.2)
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)
+
+
+def _alive(lock: Path) -> bool:
+    try:
+        text = lock.read_text()
+        os.kill(int(text), 0)
+    except ValueError:
+        return True  # just made, not yet written
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return True
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
