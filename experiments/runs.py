@@ -91,12 +91,13 @@ class Run:
     def cached(self, name: str, make: Callable[[], Any]) -> Any:
         """What `make` returns (tensors, state dicts, lists, numbers), made once and kept in the output folder."""
         path = self.out / "cache" / f"{name}.pt"
-        if path.exists():
-            with contextlib.suppress(EOFError, RuntimeError, pickle.UnpicklingError):  # cut off: made again
-                return torch.load(path, weights_only=True)
+        kept = _kept(path)
+        if kept:
+            return kept[0]
         with _only_one(path):
-            if path.exists():
-                return torch.load(path, weights_only=True)
+            kept = _kept(path)  # made by another process meanwhile
+            if kept:
+                return kept[0]
             value = make()
             temporary = path.with_name(f"{path.name}.{os.getpid()}")
             torch.save(value, temporary)
@@ -226,6 +227,13 @@ def _do(run: Run, unit: Unit) -> None:
         "result": result,
     }
     _write(run._file(unit.key), entry)
+
+
+def _kept(path: Path) -> list[Any]:
+    """What is kept there, in a list; nothing if it is not there or was cut off."""
+    with contextlib.suppress(FileNotFoundError, EOFError, RuntimeError, pickle.UnpicklingError):
+        return [torch.load(path, weights_only=True)]
+    return []
 
 
 def _read(path: Path) -> dict[str, Any]:
