@@ -1,4 +1,4 @@
-"""What people see: tables for a terminal, dictionaries for JSON, figures.
+"""Tables for a terminal, and dictionaries for JSON.
 
 Tables fit into 100 columns. A long model is shortened in the middle, and a line says how much was left out; the JSON has
 everything.
@@ -15,21 +15,12 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from .agreement import Agreement
-from .figures import clustered, plot_agreement, plot_distances, plot_importance
-from .health import Diagnosis, Health
-from .importance import Importance
+from ..agreement import Agreement
+from ..figures import clustered
+from ..health import Diagnosis, Health
+from ..importance import Importance
 
-__all__ = [
-    "compare_json",
-    "compare_tables",
-    "distance_table",
-    "inspect_json",
-    "inspect_tables",
-    "plot_agreement",
-    "plot_distances",
-    "plot_importance",
-]
+__all__ = ["compare_json", "compare_tables", "distance_table", "facts", "inspect_json", "inspect_tables"]
 
 MAX_ROWS = 30
 """Longer tables are shortened in the middle."""
@@ -55,9 +46,9 @@ def compare_json(agreement: Agreement) -> dict[str, Any]:
 
 def inspect_tables(importance: Importance, health: Health, max_rows: int = MAX_ROWS) -> RenderableType:
     """What an importance is, what is wrong with it, and its parameters."""
-    facts = _list()
-    for label, value in _facts(importance, health):
-        facts.add_row(Text(label, style="dim"), Text(value))
+    known = _list()
+    for label, value in facts(importance, health):
+        known.add_row(Text(label, style="dim"), Text(value))
 
     table = _table("parameter", "shape", "mean", "median", "90%", "max", "zeros")
     for row in _shortened(health.rows, max_rows, table):
@@ -68,7 +59,7 @@ def inspect_tables(importance: Importance, health: Health, max_rows: int = MAX_R
             numbers, zeros = ["invalid", "", "", ""], ""
         style = "red" if row.invalid else "yellow" if v.numel and v.zeros == v.numel else ""
         table.add_row(_short(row.name), _shape(row.shape), *numbers, zeros, style=style)
-    return Group(facts, *_findings(health.diagnoses), Text(), table)
+    return Group(known, *_findings(health.diagnoses), Text(), table)
 
 
 def compare_tables(agreement: Agreement, a: str = "A", b: str = "B", max_rows: int = MAX_ROWS) -> RenderableType:
@@ -128,38 +119,39 @@ def distance_table(names: Sequence[str], matrix: Tensor) -> RenderableType:
     return table
 
 
-def _facts(importance: Importance, health: Health) -> list[tuple[str, str]]:
+def facts(importance: Importance, health: Health) -> list[tuple[str, str]]:
+    """What an importance is, as pairs of a label and a few words; what is not known is left out."""
     p = importance.provenance
     optimizer, steps = p.optimizer or {}, p.steps or {}
-    facts: list[tuple[str, str | None]] = []
+    known: list[tuple[str, str | None]] = []
     if p.kind == "squisher":
         what = "Squisher: the mean squared gradient that an optimizer kept"
         if p.bias_corrected is False:
             what += ", not bias-corrected"
-        facts.append(("kind", what))
+        known.append(("kind", what))
         beta2 = f", β₂ = {optimizer['beta2']:g}" if optimizer.get("beta2") is not None else ""
-        facts.append(("optimizer", f"{optimizer['class']}{beta2}" if optimizer.get("class") else None))
+        known.append(("optimizer", f"{optimizer['class']}{beta2}" if optimizer.get("class") else None))
         low, high = steps.get("min"), steps.get("max")
         if low is not None and high is not None:
-            facts.append(("steps", f"{low:,}" if low == high else f"{low:,} to {high:,}"))
-        facts.append(("batch", _batch(importance)))
+            known.append(("steps", f"{low:,}" if low == high else f"{low:,} to {high:,}"))
+        known.append(("batch", _batch(importance)))
     else:
         how = p.estimator or {}
         labels = f", {how['labels']} labels" if how.get("labels") else ""
         per = f", squared per {how['per']}" if how.get("per") else ""
-        facts.append(("kind", f"Fisher: measured on data{labels}{per}"))
-        facts.append(("examples", f"{p.examples:,}" if p.examples is not None else None))
+        known.append(("kind", f"Fisher: measured on data{labels}{per}"))
+        known.append(("examples", f"{p.examples:,}" if p.examples is not None else None))
     per_unit = p.kind == "fisher" or p.per_unit
-    facts.append(("unit", (f"mean per {p.unit}" if per_unit else p.unit) if p.unit else None))
-    facts.append(("scale", f"multiplied by {p.scale:g}" if p.scale != 1 else None))
-    facts.append(("values", f"{health.totals.numel:,} in {_plural(len(health.rows), 'parameter')}"))
-    facts.append(("source type", p.dtype_of_source))
-    facts.append(("names", p.naming))
+    known.append(("unit", (f"mean per {p.unit}" if per_unit else p.unit) if p.unit else None))
+    known.append(("scale", f"multiplied by {p.scale:g}" if p.scale != 1 else None))
+    known.append(("values", f"{health.totals.numel:,} in {_plural(len(health.rows), 'parameter')}"))
+    known.append(("source type", p.dtype_of_source))
+    known.append(("names", p.naming))
     low_, high_ = _number(health.totals.min), _number(health.totals.max)
-    facts.append(
+    known.append(
         ("range", f"{low_} to {high_}; mean {_number(health.totals.mean)}, median {_number(health.totals.median)}")
     )
-    return [(label, value) for label, value in facts if value]
+    return [(label, value) for label, value in known if value]
 
 
 def _batch(importance: Importance) -> str:
