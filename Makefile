@@ -12,7 +12,7 @@ FRAMEWORK_VENV := .venv-formats
 FRAMEWORKS := $(FRAMEWORK_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-formats fuzz lint format bench docs clean
+.PHONY: help install demo test test-slow test-formats fuzz lint format bench results docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,7 +30,7 @@ $(FRAMEWORKS): pyproject.toml constraints.txt tests/formats.txt
 
 install: $(INSTALLED) ## create .venv and install the package with what the tests need
 
-demo: $(INSTALLED) ## train a small network, recycle its optimizer, compare with the real Fisher
+demo: $(INSTALLED) ## the main job and the paper's six settings in small: a table, a figure, a report
 	$(BIN)/python -m experiments.demo
 
 test: lint ## linters, types and tests: what CI runs
@@ -57,6 +57,9 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 
 bench: $(INSTALLED) ## side-by-side runs; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
+
+results: $(INSTALLED) ## tables, figure and verdicts of docs/results.md from the committed runs
+	$(BIN)/python -m experiments.page
 
 docs: $(INSTALLED) ## run every tutorial and check every page
 	$(BIN)/python -m pytest tests/test_readme.py
