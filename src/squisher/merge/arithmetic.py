@@ -1,7 +1,7 @@
-"""The arithmetic of merging on one piece of one tensor: pure functions of the pieces, which arrive model by model.
+"""The arithmetic of merging on one piece of one tensor: pure functions of the models' pieces.
 
-Everything is a sum of differences to a start, θ = θ₁ + Σ wᵢ(θᵢ − θ₁) / Σ wᵢ: equal weights come back to the bit, one model comes
-back to the bit, and no more than one model's piece is needed at a time, however many models there are.
+Everything is a sum of differences to a start, θ = θ₁ + Σ wᵢ(θᵢ − θ₁) / Σ wᵢ: equal weights come back to the bit, and so does one
+model. All steps are done on one block before the next block is touched, so that what is between them stays in the cache.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,22 +30,25 @@ class Term(NamedTuple):
     """The model's share where no importance decides."""
 
 
-def differences(pieces: Iterator[Tensor], factors: Sequence[float], work: torch.dtype) -> Tensor:
-    """Start + Σ factor·(θ − start); the start comes first."""
-    start = _own(next(pieces), work)
-    if not factors:
-        return start
-    out = _own(start, work)
-    spare, difference = _buffers(2, work)
-    for factor in factors:
-        piece = next(pieces)
-        for part in _parts(piece):
-            d = torch.sub(_as(piece[part], spare), start[part], out=difference[: _length(part)])
-            out[part].add_(d, alpha=factor)
-    return out
+def differences(pieces: Sequence[Tensor], factors: Sequence[float], work: torch.dtype, out: Tensor) -> None:
+    """Start + Σ factor·(θ − start); the start comes first.
+
+    Args:
+        pieces: The pieces, in this order.
+        factors: One for each piece after the first.
+        work: The type to compute in.
+        out: Is filled with the result, in its own type.
+    """
+    for blocks, target, (a, b, c, d) in _in_blocks(pieces, out, 4, work):
+        start = _as(blocks[0], a)
+        total = start
+        for k, factor in enumerate(factors):
+            torch.sub(_as(blocks[k + 1], b), start, out=c)
+            total = torch.add(total, c, alpha=factor, out=_last(target, d) if k + 1 == len(factors) else d)
+        _deliver(total, target)
 
 
-def weighted(pieces: Iterator[Tensor], terms: Sequence[Term], work: torch.dtype, careful: bool) -> Tensor:
+def weighted(pieces: Sequence[Tensor], terms: Sequence[Term], work: torch.dtype, careful: bool, out: Tensor) -> None:
     """Σ wθ / Σ w from pieces θ₁, F₁, θ₂, F₂, …; where all weights are 0 the mean with the coefficients.
 
     Args:
@@ -54,41 +56,35 @@ def weighted(pieces: Iterator[Tensor], terms: Sequence[Term], work: torch.dtype,
         terms: One a model, two or more.
         work: The type to compute in.
         careful: Whether a sum of weights may be 0.
+        out: Is filled with the result, in its own type.
     """
-    spare, weight, difference = _buffers(3, work)
-    theta, importance = next(pieces), next(pieces)
-    start = theta if theta.dtype == work else _own(theta, work)
-    total, above = (torch.empty(theta.numel(), dtype=work) for _ in range(2))
-    plain = _zeros(theta.numel(), work) if careful else above
-    for part in _parts(theta):
-        _weigh(importance[part], terms[0], spare, total[part], careful)
-    for number, term in enumerate(terms[1:]):
-        theta, importance = next(pieces), next(pieces)
-        for part in _parts(theta):
-            w = weight[: _length(part)]
-            _weigh(importance[part], term, spare, w, careful)
-            total[part].add_(w)
-            d = above[part] if number == 0 and not careful else difference[: _length(part)]
-            torch.sub(_as(theta[part], spare), start[part], out=d)
-            if careful:
-                plain[part].add_(d, alpha=term.coefficient)
-            if number == 0:
-                torch.mul(d, w, out=above[part])
-            else:
-                above[part].addcmul_(d, w)
     share = sum(term.coefficient for term in terms)
-    for part in _parts(start):
-        quotient = above[part].div_(total[part])
+    for blocks, target, (a, b, total, w, d, above, plain) in _in_blocks(pieces, out, 7, work):
+        start = _as(blocks[0], a)
+        _weigh(blocks[1], terms[0], total, careful)
+        for k, term in enumerate(terms[1:], 1):
+            _weigh(blocks[2 * k + 1], term, w, careful)
+            total.add_(w)
+            torch.sub(_as(blocks[2 * k], b), start, out=d)
+            if careful:
+                torch.mul(d, term.coefficient, out=plain) if k == 1 else plain.add_(d, alpha=term.coefficient)
+            torch.mul(d, w, out=above) if k == 1 else above.addcmul_(d, w)
         if careful:
-            none = total[part] == 0
-            quotient[none] = plain[part][none] / share
-        quotient.add_(start[part])
-    return above
+            none = total == 0
+            above[none] = plain[none] / share
+            total[none] = 1.0
+        _deliver(torch.addcdiv(start, above, total, out=_last(target, above)), target)
 
 
 def gradient_matched(
-    pieces: Iterator[Tensor], base: Term | None, terms: Sequence[Term], delta: float, work: torch.dtype, careful: bool
-) -> Tensor:
+    pieces: Sequence[Tensor],
+    base: Term | None,
+    terms: Sequence[Term],
+    delta: float,
+    work: torch.dtype,
+    careful: bool,
+    out: Tensor,
+) -> None:
     """θ₀ + Σ α(H + G)(θ − θ₀) / (Σ αH + G) with G = H₀ + δ, and Σ α(θ − θ₀) where that is 0/0.
 
     Args:
@@ -98,41 +94,47 @@ def gradient_matched(
         delta: Added to both sums.
         work: The type to compute in.
         careful: Whether a denominator may be 0.
+        out: Is filled with the result, in its own type.
     """
-    start = _own(next(pieces), work)
-    common = _zeros(start.numel(), work)
-    spare, weight, difference = _buffers(3, work)
-    if base is not None:
-        importance = next(pieces)
-        for part in _parts(start):
-            _weigh(importance[part], base, spare, common[part], careful)
-    for part in _parts(start):
-        common[part].add_(delta)
-    total = _own(common, work)
-    above = _zeros(start.numel(), work)
-    plain = _zeros(start.numel(), work) if careful else above
-    for term in terms:
-        theta, importance = next(pieces), next(pieces)
-        for part in _parts(theta):
-            w = weight[: _length(part)]
-            _weigh(importance[part], term, spare, w, careful)
-            total[part].add_(w, alpha=term.coefficient)
-            w.add_(common[part])
-            d = torch.sub(_as(theta[part], spare), start[part], out=difference[: _length(part)])
+    first = 1 if base is None else 2
+    for blocks, target, (a, b, common, total, w, d, above, plain) in _in_blocks(pieces, out, 8, work):
+        start = _as(blocks[0], a)
+        if base is None:
+            common.fill_(delta)
+        else:
+            _weigh(blocks[1], base, common, careful)
+            common.add_(delta)
+        total.copy_(common)
+        above.zero_()
+        plain.zero_()
+        for k, term in enumerate(terms):
+            theta, importance = blocks[first + 2 * k : first + 2 * k + 2]
+            _weigh(importance, term, w, careful)
+            total.add_(w, alpha=term.coefficient)
+            w.add_(common)
+            torch.sub(_as(theta, b), start, out=d)
             if careful:
-                plain[part].add_(d, alpha=term.coefficient)
-            above[part].addcmul_(d, w, value=term.coefficient)
-    for part in _parts(start):
-        quotient = torch.div(above[part], total[part], out=difference[: _length(part)])
+                plain.add_(d, alpha=term.coefficient)
+            above.addcmul_(d, w, value=term.coefficient)
         if careful:
-            none = total[part] == 0
-            quotient[none] = plain[part][none]
-        start[part].add_(quotient)
-    return start
+            none = total == 0
+            above[none] = plain[none]
+            total[none] = 1.0
+        _deliver(torch.addcdiv(start, above, total, out=_last(target, above)), target)
 
 
-def _weigh(importance: Tensor, term: Term, spare: Tensor, out: Tensor, careful: bool) -> None:
-    values = _as(importance, spare)
+def _in_blocks(
+    pieces: Sequence[Tensor], out: Tensor, count: int, work: torch.dtype
+) -> Iterator[tuple[tuple[Tensor, ...], Tensor, list[Tensor]]]:
+    """The blocks of all pieces, where their result goes, and room to compute in."""
+    room = [torch.empty(min(_BLOCK, out.numel()), dtype=work) for _ in range(count)]
+    for *blocks, target in zip(*(piece.split(_BLOCK) for piece in (*pieces, out)), strict=True):
+        short = target.numel() < room[0].numel()
+        yield tuple(blocks), target, [buffer[: target.numel()] for buffer in room] if short else room
+
+
+def _weigh(importance: Tensor, term: Term, out: Tensor, careful: bool) -> None:
+    values = _as(importance, out)
     if careful:  # what float32 holds only as a denormal says nothing
         values = torch.where(values < TINY, 0.0, values)
     if term.factor != 1.0:
@@ -140,32 +142,18 @@ def _weigh(importance: Tensor, term: Term, spare: Tensor, out: Tensor, careful: 
     if term.adds:
         torch.add(values, term.floor, out=out)
     else:
-        torch.clamp(values, min=term.floor, out=out)  # no importance is negative, so that a floor of 0 changes nothing
-
-
-def _own(piece: Tensor, work: torch.dtype) -> Tensor:
-    out = torch.empty(piece.numel(), dtype=work)
-    for part in _parts(piece):
-        out[part].copy_(piece[part])
-    return out
-
-
-def _zeros(length: int, work: torch.dtype) -> Tensor:
-    return torch.from_numpy(np.zeros(length, np.float64 if work == torch.float64 else np.float32))
+        torch.clamp_min(values, term.floor, out=out)  # no importance is negative, so that a floor of 0 changes nothing
 
 
 def _as(block: Tensor, spare: Tensor) -> Tensor:
-    return block if block.dtype == spare.dtype else spare[: block.numel()].copy_(block)
+    return block if block.dtype == spare.dtype else spare.copy_(block)
 
 
-def _buffers(count: int, work: torch.dtype) -> list[Tensor]:
-    return [torch.empty(_BLOCK, dtype=work) for _ in range(count)]
+def _last(target: Tensor, spare: Tensor) -> Tensor:
+    """Where the last step puts its result: into the target itself, if that has the type."""
+    return target if target.dtype == spare.dtype else spare
 
 
-def _parts(piece: Tensor) -> list[slice]:
-    n = piece.numel()
-    return [slice(start, min(start + _BLOCK, n)) for start in range(0, n, _BLOCK)]
-
-
-def _length(part: slice) -> int:
-    return int(part.stop - part.start)
+def _deliver(result: Tensor, target: Tensor) -> None:
+    if result is not target:
+        target.copy_(result)

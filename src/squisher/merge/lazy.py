@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -16,6 +18,10 @@ from .names import Plan, label
 
 __all__ = ["Merged", "Rule"]
 
+_TOGETHER = 4 * CHUNK  # elements that are read for one merged piece, of all models
+_SHORTEST = 1 << 12
+_BLOCK = 1 << 15  # torch shares longer tensors among threads
+
 
 class Rule(Protocol):
     """How one method turns pieces of a tensor into a merged piece."""
@@ -23,8 +29,8 @@ class Rule(Protocol):
     def inputs(self, name: str) -> list[Mapping[str, Tensor]]:
         """What is read for a piece, in the order in which it is needed."""
 
-    def piece(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
-        """The merged piece, in the type that it was computed in."""
+    def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
+        """Fills `out` with the merged piece."""
 
 
 class Merged(Mapping[str, Tensor]):
@@ -102,23 +108,46 @@ class Merged(Mapping[str, Tensor]):
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """One tensor in flat pieces, in order; memory is bounded by a few pieces, however many models there are."""
         name = self._known(name)
-        yield from self._computed(name, self._reads(name, size), size)
+        together = size // self._step(name, size)
+        jobs = self.jobs(name, size)
+        while parts := [job() for job in islice(jobs, together)]:
+            yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _reads(self, name: str, size: int) -> Iterator[Tensor]:
+    def jobs(self, name: str, size: int = CHUNK) -> Iterator[Callable[[], Tensor]]:
+        """One tensor as work to be done, in order: the next one is read when it is asked for, and merged when it is called.
+
+        The pieces are smaller than `size` where many models take part, so that what is read for one has one size. They may be
+        merged in any order and in several threads.
+        """
+        name = self._known(name)
         inputs = self._rule.inputs(name) if name in self._in_plan else [self._source]
-        streams = [chunks_of(tensors, name, size) for tensors in inputs]
-        return (next(stream) for _ in range(0, numel_of(self._source, name), size) for stream in streams)
+        merge = self._merged if name in self._in_plan else self._copied
+        for pieces in zip(*(chunks_of(tensors, name, self._step(name, size)) for tensors in inputs), strict=True):
+            yield partial(merge, name, pieces)
 
-    def _computed(self, name: str, pieces: Iterator[Tensor], size: int) -> Iterator[Tensor]:
-        target = self.dtype(name)
-        for _ in range(0, numel_of(self._source, name), size):
-            if name not in self._in_plan:
-                yield _converted(next(pieces), target, name)
-                continue
-            merged = self._rule.piece(name, pieces)
-            if not np.isfinite(merged.numpy()).all():
-                raise self._not_finite(name)
-            yield _converted(merged, target, name)
+    def _step(self, name: str, size: int) -> int:
+        count = len(self._rule.inputs(name)) if name in self._in_plan else 1
+        while size * count > _TOGETHER and size % 2 == 0 and size > _SHORTEST:
+            size //= 2
+        return size
+
+    def _merged(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
+        out = torch.empty(pieces[0].numel(), dtype=self.dtype(name))
+        self._rule.piece(name, pieces, out)
+        if not _finite(out):
+            raise self._not_finite(name)
+        return out
+
+    def _copied(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
+        piece, target = pieces[0], self.dtype(name)
+        if piece.dtype == target:
+            return piece
+        out = torch.empty(piece.numel(), dtype=target)
+        for to, part in zip(out.split(_BLOCK), piece.split(_BLOCK), strict=True):
+            to.copy_(part)
+        if target == torch.float16 and not _finite(out):
+            raise _beyond_float16(name)
+        return out
 
     def for_model(self, number: int) -> Merged:
         """The merged weights with what model `number` (from 0) keeps of its own: its head, its buffers.
@@ -152,15 +181,19 @@ class Merged(Mapping[str, Tensor]):
                     f"{name!r} of {who} has NaN or infinite values: its training diverged, or its file is damaged. Take an earlier "
                     "checkpoint of it, or leave the tensor out with exclude."
                 )
+        if self.dtype(name) == torch.float16:
+            return _beyond_float16(name)
         return SquisherError(f"{name!r} overflows when it is merged: the coefficients are too large.")
 
 
-def _converted(piece: Tensor, target: torch.dtype, name: str) -> Tensor:
-    if piece.dtype == target:
-        return piece
-    out = torch.empty(piece.numel(), dtype=target)
-    for start in range(0, piece.numel(), 1 << 15):  # pieces of this length stay in one thread
-        out[start : start + (1 << 15)].copy_(piece[start : start + (1 << 15)])
-    if target == torch.float16 and not np.isfinite(out.numpy()).all():
-        raise SquisherError(f"{name!r} has values beyond 65504, which float16 cannot hold: write bfloat16 or float32.")
-    return out
+def _finite(piece: Tensor) -> bool:
+    if piece.dtype != torch.bfloat16:
+        return bool(np.isfinite(piece.numpy()).all())
+    # numpy does not know the type. By their bits, NaN and infinity are beyond all numbers of their sign, and the negative ones
+    # are beyond the positive ones only without a sign bit.
+    bits = piece.view(torch.int16).numpy()
+    return bool(bits.max() < 0x7F80 and bits.view(np.uint16).max() < 0xFF80)
+
+
+def _beyond_float16(name: str) -> SquisherError:
+    return SquisherError(f"{name!r} has values beyond 65504, which float16 cannot hold: write bfloat16 or float32.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,9 +33,9 @@ class Mean:
         """What is read for a piece, in this order."""
         return self.models
 
-    def piece(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
-        """The merged piece."""
-        return differences(pieces, self.factors, self.work)
+    def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
+        """Fills `out` with the merged piece."""
+        differences(pieces, self.factors, self.work, out)
 
 
 class Fisher:
@@ -65,13 +65,14 @@ class Fisher:
             return self._models
         return [source for pair in zip(self._models, self._importances, strict=True) for source in pair]
 
-    def piece(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
-        """The merged piece."""
+    def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
+        """Fills `out` with the merged piece."""
         terms = self.terms(name)
         if not terms:
-            return self._mean.piece(name, pieces)
+            self._mean.piece(name, pieces, out)
+            return
         careful = not all(_safe(t.factor) and _safe(t.floor) for t in terms)
-        return weighted(pieces, terms, torch.float64 if careful else self._work, careful)
+        weighted(pieces, terms, torch.float64 if careful else self._work, careful, out)
 
     def terms(self, name: str) -> list[Term]:
         """How importances become weights in this tensor; empty where it is averaged."""
@@ -135,11 +136,12 @@ class Matching:
         pairs = [source for pair in zip(self._models, self._importances, strict=True) for source in pair]
         return [self._base, *([] if self._base_importance is None else [self._base_importance]), *pairs]
 
-    def piece(self, name: str, pieces: Iterator[Tensor]) -> Tensor:
-        """The merged piece."""
+    def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
+        """Fills `out` with the merged piece."""
         found = self._unit_and_delta(name)
         if found is None:
-            return self._plain.piece(name, pieces)
+            self._plain.piece(name, pieces, out)
+            return
         unit, delta = found
         own = None
         if self._base_importance is not None:
@@ -150,7 +152,7 @@ class Matching:
         ]
         factors = [t.factor for t in ([own] if own else []) + terms if t.factor]
         careful = not (_safe(delta) and all(map(_safe, factors)))
-        return gradient_matched(pieces, own, terms, delta, torch.float64 if careful else self._work, careful)
+        gradient_matched(pieces, own, terms, delta, torch.float64 if careful else self._work, careful, out)
 
     def _unit_and_delta(self, name: str) -> tuple[float, float] | None:
         if name in self._averaged:
