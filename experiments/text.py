@@ -20,8 +20,6 @@ Only what is trained is kept: everything else is the pretrained encoder.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -33,7 +31,7 @@ from torch import Tensor, nn
 
 from experiments.data import text_task
 from experiments.runs import Run
-from experiments.tuning import Splits, accuracy, importance, train, tuned, weights_of
+from experiments.tuning import Splits, accuracy, fingerprint, importance, train, tuned, weights_of
 
 __all__ = [
     "Classifier",
@@ -126,7 +124,7 @@ def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
 def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
     """A task, tokenised once: training rows, rows held out of them, and rows of the evaluation file."""
     shape = {key: config[key] for key in ("model", "length", "validation", "test", "train")}
-    made = run.cached(f"tokens/{task}-{_short(shape)}", lambda: _tokenised(run, task, config))
+    made = run.cached(f"tokens/{task}-{fingerprint(shape)}", lambda: _tokenised(run, task, config))
     parts = {name: Texts(*made[name]) for name in ("train", "validation", "test")}
     return Splits(**parts, classes=made["classes"])
 
@@ -155,7 +153,7 @@ def fine_tune(
             model.load_state_dict(start, strict=False)
         return tuned(model, data, config, seed)
 
-    return run.cached(f"{run.setting}/{task}-{seed}{name}-{_short(dict(config))}", make)
+    return run.cached(f"{run.setting}/{task}-{seed}{name}-{fingerprint(config)}", make)
 
 
 def _tokenised(run: Run, task: str, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -229,7 +227,3 @@ def _quiet() -> Iterator[Any]:
         yield transformers
     finally:
         transformers.logging.set_verbosity(before)
-
-
-def _short(value: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:10]

@@ -14,6 +14,7 @@ Data have `len`, `batch(rows)` and `batches(size)`; a batch is a mapping of the 
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 
 import squisher
 
-__all__ = ["Splits", "accuracy", "importance", "train", "tuned", "weights_of"]
+__all__ = ["Splits", "accuracy", "fingerprint", "importance", "train", "tuned", "weights_of"]
 
 
 class Splits(NamedTuple):
@@ -109,6 +110,11 @@ def importance(snapshot: Mapping[str, Any], part: str | None = None, *, what: st
     """The Squisher of a snapshot, or of the parameters that `part` finds."""
     found = squisher.Importance(snapshot[what], **snapshot["provenance" if what == "squares" else f"{what}_provenance"])
     return found if part is None else found.restrict(part)
+
+
+def fingerprint(config: Mapping[str, Any]) -> str:
+    """A few digits that tell configurations apart, for the names of cached files."""
+    return hashlib.sha256(json.dumps(dict(config), sort_keys=True).encode()).hexdigest()[:10]
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

@@ -1,0 +1,287 @@
+"""Several fine-tuned models become one, entry by entry: Σ Fθ / Σ F. The baseline is the plain average ("linear").
+
+The paper merges eight T5-Large fine-tunes (question answering and paraphrase; the code of MaTS): AdamW at a constant
+rate, no merging coefficients, the empirical Fisher with true labels. Here, at scale `cpu`, two benchmarks:
+
+- *Text*, the main one: MiniLM (a pretrained encoder of 22.6 million parameters), fine-tuned on four tasks with private
+  heads (SST-2, Subj, TREC-6, SciTail; none is among the encoder's own training data). The body is merged, the heads are
+  kept. Reduced: word embeddings are frozen, a fraction of an epoch, 128 examples for a Fisher, 400 to test on. All tasks see
+  the same share of an epoch, as in the paper, so the number of steps differs by task.
+- *MNIST rotations*, the controlled one: five rotations from one perceptron that was pretrained on upright digits.
+
+Methods: `fisher` is the exact Fisher (labels weighted by the model's probabilities), `fisher (empirical)` the paper's, with the
+data's labels. `squisher` is B·v̂ from the optimizer; `squisher (without rescaling)` is the accumulator v as it is stored,
+without bias correction, so that a model that was trained for longer counts more. `(l2)`: every model's importance is
+first divided by its norm. `squisher (β₂ = 0.95)` averages the same run's gradients with a shorter memory (a tracker
+beside the optimizer; the paper trains again instead). `joint` squares the gradients of batches of B with the data's labels
+at the final weights: the Squisher without its memory. Merging does not depend on a factor that all models share, so B
+plays no part here. There are no coefficients and nothing is searched for, as in the paper.
+
+Checkpoints: the last ("final", the paper's main table), the best on held-out training rows, and one after a third of the training.
+`individual` is each task's own model. "Normalised accuracy" is merged / individual.
+
+Scale `quick`: rotated digits from scikit-learn. There is no scale `paper`: eight T5-Large fine-tunes need a large GPU; the
+recipe is AdamW, 1e-4 constant, batch 1024, until validation stops improving (200 to 1,300 steps), then the calls below.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import squisher
+from experiments import rotated, text
+from experiments.runs import Run, Score, Unit
+from experiments.tuning import Splits, accuracy, fingerprint, importance
+
+TITLE = "Fisher merging"
+BASELINE = "linear"
+METRIC = "accuracy"
+HIGHER_IS_BETTER = True
+MAIN_CASES = ("average",)
+PAPER = {  # the main table (final checkpoints); the best ones are from the table on training length
+    "average": {"fisher": 53.6, "squisher": 58.0, "linear": 48.5},
+    "average, best checkpoint": {"fisher": 59.0, "squisher": 55.1},
+    "cosmos_qa": {"fisher": 61.0, "squisher": 50.7, "linear": 39.4},
+    "paws": {"fisher": 50.7, "squisher": 50.4, "linear": 48.0},
+    "qasc": {"fisher": 73.7, "squisher": 85.9, "linear": 77.1},
+    "quail": {"fisher": 57.2, "squisher": 60.7, "linear": 43.2},
+    "quartz": {"fisher": 54.6, "squisher": 61.1, "linear": 59.3},
+    "ropes": {"fisher": 12.6, "squisher": 36.1, "linear": 45.1},
+    "social_iqa": {"fisher": 68.7, "squisher": 61.0, "linear": 48.0},
+    "wiki_qa": {"fisher": 50.1, "squisher": 58.1, "linear": 27.6},
+}
+
+BODY = r"^body\."
+_ADAM = {"schedule": "constant", "warmup": 0, "beta2": 0.999, "eps": 1e-8, "decay": 0.0, "clip": None}
+_ROTATED = {
+    "kind": "rotated",
+    "tasks": {"-60°": 300, "-30°": 240, "30°": 180, "60°": 240, "90°": 120},  # steps: data sets differ in size
+    "parity": False,
+    "fisher_examples": 512,
+    "every": 40,
+    **_ADAM,
+}
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "quick": {
+        "seeds": 3,
+        "benchmarks": {
+            "rotated digits": {
+                **_ROTATED,
+                "tasks": {"-30°": 180, "30°": 120, "60°": 150, "90°": 90},
+                "source": "digits",
+                "widths": [64, 32],
+                "pretraining": {**_ADAM, "steps": 200, "batch": 32, "rate": 3e-3},
+                "train": 800,
+                "validation": 150,
+                "test": None,
+                "batch": 32,
+                "rate": 3e-3,
+                "seeds": 3,
+            }
+        },
+    },
+    "cpu": {
+        "seeds": 5,
+        "benchmarks": {
+            "text": {
+                "kind": "text",
+                "model": "minilm",
+                "pooling": "mean",
+                "frozen": r"word_embeddings",
+                "tasks": {"sst2": 200, "subj": 180, "trec6": 110, "scitail": 110},
+                "length": 48,
+                "train": None,
+                "validation": 150,
+                "test": 400,
+                "batch": 16,
+                "rate": 1e-4,
+                "fisher_examples": 128,
+                "every": 30,
+                **_ADAM,
+                "seeds": 3,
+            },
+            "MNIST rotations": {
+                **_ROTATED,
+                "source": "mnist",
+                "widths": [200, 100],
+                "pretraining": {**_ADAM, "steps": 1000, "batch": 64, "rate": 1e-3},
+                "train": 10_000,
+                "validation": 1000,
+                "test": 5000,
+                "batch": 64,
+                "rate": 1e-3,
+                "seeds": 5,
+            },
+        },
+    },
+}
+
+CHECKPOINTS = {"final": "", "best": ", best checkpoint", "short": ", short training"}
+
+
+def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
+    """First every model with its importances, then every merge."""
+    each = [(name, seed) for name, part in config["benchmarks"].items() for seed in list(seeds)[: part["seeds"]]]
+    fits = [
+        Unit(f"{name}/{seed}/{task}", "fit", {"benchmark": name, "task": task, "seed": seed})
+        for name, seed in each
+        for task in config["benchmarks"][name]["tasks"]
+    ]
+    merges = [
+        Unit(f"{name}/{seed}/merged-{point}", "merge", {"benchmark": name, "checkpoint": point, "seed": seed})
+        for name, seed in each
+        for point in CHECKPOINTS
+    ]
+    return [fits, merges]
+
+
+def fit(run: Run, benchmark: str, task: str, seed: int) -> dict[str, Any]:
+    """Fine-tunes one model, measures its Fishers, and says how good it is by itself."""
+    config = run.config["benchmarks"][benchmark]
+    kept = _tuned(run, config, task, seed)
+    fishers = _fishers(run, config, task, seed)
+    data = _splits(run, config, task)
+    individual = {}
+    for point, snapshot in kept["snapshots"].items():
+        model = _loaded(config, data, snapshot["weights"])
+        individual[point] = accuracy(model, data.test)
+    return {
+        "individual": individual,
+        "history": kept["history"],
+        "steps": {point: snapshot["step"] for point, snapshot in kept["snapshots"].items()},
+        "times": {
+            **fishers["seconds"],
+            "squisher": kept["snapshots"]["final"]["seconds"],
+            "training": kept["seconds"],
+        },
+    }
+
+
+def merge(run: Run, benchmark: str, checkpoint: str, seed: int) -> dict[str, Any]:
+    """Merges the bodies of all tasks in every way, and tests them with each task's own head."""
+    config = run.config["benchmarks"][benchmark]
+    tasks = list(config["tasks"])
+    snapshots = [_tuned(run, config, task, seed)["snapshots"][checkpoint] for task in tasks]
+    fishers = [_fishers(run, config, task, seed)[checkpoint] for task in tasks]
+    data = [_splits(run, config, task) for task in tasks]
+    models = [_loaded(config, d, s["weights"]) for d, s in zip(data, snapshots, strict=True)]
+    out: dict[str, dict[str, float]] = {}
+    for method, weights in merged(snapshots, fishers, config["beta2"]).items():
+        body = dict(weights)
+        out[method] = {}
+        for task, d, model in zip(tasks, data, models, strict=True):
+            model.load_state_dict(body, strict=False)
+            out[method][task] = accuracy(model, d.test)
+    own = [run.result(f"{benchmark}/{seed}/{task}")["individual"][checkpoint] for task in tasks]
+    return {"accuracy": out, "individual": dict(zip(tasks, own, strict=True))}
+
+
+def merged(
+    snapshots: Sequence[Mapping[str, Any]], fishers: Sequence[Mapping[str, Mapping[str, Tensor]]], beta2: float
+) -> dict[str, Mapping[str, Tensor]]:
+    """The merged body by method; a method that was not measured for this checkpoint is not there."""
+    bodies = [{n: w for n, w in s["weights"].items() if n.startswith("body.")} for s in snapshots]
+    recycled = [importance(s, BODY) for s in snapshots]
+    # As the optimizer stores it: a mean that starts from 0.
+    stored = [r * (1 - beta2 ** s["step"]) for r, s in zip(recycled, snapshots, strict=True)]
+    out = {
+        "linear": squisher.merge.average(bodies),
+        "squisher": squisher.merge.fisher(bodies, recycled),
+        "squisher (without rescaling)": squisher.merge.fisher(bodies, stored, scale="stored"),
+    }
+    for method in fishers[0]:
+        out[method] = squisher.merge.fisher(bodies, [f[method] for f in fishers])
+    if all("tracked" in s for s in snapshots):
+        tracked = [importance(s, BODY, what="tracked") for s in snapshots]
+        out |= {
+            "squisher (β₂ = 0.95)": squisher.merge.fisher(bodies, tracked),
+            "fisher (l2)": squisher.merge.fisher(bodies, [f["fisher"] for f in fishers], normalize="l2"),
+            "squisher (l2)": squisher.merge.fisher(bodies, recycled, normalize="l2"),
+        }
+    return out
+
+
+def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
+    """Averages over tasks for each checkpoint, absolute and normalised, and single tasks for the final one."""
+    main = next(iter(results)).split("/")[0]  # of the first benchmark of the configuration
+    out: list[Score] = []
+    for key, result in results.items():
+        benchmark, seed, what = key.split("/")
+        if not what.startswith("merged-"):
+            continue
+        point = what.removeprefix("merged-")
+        prefix = "" if benchmark == main else f"{benchmark}: "
+        case = f"{prefix}average{CHECKPOINTS[point]}"
+        individual = result["individual"]
+        for method, tasks in {**result["accuracy"], "individual": individual}.items():
+            share = [100 * tasks[task] / individual[task] for task in tasks]
+            out.append(Score(case, method, int(seed), _mean(tasks.values())))
+            out.append(Score(case, method, int(seed), _mean(share), "normalised accuracy"))
+            if point == "final":
+                out += [Score(f"{prefix}{task}", method, int(seed), value) for task, value in tasks.items()]
+    return out
+
+
+def _recipe(config: Mapping[str, Any], task: str) -> dict[str, Any]:
+    steps = config["tasks"][task]
+    rest = {key: value for key, value in config.items() if key not in ("tasks", "fisher_examples", "seeds", "kind")}
+    return {**rest, "steps": steps, "keep": [round(steps / 3)], "track": True}
+
+
+def _tuned(run: Run, config: Mapping[str, Any], task: str, seed: int) -> dict[str, Any]:
+    recipe = _recipe(config, task)
+    kept = (text if config["kind"] == "text" else rotated).fine_tune(run, task, seed, recipe)
+    kept["snapshots"]["short"] = kept["snapshots"].pop(str(recipe["keep"][0]))
+    return kept
+
+
+def _splits(run: Run, config: Mapping[str, Any], task: str) -> Splits:
+    return (text if config["kind"] == "text" else rotated).splits(run, task, config)
+
+
+def _loaded(config: Mapping[str, Any], data: Splits, weights: Mapping[str, Tensor]) -> nn.Module:
+    if config["kind"] == "text":
+        model = text.load(config, data.classes, 0)
+    else:
+        model = rotated.network(config, 0)
+    model.load_state_dict(weights, strict=False)
+    return model
+
+
+def _fishers(run: Run, config: Mapping[str, Any], task: str, seed: int) -> dict[str, Any]:
+    """By checkpoint and method, on training rows; "seconds" by method for the final one."""
+
+    def make() -> dict[str, Any]:
+        data = _splits(run, config, task)
+        rows = data.train.take(slice(0, config["fisher_examples"]))
+        shuffled = [rows.batch(part) for part in torch.arange(len(rows)).split(config["batch"])]
+        out: dict[str, Any] = {"seconds": {}}
+        for point, snapshot in _tuned(run, config, task, seed)["snapshots"].items():
+            model = _loaded(config, data, snapshot["weights"])
+            wanted = {"fisher": (rows.batches(16), {"labels": "exact"})}
+            if point == "final":
+                wanted |= {
+                    "fisher (empirical)": (rows.batches(16), {"labels": "data"}),
+                    "joint": (shuffled, {"labels": "data", "per": "batch"}),
+                }
+            out[point] = {}
+            for method, (batches, how) in wanted.items():
+                clock = time.perf_counter()
+                found = squisher.fisher(model, batches, parameters=BODY, **how)
+                out["seconds"].setdefault(method, time.perf_counter() - clock)
+                out[point][method] = dict(found)
+        return out
+
+    examples = config["fisher_examples"]
+    return run.cached(f"{run.setting}/fisher-{task}-{seed}-{examples}-{fingerprint(_recipe(config, task))}", make)
+
+
+def _mean(values: Any) -> float:
+    values = list(values)
+    return sum(values) / len(values)
