@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .models import Case
 
-__all__ = ["METHODS", "OURS", "PEERS", "plain", "reference"]
+__all__ = ["METHODS", "OURS", "PEERS", "Batches", "Run", "plain", "reference"]
 
 Batches = list[tuple[Tensor, Tensor]]
 Run = Callable[[Batches], Mapping[str, Tensor] | None]

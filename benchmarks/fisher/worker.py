@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import time
 from typing import Any
 
 import torch
 
 from ..harness import PeakMemory
-from .methods import METHODS, plain, reference
+from .methods import METHODS, Batches, Run, plain, reference
 from .models import cases
 
 CHECKED = 6  # examples that every method is checked on
+FEWEST_ROUNDS = 3
 
 
 def check(method: str, model_name: str, small: bool) -> dict[str, Any]:
@@ -37,30 +39,59 @@ def check(method: str, model_name: str, small: bool) -> dict[str, Any]:
     return {"max_error": None if worst is None else errors[worst], "worst": worst, "absent": absent}
 
 
-def measure(method: str, model_name: str, small: bool, rounds: int, settings: dict[str, int]) -> dict[str, Any]:
-    """Seconds of the method and of a plain step over the same batches, in turns; peak memory over one batch."""
+def measure(
+    method: str, model_name: str, small: bool, rounds: int, seconds: float, settings: dict[str, int]
+) -> dict[str, Any]:
+    """Seconds of the method and of a plain step over the same batches, in turns; peak memory over one batch.
+
+    What would take longer than `seconds` gets three rounds, then fewer batches; the plain step gets the same ones.
+    """
     case = cases(small, **{k: v for k, v in settings.items() if k in ("length", "width", "classes")})[model_name]
     batches = case.batches(settings.get("examples"), settings.get("batch"))
     step, run = plain(case, case.model()), METHODS[method](case, case.model())
     with PeakMemory() as peak:  # first of all: later, freed memory would be used again and not be seen
         run(batches[:1])
     step(batches[:1])
-    times: dict[str, list[float]] = {"plain": [], method: []}
-    for _ in range(rounds):
-        for name, work in (("plain", step), (method, run)):
-            start = time.perf_counter()
-            work(batches)
-            times[name].append(time.perf_counter() - start)
-    middle = {name: sorted(values)[len(values) // 2] for name, values in times.items()}
-    return {
-        "seconds": middle[method],
-        "plain_seconds": middle["plain"],
-        "ratio": middle[method] / middle["plain"],
+    one = clock(step, batches[:1]) + clock(run, batches[:1])
+    if rounds * len(batches) * one > seconds:
+        rounds = min(rounds, FEWEST_ROUNDS)
+        batches = batches[: max(1, int(seconds / (rounds * one)))]
+    first, whole = [], []
+    for number in range(rounds):
+        turns = [("plain", step), (method, run)]
+        turns = turns if number % 2 == 0 else turns[::-1]
+        times = {name: (clock(work, batches[:1]), clock(work, batches)) for name, work in turns}
+        first.append((times["plain"][0], times[method][0]))
+        whole.append((times["plain"][1], times[method][1]))
+    ratios = [taken / base for base, taken in whole]
+    found = {
+        "ratio": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "seconds": statistics.median(taken for _, taken in whole),
+        "plain_seconds": statistics.median(base for base, _ in whole),
         "extra_mb": peak.extra_mb,
-        "all_seconds": [round(t, 4) for t in times[method]],
-        "all_plain_seconds": [round(t, 4) for t in times["plain"]],
+        "all_seconds": [round(taken, 4) for _, taken in whole],
+        "all_plain_seconds": [round(base, 4) for base, _ in whole],
+        "rounds": rounds,
+        "batches": len(batches),
         "examples": sum(x.shape[0] for x, _ in batches),
     }
+    if len(batches) > 1:
+        # All batches but the first: what a call costs once (the proof) is not in it.
+        rest = [(b - b1, t - t1) for (b, t), (b1, t1) in zip(whole, first, strict=True)]
+        found["steady_ratio"] = statistics.median(t / b for b, t in rest)
+        found["once_seconds"] = statistics.median(
+            t1 - t / (len(batches) - 1) for (_, t), (_, t1) in zip(rest, first, strict=True)
+        )
+    return found
+
+
+def clock(work: Run, batches: Batches) -> float:
+    """Seconds that the work takes."""
+    start = time.perf_counter()
+    work(batches)
+    return time.perf_counter() - start
 
 
 def main() -> None:
@@ -69,6 +100,7 @@ def main() -> None:
     parser.add_argument("--method", required=True, choices=list(METHODS))
     parser.add_argument("--model", required=True)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--settings", type=json.loads, default={})
     parser.add_argument("--skip-check", action="store_true")
@@ -76,9 +108,16 @@ def main() -> None:
     torch.manual_seed(0)
     document: dict[str, Any] = {"method": arguments.method, "model": arguments.model}
     try:
+        document |= measure(
+            arguments.method,
+            arguments.model,
+            arguments.small,
+            arguments.rounds,
+            arguments.seconds,
+            arguments.settings,
+        )
         if not arguments.skip_check:
             document |= check(arguments.method, arguments.model, arguments.small)
-        document |= measure(arguments.method, arguments.model, arguments.small, arguments.rounds, arguments.settings)
     except Exception as error:  # a peer that does not run is a result
         document["failed"] = f"{type(error).__name__}: {str(error).strip()[:300]}"
     print(json.dumps(document))
