@@ -84,7 +84,7 @@ def test_the_joint_histogram_counts_every_positive_pair() -> None:
     a["layers.0.weight"][:7] = 0
     b["layers.1.weight"][:5] = 0
     calls: list[tuple[int, int]] = []
-    counts = figures._joint(compare(a, b), a, b, lambda done, work: calls.append((done, work)))
+    counts = figures.joint_counts(compare(a, b), a, b, lambda done, work: calls.append((done, work)))
     assert int(counts.sum()) == 600 - 12
     assert calls[-1] == (600, 600)
     x, y = (torch.cat([side[name] for name in a]) for side in (a, b))

@@ -73,7 +73,7 @@ def plot_agreement(
     named = len(agreement.rows) <= _LABELLED
     height = max(4.4, 1.6 + 0.19 * len(agreement.rows)) if named else 5.0
     with _figure(path, 14.0, height) as figure:
-        counts = _joint(agreement, a, b, progress)
+        counts = joint_counts(agreement, a, b, progress)
         left, middle, right = figure.subplots(1, 3, width_ratios=(1.15, 1.1, 1))
         _draw_density(figure, left, counts, agreement, names)
         _draw_spearman(middle, agreement, named)
@@ -216,7 +216,9 @@ def _draw_depth(axes: Any, health: Health, named: bool) -> None:
 # -- two importances ---------------------------------------------------------------------------------------------------
 
 
-def _joint(agreement: Agreement, a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress | None) -> Tensor:
+def joint_counts(
+    agreement: Agreement, a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress | None = None
+) -> Tensor:
     """How many entries have a in one and b in the other tenth of a decade; entries that are 0 in either are left out."""
     sides = [side if isinstance(side, Importance) else Importance(side) for side in (a, b)]
     counts = torch.zeros(_PLACES * _PLACES, dtype=torch.int64)

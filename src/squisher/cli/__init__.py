@@ -5,7 +5,7 @@ Modules of ours are imported inside each command, so that `squisher --help` does
 
 from __future__ import annotations
 
-from . import importances, merging, sparsity, tasks  # noqa: F401  (each module adds its commands to the application)
+from . import importances, merging, report, sparsity, tasks  # noqa: F401  (each module adds its commands to the application)
 from .app import app, main
 
 __all__ = ["app", "main"]

@@ -1,0 +1,90 @@
+"""The command `report`: one page that shows what importances are and how far they agree."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import SquisherError
+from .app import Json, app, open_importance, print_json, progress_bar
+
+
+@app.command(epilog="Example: squisher report sst2/squisher.safetensors trec6/squisher.safetensors --out report.html")
+def report(
+    files: Annotated[
+        list[Path], typer.Argument(metavar="FILE...", help="Importance files, or checkpoints to extract from.")
+    ],
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="HTML", help="The page to write; it needs no network.")
+    ] = None,
+    model: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR", help="The model of each FILE, in their order, or one for all: what pruning would cost."
+        ),
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Show what importances are, how healthy they are, where they lie in the network, and how far they agree."""
+    if out is None and not as_json:
+        raise SquisherError(
+            "report writes a page with --out report.html, or prints its data with --json: give one of them."
+        )
+    if out is not None:
+        _check_page(out)
+    models = _one_each(model or [], files)
+
+    from ..bridges.folders import open_model
+    from ..report import Subject, collect, report_page, write
+
+    subjects = [
+        Subject(name, open_importance(file), None if folder is None else open_model(folder).weights)
+        for name, file, folder in zip(_names(files), files, models, strict=True)
+    ]
+    with progress_bar("reading") as progress:
+        data = collect(subjects, None if progress is None else lambda _, done, total: progress(done, total))
+    if out is not None:
+        write(out, report_page(data))
+    if as_json:
+        print_json(data)
+    else:
+        typer.echo(f"{out}: {data['summary']}")
+
+
+def _check_page(out: Path) -> None:
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise SquisherError(f"--out {out}: a report is a page and ends in .html.")
+    if not out.parent.is_dir():
+        raise SquisherError(f"--out {out}: there is no folder {out.parent}.")
+    if out.is_dir():
+        raise SquisherError(f"--out {out}: this is a folder; name a file in it.")
+
+
+def _one_each(models: list[Path], files: list[Path]) -> list[Path | None]:
+    if not models:
+        return [None] * len(files)
+    if len(models) == 1:
+        return [models[0]] * len(files)
+    if len(models) != len(files):
+        raise SquisherError(
+            f"{len(files)} importances and {len(models)} models were given: give --model once for each, in their order, or once."
+        )
+    return list(models)
+
+
+def _names(files: list[Path]) -> list[str]:
+    """The shortest ends of the paths that tell them apart; a file called squisher.safetensors is named by its folder."""
+    from ..importance import FILE_NAME
+
+    parts = []
+    for file in files:
+        own = [part for part in file.parts if part not in (".", "..", file.anchor)] or [file.resolve().name]
+        own[-1] = own[-1] if file.is_dir() else Path(own[-1]).stem
+        parts.append(own[:-1] if file.name == FILE_NAME and len(own) > 1 else own)
+    for depth in range(1, 1 + max(map(len, parts))):
+        names = ["/".join(own[-depth:]) for own in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise SquisherError("The same file was given twice; every importance of a report needs a file of its own.")

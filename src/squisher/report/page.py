@@ -1,0 +1,234 @@
+"""Putting a page together: sections, figures, tables, the data, the style and the script, in one file that needs no network.
+
+All text is escaped here or by whoever draws; the data go into a JSON block that cannot end early; and the page tells the browser to run
+no script but its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from .. import __version__
+from ..errors import FileError, SquisherError
+from .numbers import formatted
+from .scales import colour_steps
+
+__all__ = ["Column", "Part", "dumped", "facts_list", "figure", "note", "page", "section", "table", "write"]
+
+ROWS = 20
+"""Longer tables begin with so many rows; a button shows more."""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table: its key in the data, its heading, and how its values are written.
+
+    Attributes:
+        key: Of the list of its values.
+        label: The heading.
+        kind: `text`, `whole`, `number`, `fixed` or `share`.
+        help: What it means, where the heading does not say it.
+    """
+
+    key: str
+    label: str
+    kind: str = "number"
+    help: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A section of a page: its anchor, its heading, and its HTML."""
+
+    anchor: str
+    heading: str
+    html: str
+
+
+def page(title: str, lead: str, parts: Sequence[Part], data: Mapping[str, Any], eyebrow: str = "") -> str:
+    """A whole page.
+
+    Args:
+        title: Its heading.
+        lead: The line below the heading.
+        parts: Its sections; the navigation lists them.
+        data: What tables and tooltips read, and what others may take from the page.
+        eyebrow: A few words above the heading.
+    """
+    style, script = _style(), _resource("page.js")
+    policy = (
+        f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
+    )
+    links = "".join(f'<li><a href="#{escape(part.anchor)}">{escape(part.heading)}</a></li>' for part in parts)
+    themes = "".join(
+        f'<button type="button" data-theme-choice="{choice}" aria-pressed="{str(choice == "auto").lower()}">{label}</button>'
+        for choice, label in (("auto", "Auto"), ("light", "Light"), ("dark", "Dark"))
+    )
+    return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{escape(policy)}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(title)}</title>
+<style>{style}</style>
+</head>
+<body>
+<a class="skip" href="#content">Skip to the content</a>
+<header class="top">
+<nav aria-label="Sections"><ol>{links}</ol></nav>
+<div class="themes" role="group" aria-label="Colours of the page">{themes}</div>
+</header>
+<main id="content">
+<div class="title"><p class="eyebrow">{escape(eyebrow)}</p>
+<h1>{escape(title)}</h1>
+<p class="lead">{escape(lead)}</p></div>
+{"".join(part.html for part in parts)}
+</main>
+<footer>Made with squisher {escape(__version__)}. The numbers are in this file, in the element with the id “data”.</footer>
+<div id="tip" role="status" aria-live="polite" hidden></div>
+<svg class="defs" width="0" height="0" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="hatch-ground" width="5" height="5"/><rect class="hatch-line" width="1.6" height="5"/></pattern></defs></svg>
+<script type="application/json" id="data">{_embedded(data)}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+def section(anchor: str, heading: str, *parts: str) -> Part:
+    """A section with an anchor that can be linked to."""
+    link = f'<a class="anchor" href="#{escape(anchor)}" aria-label="Link to {escape(heading)}">#</a>'
+    html = f'<section id="{escape(anchor)}" aria-labelledby="{escape(anchor)}-h"><h2 id="{escape(anchor)}-h">{escape(heading)}{link}</h2>'
+    return Part(anchor, heading, html + "".join(parts) + "</section>\n")
+
+
+def figure(drawing: str, heading: str, caption: str = "", *, wide: bool = False) -> str:
+    """A drawing with its heading and caption; one that is wider than the page scrolls in its own box."""
+    hint = f"{heading}: arrow keys read the values"
+    return (
+        f'<figure class="{"wide" if wide else "half"}"><h3>{escape(heading)}</h3>'
+        f'<div class="scroll chart" tabindex="0" role="group" aria-label="{escape(hint)}">{drawing}</div>'
+        f"<figcaption>{escape(caption)}</figcaption></figure>"
+    )
+
+
+def note(text: str, kind: str = "info") -> str:
+    """A sentence that is set apart: `info`, `warning` or `problem`."""
+    return f'<p class="note {escape(kind)}">{escape(text)}</p>'
+
+
+def facts_list(facts: Sequence[Sequence[str]]) -> str:
+    """Pairs of a label and what it is."""
+    return f'<dl class="facts">{"".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in facts)}</dl>'
+
+
+def table(
+    anchor: str,
+    caption: str,
+    columns: Sequence[Column],
+    values: Mapping[str, Sequence[Any]],
+    source: str,
+    *,
+    filtered: bool = True,
+) -> str:
+    """A table that can be sorted by each column and, where it is long, filtered.
+
+    The first rows are in the HTML; the script reads all of them from the page's data.
+
+    Args:
+        anchor: Its id.
+        caption: What it holds.
+        columns: Their order is that of the table; the first one names the row.
+        values: A list for each column's key.
+        source: Where the page's data hold `values`.
+        filtered: Whether there is a field to filter by name.
+    """
+    count = len(values[columns[0].key])
+    head = "".join(_heading(column) for column in columns)
+    body = "".join(_row(columns, [values[column.key][k] for column in columns]) for k in range(min(ROWS, count)))
+    find = (
+        f'<label class="filter">Filter <input type="search" data-filter="{escape(anchor)}" placeholder="words in a name" '
+        f'autocomplete="off" spellcheck="false"></label>'
+    )
+    tools = f'<div class="tools">{find}<output data-status="{escape(anchor)}">{count:,} rows</output></div>'
+    more = f'<button type="button" class="more" data-more="{escape(anchor)}">Show more rows</button>'
+    return (
+        f'<div class="table"><h3>{escape(caption)}</h3>{tools if filtered else ""}<div class="scroll" tabindex="0" role="region" aria-label="{escape(caption)}">'
+        f'<table id="{escape(anchor)}" data-source="{escape(source)}" data-rows="{ROWS}"><caption class="unseen">{escape(caption)}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more if count > ROWS else ''}</div>"
+    )
+
+
+def _heading(column: Column) -> str:
+    about = f' title="{escape(column.help)}"' if column.help else ""
+    return (
+        f'<th scope="col" aria-sort="none" class="{column.kind}" data-key="{escape(column.key)}" data-kind="{column.kind}"{about}>'
+        f'<button type="button">{escape(column.label)}</button></th>'
+    )
+
+
+def _row(columns: Sequence[Column], values: Sequence[Any]) -> str:
+    cells = [
+        f'<{tag} class="{column.kind}">{escape(formatted(value, column.kind))}</{tag[:2]}>'
+        for tag, column, value in zip(['th scope="row"', *["td"] * (len(columns) - 1)], columns, values, strict=True)
+    ]
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def dumped(data: Mapping[str, Any]) -> str:
+    """The data as JSON, in one line, as the page embeds them before it escapes them."""
+    try:
+        return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise SquisherError(f"The data of the page cannot be written as JSON: {error}.") from error
+
+
+def _embedded(data: Mapping[str, Any]) -> str:
+    text = dumped(data)
+    for character in "<>&\u2028\u2029":  # nothing that could end the element, or that HTML would read
+        text = text.replace(character, f"\\u{ord(character):04x}")
+    return text
+
+
+def write(path: str | os.PathLike[str], text: str) -> None:
+    """Writes a page, whole or not at all.
+
+    Raises:
+        FileError: The disk is full, or the folder cannot be written to.
+    """
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_bytes(text.encode("utf-8", "replace"))
+        os.replace(partial, path)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise FileError(f"Cannot write {path}: {error.strerror or error}.") from error
+
+
+@cache
+def _resource(name: str) -> str:
+    return resources.files(__package__).joinpath(name).read_text("utf-8")
+
+
+@cache
+def _style() -> str:
+    light = colour_steps()
+    steps = "".join(
+        f".q{k}{{fill:light-dark({low},{high})}}" for k, (low, high) in enumerate(zip(light, light[::-1], strict=True))
+    )
+    return _resource("style.css") + steps + "\n"
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

@@ -1,0 +1,122 @@
+"""What an importance is and what a report found, in plain sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..importance import Provenance
+from .numbers import fixed, share, whole
+
+__all__ = ["counted", "in_words", "listed", "summary"]
+
+_LABELS = {
+    "data": "the labels of the data (the empirical Fisher)",
+    "sampled": "labels drawn from the model (an unbiased estimate of the Fisher)",
+    "exact": "every label, weighted by the model's own probability (the Fisher itself)",
+}
+_REDUCTIONS = {"mean": "averaged over examples", "sum": "summed over examples", "token_mean": "averaged over tokens"}
+
+
+def in_words(p: Provenance) -> list[str]:
+    """What an importance is: one sentence for each thing that is known."""
+    return _squisher(p) if p.kind == "squisher" else _fisher(p)
+
+
+def _squisher(p: Provenance) -> list[str]:
+    optimizer, steps = p.optimizer or {}, p.steps or {}
+    who = optimizer.get("class") or "an optimizer"
+    if optimizer.get("meaning") == "sum":
+        what = f"The sum of squared gradients that {who} kept while it trained the network"
+    else:
+        what = f"The running average of squared gradients that {who} kept while it trained the network"
+    low, high = steps.get("min"), steps.get("max")
+    if low is not None and high is not None:
+        what += f", after {whole(low)} steps" if low == high else f", after {whole(low)} to {whole(high)} steps"
+    sentences = [f"{what}. No data were needed to read it."]
+    beta2 = optimizer.get("beta2")
+    if beta2 is not None and 0 < beta2 < 1:
+        sentences.append(f"Its memory is about {whole(round(1 / (1 - beta2)))} steps long (β₂ = {beta2:g}).")
+    if p.bias_corrected:
+        sentences.append("It is corrected for its start at zero.")
+    elif p.bias_corrected is False:
+        sentences.append("It is not corrected for its start at zero.")
+    size = None if p.batch_size is None else f"{p.batch_size:g} examples a step"
+    how = _REDUCTIONS.get(p.loss_reduction or "")
+    if p.per_unit:
+        sentences.append(f"It has been brought to the scale of a Fisher, a mean per {p.unit or 'example'}.")
+    elif size and how:
+        sentences.append(f"Each gradient was that of {size}, with the loss {how}.")
+    elif size:
+        sentences.append(f"Each gradient was that of {size}; how the loss was reduced is not known.")
+    else:
+        sentences.append("The batch size is not known, so ranks can be trusted but the scale cannot.")
+    return sentences
+
+
+def _fisher(p: Provenance) -> list[str]:
+    how = p.estimator or {}
+    labels = _LABELS.get(str(how.get("labels")))
+    what = "The diagonal of the Fisher information, measured on data"
+    sentences = [f"{what} with {labels}." if labels else f"{what}; how is not recorded."]
+    if p.examples is not None:
+        sentences.append(f"It is a mean over {whole(p.examples)} examples.")
+    if how.get("per") == "batch":
+        sentences.append("Gradients were squared once a batch, not once an example.")
+    return sentences
+
+
+def summary(document: Mapping[str, Any]) -> str:
+    """The one line at the top of a report."""
+    importances, agreements = document["importances"], document["agreements"]
+    first = importances[0]
+    entries = f"{whole(first['totals']['numel'])} entries in {counted(first['tensors'], 'parameter')}"
+    parts = []
+    if len(importances) == 1:
+        parts.append(f"{entries}.")
+        needed = first["budget"].get("needed")
+        if needed:
+            at = needed["share"].index(0.9)
+            parts.append(f"{share(needed['fraction'][at])} of them hold 90% of the importance.")
+    else:
+        same = len({item["totals"]["numel"] for item in importances}) == 1
+        parts.append(
+            f"{len(importances)} importances" + (f", each of {entries}." if same else f"; the first has {entries}.")
+        )
+        known = [item for item in agreements if item.get("spearman") is not None]
+        if len(known) == 1:
+            parts.append(f"Their ranks agree at {fixed(known[0]['spearman'])} (Spearman)")
+            tenth = [
+                o
+                for f, o in zip(known[0]["overlaps"]["fraction"], known[0]["overlaps"]["overlap"], strict=True)
+                if f == 0.01
+            ]
+            parts[-1] += f", and {share(tenth[0])} of the largest 1% are in both." if tenth else "."
+        elif known:
+            low, high = (f([item["spearman"] for item in known]) for f in (min, max))
+            parts.append(f"Their ranks agree at {fixed(low)} to {fixed(high)} (Spearman).")
+    parts.append(_worst(importances))
+    return " ".join(parts)
+
+
+def _worst(importances: list[Mapping[str, Any]]) -> str:
+    counts = {
+        severity: sum(d["severity"] == severity for item in importances for d in item["diagnoses"])
+        for severity in ("problem", "warning")
+    }
+    if counts["problem"]:
+        return f"{counted(counts['problem'], 'problem')} found: see below before using it."
+    if counts["warning"]:
+        return f"No problem, {counted(counts['warning'], 'warning')}."
+    return "Nothing speaks against using it."
+
+
+def counted(count: int, noun: str) -> str:
+    """`1 layer`, `2 layers`."""
+    return f"{whole(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def listed(names: list[str], count: int = 4) -> str:
+    """The first few of some names, and how many more there are."""
+    more = f" and {whole(len(names) - count)} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more
