@@ -5,7 +5,7 @@ rate, no merging coefficients, the empirical Fisher with true labels. Here, at s
 
 - *Text*, the main one: MiniLM (a pretrained encoder of 22.6 million parameters), fine-tuned on four tasks with private
   heads (SST-2, Subj, TREC-6, SciTail; none is among the encoder's own training data). The body is merged, the heads are
-  kept. Reduced: word embeddings are frozen, a fraction of an epoch, 128 examples for a Fisher, 400 to test on. All tasks see
+  kept. Reduced: word embeddings are frozen, a fraction of an epoch, 96 examples for a Fisher, 300 to test on. All tasks see
   the same share of an epoch, as in the paper, so the number of steps differs by task.
 - *MNIST rotations*, the controlled one: five rotations from one perceptron that was pretrained on upright digits.
 
@@ -94,15 +94,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
                 "model": "minilm",
                 "pooling": "mean",
                 "frozen": r"word_embeddings",
-                "tasks": {"sst2": 200, "subj": 180, "trec6": 110, "scitail": 110},
+                "tasks": {"sst2": 130, "subj": 120, "trec6": 70, "scitail": 70},
                 "length": 48,
                 "train": None,
-                "validation": 150,
-                "test": 400,
+                "validation": 120,
+                "test": 300,
                 "batch": 16,
                 "rate": 1e-4,
-                "fisher_examples": 128,
-                "every": 30,
+                "fisher_examples": 96,
+                "every": 20,
                 **_ADAM,
                 "seeds": 3,
             },

@@ -174,6 +174,9 @@ def _tokenised(run: Run, task: str, config: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _tokens(tokenizer: Any, rows: list[dict[str, Any]], length: int) -> tuple[Tensor, ...]:
+    if not rows:
+        empty = torch.empty(0, length, dtype=torch.int32)
+        return empty, empty.to(torch.int8), empty.to(torch.int8), torch.empty(0, dtype=torch.int64)
     texts = [[row["text_a"] for row in rows]]
     if "text_b" in rows[0]:
         texts.append([row["text_b"] for row in rows])
