@@ -61,8 +61,9 @@ bench: $(INSTALLED) ## side-by-side runs; results go to benchmarks/results
 results: $(INSTALLED) ## tables, figure and verdicts of docs/results.md from the committed runs
 	$(BIN)/python -m experiments.page
 
-docs: $(INSTALLED) ## run every tutorial and check every page
-	$(BIN)/python -m pytest tests/test_readme.py
+docs: $(INSTALLED) ## run every tutorial and build the site into site/
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	$(BIN)/python -m mkdocs build --strict
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) $(FRAMEWORK_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,108 @@
+"""What mkdocs is told beyond its configuration: tutorials are run and become pages; the README becomes the first one.
+
+A tutorial is a script. Comments that begin a line are its text, in Markdown; what stands between them is its code. Every piece
+of code is run when the site is built, and what it prints is shown below it; a tutorial that fails stops the build.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+import itertools
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+TUTORIALS = Path(__file__).parent / "tutorials"
+
+
+def pieces(source: str) -> Iterator[tuple[str, str]]:
+    """("text" or "code", content), in order; the module's docstring comes first."""
+    docstring = ast.parse(source).body[0]
+    yield "text", "# " + (ast.get_docstring(ast.parse(source)) or "").replace(".\n", "\n", 1)
+    lines = source.splitlines()[docstring.end_lineno :]
+    for is_text, group in itertools.groupby(lines, key=lambda line: line.startswith("#")):
+        block = "\n".join(re.sub("^# ?", "", line) if is_text else line for line in group).strip("\n")
+        if block:
+            yield ("text" if is_text else "code"), block
+
+
+def run(script: Path) -> str:
+    """Runs a tutorial in a folder of its own and returns it as Markdown, with what it printed."""
+    out: list[str] = []
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    with tempfile.TemporaryDirectory() as folder, _inside(folder), _environment(PATH=path):
+        for kind, content in pieces(script.read_text()):
+            if kind == "text":
+                out.append(content)
+                continue
+            printed = _capture(content, script.name, namespace)
+            out.append(f"```python\n{content}\n```")
+            if printed:
+                out.append(f"```text\n{printed}\n```")
+    return "\n\n".join(out) + "\n"
+
+
+def _capture(code: str, name: str, namespace: dict[str, Any]) -> str:
+    """What a piece of code prints, its subprocesses included, which write to the file behind standard output."""
+    with tempfile.TemporaryFile("w+") as target:
+        kept = os.dup(1)
+        sys.stdout.flush()
+        os.dup2(target.fileno(), 1)
+        text = io.TextIOWrapper(os.fdopen(os.dup(1), "wb"), line_buffering=True, write_through=True)
+        try:
+            with contextlib.redirect_stdout(text):
+                exec(compile(code, name, "exec"), namespace)
+        finally:
+            text.close()
+            os.dup2(kept, 1)
+            os.close(kept)
+        target.seek(0)
+        return target.read().rstrip()
+
+
+@contextlib.contextmanager
+def _inside(folder: str) -> Iterator[None]:
+    kept = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(kept)
+
+
+@contextlib.contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    kept = {key: os.environ.get(key) for key in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for key, value in kept.items():
+            os.environ.pop(key) if value is None else os.environ.update({key: value})
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Adds the pages that are made: tutorials and the README."""
+    from mkdocs.structure.files import File
+
+    readme = (ROOT / "README.md").read_text()
+    readme = readme.replace("](docs/", "](").replace("](CONTRIBUTING.md", "](contributing.md")
+    readme = re.sub(r"\]\((CHANGELOG\.md|CITATION\.cff|LICENSE)\)", "]", readme).replace(
+        "[CITATION.cff]", "CITATION.cff"
+    )
+    files.append(File.generated(config, "index.md", content=readme))
+    files.append(File.generated(config, "contributing.md", content=(ROOT / "CONTRIBUTING.md").read_text()))
+    files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text()))
+    for script in sorted(TUTORIALS.glob("*.py")):
+        files.append(File.generated(config, f"tutorials/{script.stem}.md", content=run(script)))
+    for made in [f for f in files if f.src_uri.endswith(".py")]:
+        files.remove(made)  # sources are shown inside their pages
+    return files
