@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from ..shards import local_of
 from .batches import Batch
 from .likelihood import Objective
 
-__all__ = ["add_squares", "add_squares_of_batch"]
+__all__ = ["add_squares", "add_squares_of_batch", "each_gradient"]
 
 
 def add_squares(
@@ -21,7 +21,6 @@ def add_squares(
     index: Tensor,
     objective: Objective,
     parameters: Mapping[str, Tensor],
-    reached: set[str] | None = None,
 ) -> int:
     """Add Σ_n Σ_terms (∇ term_n)² over the examples of a batch, each on its own.
 
@@ -32,18 +31,29 @@ def add_squares(
         index: where each example is in the stream.
         objective: which Fisher.
         parameters: with respect to what, by name.
-        reached: gets the names of the parameters that the terms depend on at all.
 
     Returns:
         How many units (examples, or tokens) were added.
     """
+    return each_gradient(_adding_to(sums), model, batch, index, objective, parameters)
+
+
+def each_gradient(
+    receive: Callable[[str, Tensor], None],
+    model: nn.Module,
+    batch: Batch,
+    index: Tensor,
+    objective: Objective,
+    parameters: Mapping[str, Tensor],
+) -> int:
+    """Call `receive` with the name and gradient of every parameter that a term depends on, term by term; see `add_squares`."""
     units = 0
     with _requiring(model, parameters) as everything:
         for n in range(batch.size):
             outputs = objective.outputs(model, batch.take(n, n + 1))
             units += objective.units(outputs)
             for term in objective.terms(outputs, index[n : n + 1]):
-                _backward_and_square(term.sum(), sums, parameters, everything, reached)
+                _backward(term.sum(), receive, parameters, everything)
     return units
 
 
@@ -59,16 +69,23 @@ def add_squares_of_batch(
     with _requiring(model, parameters) as everything:
         outputs = objective.outputs(model, batch)
         for term in objective.terms(outputs, index):
-            _backward_and_square(term.sum(), sums, parameters, everything)
+            _backward(term.sum(), _adding_to(sums), parameters, everything)
         return objective.units(outputs)
 
 
-def _backward_and_square(
+def _adding_to(sums: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
+    def receive(name: str, gradient: Tensor) -> None:
+        gradient = gradient.to(sums[name].dtype)
+        sums[name].addcmul_(gradient, gradient)
+
+    return receive
+
+
+def _backward(
     scalar: Tensor,
-    sums: Mapping[str, Tensor],
+    receive: Callable[[str, Tensor], None],
     parameters: Mapping[str, Tensor],
     everything: list[Tensor],
-    reached: set[str] | None = None,
 ) -> None:
     if not scalar.requires_grad:
         return  # this output does not depend on any of these parameters
@@ -78,10 +95,7 @@ def _backward_and_square(
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 gradient = local_of(parameter.grad)  # of what is spread over processes, each squares its part
-                if reached is not None:
-                    reached.add(name)
-                gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(sums[name].dtype)
-                sums[name].addcmul_(gradient, gradient)
+                receive(name, gradient.to_dense() if gradient.is_sparse else gradient)
     for parameter in everything:
         parameter.grad = None
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .batches import Batch
+from .bounds import bound_of
 from .layers import Rule
 from .likelihood import IGNORED, Objective
-from .loop import add_squares
+from .loop import each_gradient
 from .passes import Layout, Pass, Watch, anchored, run
 from .pieces import Piece
 from .sums import Sums
@@ -68,7 +69,7 @@ def prove(
     """Compare the fast engine with the loop on two examples, parameter by parameter.
 
     Args:
-        sums: used as scratch memory; empty before and after.
+        sums: used as scratch memory; empty before, zeros after.
         model: in the mode and on the device that are wanted.
         objective: which Fisher.
         batch: the first batch.
@@ -107,26 +108,18 @@ class _Proof:
     ):
         self.sums, self.model, self.objective, self.two, self.index = sums, model, objective, two, index
         self.parameters = parameters
-        self.expected = Sums(parameters, sums.dtype)
-        self.gradients: set[str] = set()
-        add_squares(self.expected, model, two, index, objective, parameters, self.gradients)
+        self.reached: set[str] = set()
 
     def result(self) -> Proven:
         one, both = self._shapes(self.two.take(0, 1)), self._shapes(self.two)
         layouts: dict[str, list[Layout]] = {}
         failed: dict[str, str] = {}
-        unused: set[str] = set()
-        for name in self.parameters:
-            if name in both:
-                found = _layouts(one.get(name, []), both[name])
-                if found is None:
-                    failed[name] = "how it is used depends on the data"
-                else:
-                    layouts[name] = found
-            elif name in self.gradients:
-                failed[name] = "it is used in an operation without a rule"
+        for name in both:
+            found = _layouts(one.get(name, []), both[name])
+            if found is None:
+                failed[name] = "how it is used depends on the data"
             else:
-                unused.add(name)
+                layouts[name] = found
         alike = [name for name, uses in layouts.items() if any(use.dim is None for use in uses)]
         wrong = self._compare(layouts)
         if alike and (wrong is None or wrong):
@@ -134,7 +127,9 @@ class _Proof:
         for name, reason in (wrong or {}).items():
             failed[name] = reason
             del layouts[name]
-        return Proven(layouts, failed, unused)
+        unseen = [name for name in self.parameters if name not in both]
+        failed.update({name: "it is used in an operation without a rule" for name in unseen if name in self.reached})
+        return Proven(layouts, failed, {name for name in unseen if name not in self.reached})
 
     def _some_of(
         self, layouts: dict[str, list[Layout]], alike: list[str], failed: dict[str, str]
@@ -171,26 +166,74 @@ class _Proof:
         try:
             with frozen(self.model):
                 run(one, self.model, self.objective, self.two, self.index, self.parameters)
-            return self._differences(one, layouts)
         except (RuntimeError, ValueError, IndexError, TypeError):
             if any(use.dim is None for uses in layouts.values() for use in uses):
+                self._clear()
                 return None
             raise
-        finally:
-            self.sums.clear()
+        differences = {name: _Difference(self.sums[name]) for name in layouts if name not in one.spoiled}
 
-    @torch.no_grad()
-    def _differences(self, one: Pass, layouts: Mapping[str, list[Layout]]) -> dict[str, str]:
-        wrong = dict(one.spoiled)
-        bounds = one.bounds or {}
+        def receive(name: str, gradient: Tensor) -> None:
+            self.reached.add(name)
+            if name in differences:
+                differences[name].subtract(gradient)
+
+        each_gradient(receive, self.model, self.two, self.index, self.objective, self.parameters)
         # One coarse type anywhere (autocast) makes every gradient after it coarse.
         tolerance = max((_TOLERANCE.get(t, _COARSEST) for t in one.types), default=0.0)
-        for name in layouts:
-            if name not in wrong:
-                error = _error(self.sums[name], self.expected[name], bounds.get(name, []))
-                if not error <= tolerance:
-                    wrong[name] = f"it differs from the loop (by {error:.1e}, allowed {tolerance:.0e})"
+        wrong = dict(one.spoiled)
+        for name, difference in differences.items():
+            error = difference.relative_to((one.bounds or {}).get(name, []))
+            if not error <= tolerance:
+                wrong[name] = f"it differs from the loop (by {error:.1e}, allowed {tolerance:.0e})"
+        self._clear()
         return wrong
+
+    @torch.no_grad()
+    def _clear(self) -> None:
+        for total in self.sums.values():  # in place: its memory is used again at once
+            total.zero_()
+
+
+class _Difference:
+    """What we found for one parameter; the loop's squares are subtracted from it in place, gradient by gradient."""
+
+    def __init__(self, found: Tensor):
+        self.rest = found
+        self.step = max(1, found.numel() // _SAMPLED) | 1
+        self.ours = self._some(found).clone()
+        self.theirs = torch.zeros_like(self.ours)
+        self.largest = float(found.max()) if found.numel() else 0.0
+
+    def _some(self, t: Tensor) -> Tensor:
+        return t.reshape(-1)[:: self.step]
+
+    def subtract(self, gradient: Tensor) -> None:
+        gradient = gradient.to(self.rest.dtype)
+        self.rest.addcmul_(gradient, gradient, value=-1)
+        some = self._some(gradient)
+        self.theirs.addcmul_(some, some)
+
+    @torch.no_grad()
+    def relative_to(self, bounds: list[Piece]) -> float:
+        """The largest difference of the square roots, relative to the size of what was added up in them.
+
+        Every entry counts relative to the largest bound of the tensor; entries at regular distances, some ten thousand of them,
+        also relative to their own.
+        """
+        if not self.rest.numel():
+            return 0.0
+        at = torch.arange(0, self.rest.numel(), self.step, device=self.rest.device)
+        bound, largest = bound_of(bounds, self.rest, at)
+        f, e, b = self.ours.sqrt(), self.theirs.sqrt(), bound.sqrt()
+        tiny = torch.finfo(b.dtype).tiny
+        own = float(((f - e).abs() / torch.maximum(b, b.mean()).clamp(min=tiny)).max())
+        low, high = torch.aminmax(self.rest)
+        difference = max(-float(low), float(high))
+        # |√f − √e| ≥ |f − e| / (√f + √e), without a square root of every entry
+        roots = self.largest**0.5 + (self.largest + difference) ** 0.5
+        # A difference that is not a number comes first, so that it is what is returned.
+        return max(difference / max(roots * largest**0.5, tiny), own)
 
 
 def _two(batch: Batch) -> list[int] | None:
@@ -220,26 +263,3 @@ def _layouts(one: list[tuple[int, ...]], both: list[tuple[int, ...]]) -> list[La
         else:
             return None
     return found
-
-
-def _error(found: Tensor, expected: Tensor, bounds: list[Piece]) -> float:
-    """The largest difference of the square roots, relative to the size of what was added up in them.
-
-    Every entry counts relative to the largest bound of the tensor; entries at regular distances, some ten thousand of them, also
-    relative to their own.
-    """
-    if not found.numel():
-        return 0.0
-    bound = torch.zeros_like(found)
-    for piece in bounds:
-        piece.add_squares(bound)
-    step = max(1, found.numel() // _SAMPLED) | 1
-    f, e, b = (t.reshape(-1)[::step].sqrt() for t in (found, expected, bound))
-    tiny = torch.finfo(bound.dtype).tiny
-    own = float(((f - e).abs() / torch.maximum(b, b.mean()).clamp(min=tiny)).max())
-    largest = float(bound.max())
-    # |√f − √e| ≥ |f − e| / (√f + √e), without a square root of every entry
-    low, high = torch.aminmax(bound.copy_(found).sub_(expected))
-    difference = max(-float(low), float(high))
-    scale = max(2 * float(expected.max()) ** 0.5 * largest**0.5, tiny)
-    return max(own, difference / scale)
