@@ -12,7 +12,7 @@ from pathlib import Path
 
 from experiments.runs import execute
 
-SETTINGS = ("merging", "ubgm", "pruning", "fish", "embedding", "ewc", "quality", "runtime")
+SETTINGS = ("merging", "ubgm", "pruning", "fish", "embedding", "ewc", "ewc_permuted", "quality", "runtime")
 
 
 def main() -> None:

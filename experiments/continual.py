@@ -1,0 +1,272 @@
+"""Learning contexts one after the other with a multi-head network and a quadratic penalty: what the EWC settings share.
+
+A network has one output for each class of each context. The context is known in training, in the Fisher and at the test: it
+selects the slice of outputs that is used (task-incremental learning). One Adam goes through all contexts without a reset.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import squisher
+from experiments.data import Labelled
+from squisher.consolidate import strength_like
+
+__all__ = ["METHODS", "Context", "Method", "Network", "hold_out", "learn_all", "permuted", "split"]
+
+REFERENCE = 500  # inputs of the small exact Fisher that every importance is set beside
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a context's importance is made.
+
+    Attributes:
+        source: "none", "exact", "empirical", "joint", "optimizer" (Adam's state as it is) or "tracker" (the data's gradients).
+        beta2: Of Adam and of the tracker.
+        rule: Where λ comes from. "search": a search of its own. The others start from the exact Fisher's λ: "unchanged" uses
+            it on v, without the batch size; "times N" uses it N-fold on v, N being the examples of a context; "first" converts
+            it by `strength_like` after the first context; "each" does so after every context, for that context alone.
+    """
+
+    source: str
+    beta2: float = 0.999
+    rule: str = "search"
+
+
+METHODS = {
+    "none": Method("none", rule="none"),
+    "fisher": Method("exact"),
+    "squisher": Method("optimizer"),
+    "squisher (tracked)": Method("tracker"),
+    "fisher (empirical)": Method("empirical"),
+    "joint": Method("joint"),
+    "squisher (β₂ = 0.95)": Method("optimizer", beta2=0.95),
+    "squisher (without rescaling)": Method("optimizer", rule="unchanged"),
+    "squisher (N·λ)": Method("optimizer", rule="times N"),
+    "squisher (tracked, strength_like once)": Method("tracker", rule="first"),
+    "squisher (tracked, strength_like each)": Method("tracker", rule="each"),
+}
+
+
+class Network(nn.Module):
+    """A perceptron with ReLU; `head` is the slice of outputs in use."""
+
+    def __init__(self, widths: list[int]) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        for inputs, outputs in itertools.pairwise(widths):
+            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+        self.layers = nn.Sequential(*layers[:-1])
+        self.head = slice(None)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of the context's own classes."""
+        return self.layers(inputs)[:, self.head]
+
+
+@dataclass(frozen=True)
+class Context:
+    """One thing to learn: examples with labels counted from 0, and the outputs that stand for these labels."""
+
+    train: Labelled
+    test: Labelled
+    head: slice
+    pixels: Tensor | None = None
+
+    def seen(self, examples: Labelled) -> Labelled:
+        """Examples as this context shows them."""
+        return examples if self.pixels is None else Labelled(examples.inputs[:, self.pixels], examples.labels)
+
+
+def split(train: Labelled, test: Labelled, contexts: int, seed: int) -> list[Context]:
+    """Classes dealt to the contexts in an order that the seed decides, equally many to each."""
+    classes = int(train.labels.max()) + 1
+    each = classes // contexts
+    order = torch.randperm(classes, generator=torch.Generator().manual_seed(seed))
+    place = torch.empty_like(order)
+    place[order] = torch.arange(classes)
+    found = []
+    for number in range(contexts):
+        first = number * each
+        parts = []
+        for part in (train, test):
+            places = place[part.labels]
+            own = (places >= first) & (places < first + each)
+            parts.append(Labelled(part.inputs[own], places[own] - first))
+        found.append(Context(parts[0], parts[1], slice(first, first + each)))
+    return found
+
+
+def permuted(train: Labelled, test: Labelled, contexts: int, seed: int) -> list[Context]:
+    """All classes in every context, the pixels of padded (32×32) images in an order of its own, the first context's too."""
+    classes = int(train.labels.max()) + 1
+    padded = [
+        Labelled(nn.functional.pad(part.inputs.view(-1, 28, 28), (2, 2, 2, 2)).flatten(1), part.labels)
+        for part in (train, test)
+    ]
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Context(padded[0], padded[1], slice(k * classes, (k + 1) * classes), torch.randperm(1024, generator=generator))
+        for k in range(contexts)
+    ]
+
+
+def hold_out(train: Labelled, share: float, seed: int) -> tuple[Labelled, Labelled]:
+    """The training examples without a random share of them, and that share."""
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+    count = round(share * len(train))
+    return train[order[count:]], train[order[:count]]
+
+
+def learn_all(
+    contexts: list[Context], method: Method, strength: float, config: dict[str, Any], seed: int
+) -> dict[str, Any]:
+    """Learns all contexts in order, with the importance of each past one in the penalty.
+
+    Args:
+        contexts: What to learn; `test` is what is scored.
+        method: How importances are made.
+        strength: λ; for the rules that convert it, the exact Fisher's.
+        config: widths, iterations, batch, lr, fisher_examples.
+        seed: Of the network and of the order of the examples.
+
+    Returns:
+        Accuracies in percent at the end (mean, and of each context), those right after each context was learnt, the total of
+        each importance as the penalty uses it and of a small exact Fisher at the same weights, the λ that was used, times,
+        in which contexts the library warned of growth, and the context after which numbers were no longer finite, if any.
+    """
+    torch.manual_seed(seed)
+    model = Network(config["widths"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"], betas=(0.9, method.beta2), fused=True)
+    tracker = squisher.Tracker(model, optimizer, beta2=method.beta2) if method.source == "tracker" else None
+    if method.rule == "times N":
+        strength *= statistics.fmean(len(context.train) for context in contexts)
+    ewc = squisher.EWC(model, strength=strength)
+    generator = torch.Generator().manual_seed(seed)
+    out: dict[str, Any] = {
+        "learnt": [], "traces": [], "reference_traces": [], "spearman": [], "warned": [], "diverged": None,
+        "left_to_loop": [],
+    }  # fmt: skip
+    if method.source == "exact":
+        out["times"] = {"fisher": 0.0, "squisher": 0.0}
+    for number, context in enumerate(contexts):
+        model.head = context.head
+        if tracker is not None:
+            tracker.reset()
+        _learn(model, optimizer, context, config, generator, tracker, ewc)
+        out["learnt"].append(_accuracy(model, context))
+        if not all(bool(p.isfinite().all()) for p in model.parameters()):
+            out["diverged"] = number + 1
+            break
+        if method.source == "none" or number == len(contexts) - 1:
+            continue
+        try:
+            _consolidate(ewc, method, strength, model, optimizer, tracker, context, config, out)
+        except squisher.SquisherError as error:
+            if not any(word in str(error) for word in ("NaN", "infinite")):
+                raise
+            out["diverged"] = number + 1
+            break
+    scores = []
+    for context in contexts:
+        model.head = context.head
+        scores.append(_accuracy(model, context))
+    return {
+        "accuracy": round(statistics.fmean(scores), 4),
+        "contexts": scores,
+        "strength": ewc.strength,
+        **{key: [_short(v) for v in value] if isinstance(value, list) else value for key, value in out.items()},
+    }
+
+
+def _learn(
+    model: Network,
+    optimizer: torch.optim.Optimizer,
+    context: Context,
+    config: dict[str, Any],
+    generator: torch.Generator,
+    tracker: squisher.Tracker | None,
+    ewc: squisher.EWC,
+) -> None:
+    rows = _shuffled(len(context.train), config["batch"], generator)
+    for batch in itertools.islice(rows, config["iterations"]):
+        inputs, labels = context.seen(context.train[batch])
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        if tracker is not None:
+            tracker.observe()
+        if ewc.tasks:
+            ewc.add_gradient_()
+        optimizer.step()
+
+
+def _shuffled(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Rows of batches over shuffled epochs; the last, smaller batch of an epoch is left out."""
+    while True:
+        yield from torch.randperm(count, generator=generator)[: count // size * size].split(size)
+
+
+@torch.no_grad()
+def _accuracy(model: Network, context: Context) -> float:
+    inputs, labels = context.seen(context.test)
+    return round(100 * (model(inputs).argmax(-1) == labels).float().mean().item(), 4)
+
+
+def _consolidate(
+    ewc: squisher.EWC,
+    method: Method,
+    strength: float,
+    model: Network,
+    optimizer: torch.optim.Optimizer,
+    tracker: squisher.Tracker | None,
+    context: Context,
+    config: dict[str, Any],
+    out: dict[str, Any],
+) -> None:
+    examples = context.seen(context.train[: config["fisher_examples"]])
+    scaled = method.rule not in ("unchanged", "times N")
+    start = time.perf_counter()
+    if method.source in ("exact", "empirical"):
+        labels = "exact" if method.source == "exact" else "data"
+        importance = squisher.fisher(model, examples.batches(500), labels=labels)
+    elif method.source == "joint":
+        importance = squisher.fisher(model, examples.batches(len(examples)), per="batch")
+    else:
+        importance = squisher.extract(
+            optimizer if tracker is None else tracker, model, batch_size=config["batch"] if scaled else None
+        )
+    taken = time.perf_counter() - start
+    if method.source == "exact":  # the other one too, only for its time, at the same weights
+        out["times"]["fisher"] += taken
+        start = time.perf_counter()
+        squisher.extract(optimizer, model, batch_size=config["batch"])
+        out["times"]["squisher"] += time.perf_counter() - start
+    reference = squisher.fisher(model, examples[:REFERENCE].batches(REFERENCE), labels="exact")
+    if method.rule == "each":
+        importance = importance * strength_like(importance.as_fisher(), reference, 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ewc.consolidate(importance, scale="auto" if scaled else "stored")
+    if any(issubclass(w.category, squisher.SquisherWarning) for w in caught):
+        out["warned"].append(ewc.tasks)
+    if method.rule == "first" and ewc.tasks == 1:
+        ewc.strength = ewc.strength_like(reference, strength)
+    out["traces"].append(ewc.totals[-1])
+    out["reference_traces"].append(sum(float(reference[name].double().sum()) for name in reference))
+    if method.source == "exact":
+        out["left_to_loop"].append(len(importance.provenance.extra["coverage"]["loop"]))
+    out["spearman"].append(squisher.compare(importance, reference).spearman)
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.6g}")
