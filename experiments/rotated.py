@@ -59,7 +59,7 @@ class Perceptron(nn.Module):
 
 
 def rotated(images: Tensor, angle: float) -> Tensor:
-    """Square images, one a row, turned anticlockwise by an angle in degrees; the corners that come in are black."""
+    """Square images, one a row, turned clockwise by an angle in degrees; the corners that come in are black."""
     side = math.isqrt(images.shape[1])
     cos, sin = math.cos(math.radians(angle)), math.sin(math.radians(angle))
     turn = torch.tensor([[cos, sin, 0.0], [-sin, cos, 0.0]]).expand(len(images), 2, 3)

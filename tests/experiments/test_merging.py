@@ -1,0 +1,116 @@
+"""Fisher merging: who is merged with what, what the scores say, and one run from end to end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import squisher
+from experiments import merging
+from experiments.runs import execute
+
+
+def snapshot(seed, step=10, **more):
+    generator = torch.Generator().manual_seed(seed)
+    weights = {"body.w": torch.randn(3, 4, generator=generator), "head.w": torch.randn(seed, 4, generator=generator)}
+    squares = {name: torch.rand(w.shape, generator=generator) for name, w in weights.items()}
+    facts = {"kind": "squisher", "batch_size": 16, "loss_reduction": "mean", "unit": "example"}
+    return {"step": step, "weights": weights, "squares": squares, "provenance": facts, **more}
+
+
+def merged(snapshots, fishers=None):
+    fishers = fishers or [{"fisher": {"body.w": torch.rand(3, 4)}} for _ in snapshots]
+    return {name: dict(w) for name, w in merging.merged(snapshots, fishers, beta2=0.999).items()}
+
+
+def test_bodies_are_merged_by_the_formula_and_heads_are_not():
+    a, b = snapshot(1), snapshot(2)
+    found = merged([a, b])
+    assert all(list(weights) == ["body.w"] for weights in found.values())
+    (v, w), (x, y) = ((s["squares"]["body.w"], s["weights"]["body.w"]) for s in (a, b))
+    assert torch.allclose(found["squisher"]["body.w"], (v * w + x * y) / (v + x))
+    assert torch.allclose(found["linear"]["body.w"], (w + y) / 2)
+
+
+def test_without_rescaling_differs_only_where_the_numbers_of_steps_do():
+    found = merged([snapshot(1, 50), snapshot(2, 50)])
+    assert torch.allclose(found["squisher"]["body.w"], found["squisher (without rescaling)"]["body.w"], atol=1e-6)
+    a, b = snapshot(1, 50), snapshot(2, 200)
+    found = merged([a, b])["squisher (without rescaling)"]["body.w"]
+    c, d = (s["squares"]["body.w"] * (1 - 0.999 ** s["step"]) for s in (a, b))
+    assert torch.allclose(found, (c * a["weights"]["body.w"] + d * b["weights"]["body.w"]) / (c + d), atol=1e-6)
+
+
+def test_norms_make_a_model_that_shouts_count_no_more():
+    a, b = snapshot(1), snapshot(2)
+    tracked = {"tracked": b["squares"], "tracked_provenance": b["provenance"]}
+    quiet = merged([a | tracked, b | tracked])
+    loud = {**b, "squares": {name: 50 * v for name, v in b["squares"].items()}}
+    shouted = merged([a | tracked, loud | tracked])
+    assert torch.allclose(quiet["squisher (l2)"]["body.w"], shouted["squisher (l2)"]["body.w"], atol=1e-6)
+    assert not torch.allclose(quiet["squisher"]["body.w"], shouted["squisher"]["body.w"], atol=1e-2)
+
+
+def test_every_model_comes_before_every_merge_and_text_has_its_own_number_of_seeds():
+    fits, merges = merging.stages(merging.CONFIGS["cpu"], range(1, 6))
+    assert len({u.key for u in fits + merges}) == len(fits) + len(merges)
+    assert sum(u.arguments["benchmark"] == "text" for u in fits) == 3 * 4
+    assert sum(u.arguments["benchmark"] == "MNIST rotations" for u in fits) == 5 * 5
+    assert {u.arguments["checkpoint"] for u in merges} == {"final", "best", "short"}
+
+
+def test_tasks_of_the_text_benchmark_are_not_the_encoders_own():
+    assert not set(merging.CONFIGS["cpu"]["benchmarks"]["text"]["tasks"]) & {"snli", "mnli", "qqp", "qnli"}
+
+
+def test_scores_average_tasks_and_normalise_by_each_tasks_own_model():
+    result = {"accuracy": {"linear": {"a": 40.0, "b": 45.0}}, "individual": {"a": 80.0, "b": 50.0}}
+    results = {
+        "x/1/a": {},
+        "x/1/merged-final": result,
+        "x/1/merged-best": result,
+        "y/1/merged-final": result,
+    }
+    found = {(s.case, s.method, s.metric): s.value for s in merging.scores(results)}
+    assert found["average", "linear", "accuracy"] == 42.5
+    assert found["average", "linear", "normalised accuracy"] == pytest.approx(70)
+    assert found["average", "individual", "normalised accuracy"] == pytest.approx(100)
+    assert found["average, best checkpoint", "linear", "accuracy"] == 42.5
+    assert found["y: average", "linear", "accuracy"] == 42.5
+    assert found["b", "linear", "accuracy"] == 45
+    assert ("b", "linear", "normalised accuracy") not in found
+
+
+def test_from_end_to_end(tmp_path, monkeypatch):
+    whole = merging.CONFIGS["quick"]["benchmarks"]["rotated digits"]
+    small = {
+        **whole, "tasks": {"30°": 9, "60°": 12}, "every": 3, "fisher_examples": 20, "seeds": 2, "widths": [8],
+        "pretraining": {**whole["pretraining"], "steps": 5},
+    }  # fmt: skip
+    monkeypatch.setitem(merging.CONFIGS, "quick", {"seeds": 2, "benchmarks": {"rotated digits": small}})
+    path = execute("merging", "quick", seeds=None, data=None, out=tmp_path, jobs=1, say=lambda line: None)
+    document = json.loads(path.read_text())
+    methods = {s["method"] for s in document["scores"] if s["case"] == "average"}
+    assert methods == {
+        "linear", "fisher", "fisher (empirical)", "fisher (l2)", "joint", "individual", "squisher",
+        "squisher (without rescaling)", "squisher (l2)", "squisher (β₂ = 0.95)",
+    }  # fmt: skip
+    assert {s["case"] for s in document["scores"]} >= {"average", "average, best checkpoint", "average, short training"}
+    times = document["units"]["rotated digits/1/30°"]["result"]["times"]
+    assert times.keys() >= {"fisher", "squisher", "training"}
+    assert document["units"]["rotated digits/1/60°"]["result"]["steps"]["short"] == 4
+
+
+def test_every_checkpoint_has_its_exact_fisher_and_the_last_one_the_others_too(tmp_path, monkeypatch):
+    asked = []
+    real = squisher.fisher
+    monkeypatch.setattr(squisher, "fisher", lambda *a, **k: asked.append(k) or real(*a, **k))
+    whole = merging.CONFIGS["quick"]["benchmarks"]["rotated digits"]
+    small = {**whole, "tasks": {"30°": 3}, "fisher_examples": 5, "widths": [4]}
+    run = merging.Run("merging", "quick", {"benchmarks": {"x": small}}, None, tmp_path)
+    merging.fit(run, "x", "30°", 1)
+    assert sorted(k["labels"] for k in asked) == ["data", "data", "exact", "exact", "exact"]  # three checkpoints
+    assert [k.get("per") for k in asked].count("batch") == 1
+    assert all(k["parameters"] == r"^body\." for k in asked)
