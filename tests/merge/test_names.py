@@ -6,7 +6,7 @@ from torch import nn
 
 import squisher
 from squisher import merge
-from squisher.errors import NamingError, SquisherError, SquisherWarning
+from squisher.errors import NamingError, ScaleError, SquisherError, SquisherWarning
 
 
 def model(seed, classes=3, vocabulary=50, width=8):
@@ -59,8 +59,34 @@ def test_heads_that_differ_are_kept_per_model_with_a_warning():
         assert torch.equal(own["layer.weight"], merged["layer.weight"])
         assert own["norm.num_batches_tracked"] == k + 1
         assert own.shape("head.weight") == models[k]["head.weight"].shape
-    with pytest.raises(SquisherError, match="counted from 0 to 2"):
+    with pytest.raises(SquisherError, match="no model 3; those that take part are 0, 1, 2, counted from 0"):
         merged.for_model(3)
+
+
+def test_models_keep_their_numbers_when_one_before_them_is_dropped():
+    dropped, first, second = model(1), model(2, classes=3), model(3, classes=5)
+    models, coefficients = [dropped, first, second], [0, 1, 1]
+    with pytest.warns(SquisherWarning, match="2 of 8 tensors"):
+        merged = merge.average(models, coefficients)
+    assert merged.kept["head.bias"] == "5 rows in model 3, 3 in model 2"
+    assert torch.equal(merged.for_model(2)["head.weight"], second["head.weight"])
+    with pytest.raises(SquisherError, match="no model 0; those that take part are 1, 2, counted from 0"):
+        merged.for_model(0)
+    broken = model(3)
+    broken["layer.weight"][0, 0] = torch.nan
+    with pytest.raises(SquisherError, match="'layer.weight' of model 3 has NaN"):
+        merge.average([dropped, first, broken], coefficients)["layer.weight"]
+    short = {n: t[:, :-1] if n == "layer.weight" else t for n, t in model(3).items()}
+    with pytest.raises(NamingError, match="in model 2 and .* in model 3: these are different networks"):
+        merge.average([dropped, first, short], coefficients)
+    with pytest.raises(NamingError, match="values of model 2 have a partner of the same name in model 3"):
+        merge.average([dropped, first, {f"x.{n}": t for n, t in short.items()}], coefficients)
+    with pytest.raises(NamingError, match="values of model 2 have a partner of the same name in the base"):
+        merge.task_arithmetic({f"x.{n}": t for n, t in short.items()}, [dropped, first], [0, 1])
+    known = squisher.Importance(dict(importance(first)), kind="fisher")
+    unknown = squisher.Importance(dict(importance(first)), kind="squisher")
+    with pytest.raises(ScaleError, match="number 2 cannot.*coefficient of 0 are not counted"):
+        merge.fisher([dropped, first, first], [known, known, unknown], coefficients)
 
 
 def test_excluded_names_are_kept_without_a_warning_and_need_no_importance():

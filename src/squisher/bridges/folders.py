@@ -18,9 +18,10 @@ from torch import Tensor
 
 from .. import archive
 from ..errors import FileError, SquisherError
+from ..merge.ahead import Ahead
 from ..recycle.weights import open_weights
 from ..stream import sync_folder
-from ..tensors import CHUNK, LazyTensors, chunks_of, dtype_of, numel_of, shape_of
+from ..tensors import LazyTensors, dtype_of, numel_of
 
 __all__ = ["Model", "check_free", "new_folder", "open_model", "write_model"]
 
@@ -116,20 +117,20 @@ def write_model(
         FileError: The output exists, or the disk is full.
     """
     out = Path(out)
-    written = _Some(weights, [name for name in weights if name not in (leave_out or {})])
-    check_free(out.parent, sum(numel_of(written, name) * dtype_of(written, name).itemsize for name in written))
-    if out.suffix == ".safetensors":
-        archive.save(out, written, None, shard_bytes=shard_bytes, progress=progress)
-        return
-    with new_folder(out) as folder:
-        for source in _side_files(like, extra_files):
-            if source.name == "config.json":
-                (folder / source.name).write_text(_config(_json(source), dtype), "utf-8")
-            else:
-                shutil.copyfile(source, folder / source.name)
-        if card is not None:
-            (folder / "README.md").write_text(card, "utf-8")
-        archive.save(folder / file_name, written, None, shard_bytes=shard_bytes, progress=progress)
+    with Ahead(weights, [name for name in weights if name not in (leave_out or {})]) as written:
+        check_free(out.parent, sum(numel_of(written, name) * dtype_of(written, name).itemsize for name in written))
+        if out.suffix == ".safetensors":
+            archive.save(out, written, None, shard_bytes=shard_bytes, progress=progress)
+            return
+        with new_folder(out) as folder:
+            for source in _side_files(like, extra_files):
+                if source.name == "config.json":
+                    (folder / source.name).write_text(_config(_json(source), dtype), "utf-8")
+                else:
+                    shutil.copyfile(source, folder / source.name)
+            if card is not None:
+                (folder / "README.md").write_text(card, "utf-8")
+            archive.save(folder / file_name, written, None, shard_bytes=shard_bytes, progress=progress)
 
 
 @contextmanager
@@ -182,29 +183,3 @@ def _config(config: dict[str, Any], dtype: torch.dtype | None) -> str:
         key = "dtype" if "dtype" in config else "torch_dtype"
         config[key] = str(dtype).removeprefix("torch.")
     return json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-
-
-class _Some(Mapping[str, Tensor]):
-    """Some names of a mapping."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], names: list[str]):
-        self._tensors = tensors
-        self._names = names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def shape(self, name: str) -> torch.Size:
-        return shape_of(self._tensors, name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return dtype_of(self._tensors, name)
-
-    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        return chunks_of(self._tensors, name, size)

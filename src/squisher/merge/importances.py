@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import NamingError, SquisherError, SquisherWarning, near
+from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
 from ..importance import Importance, check_values, on_common_scale
 from ..tensors import CHUNK, chunks_of, numel_of, shape_of
 
@@ -95,15 +95,26 @@ def _pass_over(pieces: Iterator[Tensor]) -> tuple[float, float]:
     return math.fsum(totals), math.fsum(squares)
 
 
-def graded(importances: Sequence[Mapping[str, Tensor]], names: Sequence[Mapping[str, str]], scale: str) -> list[Graded]:
+def graded(
+    importances: Sequence[Mapping[str, Tensor]], names: Sequence[Mapping[str, str]], scale: str, dropped: bool = False
+) -> list[Graded]:
     """Importances on one common scale.
 
     The factor of the scale is kept apart from the values, so that it costs nothing to apply.
 
+    Args:
+        importances: Those that take part.
+        names: For each one the names of its tensors, by weight name.
+        scale: `auto`, `as_fisher` or `stored`.
+        dropped: Whether the user gave more than these.
+
     Raises:
         ScaleError: They have no common scale.
     """
-    common = on_common_scale(importances, scale)
+    try:
+        common = on_common_scale(importances, scale)
+    except ScaleError as error:
+        raise (ScaleError(f"{error} (Models with a coefficient of 0 are not counted.)") if dropped else error) from None
     out = []
     for stored, converted, own in zip(importances, common, names, strict=True):
         factor = 1.0

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError, near
-from ..tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
-from .names import Plan, label
+from ..tensors import CHUNK, chunks_of, dtype_of, shape_of
+from .names import Plan
 
 __all__ = ["Merged", "Rule"]
 
@@ -52,14 +52,12 @@ class Merged(Mapping[str, Tensor]):
         *,
         averaged: Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
-        has_base: bool = False,
         source: Mapping[str, Tensor] | None = None,
     ):
         self._models = list(models)
         self._plan = plan
         self._rule = rule
         self._dtype = dtype
-        self._has_base = has_base
         self._source = models[0] if source is None else source
         self._shared: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         self._in_plan = frozenset(plan.merged)
@@ -153,18 +151,19 @@ class Merged(Mapping[str, Tensor]):
         """The merged weights with what model `number` (from 0) keeps of its own: its head, its buffers.
 
         Raises:
-            SquisherError: There is no such model.
+            SquisherError: There is no such model, or its coefficient is 0.
         """
-        if not 0 <= number < len(self._models) - self._has_base:
-            raise SquisherError(f"There is no model {number}; they are counted from 0 to {len(self._models) - 1}.")
+        numbers = self._plan.numbers
+        if number not in numbers:
+            known = ", ".join(map(str, numbers))
+            raise SquisherError(f"There is no model {number}; those that take part are {known}, counted from 0.")
         return Merged(
             self._models,
             self._plan,
             self._rule,
             averaged=self.averaged,
             dtype=self._dtype,
-            has_base=self._has_base,
-            source=self._models[number],
+            source=self._models[numbers.index(number)],
         )
 
     def _known(self, name: str) -> str:
@@ -176,7 +175,7 @@ class Merged(Mapping[str, Tensor]):
     def _not_finite(self, name: str) -> SquisherError:
         for k, model in enumerate(self._models):
             if any(not np.isfinite(piece.double().numpy()).all() for piece in chunks_of(model, name, 1 << 15)):
-                who = label(k, len(self._models), self._has_base)
+                who = self._plan.who(k)
                 return SquisherError(
                     f"{name!r} of {who} has NaN or infinite values: its training diverged, or its file is damaged. Take an earlier "
                     "checkpoint of it, or leave the tensor out with exclude."

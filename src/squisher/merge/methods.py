@@ -40,7 +40,7 @@ def average(
     used, numbers = taking_part(models, coefficients)
     models = [models[k] for k in used]
     rule = Mean(models, [c / math.fsum(numbers) for c in numbers[1:]], as_work(precision))
-    return Merged(models, plan(models, exclude), rule, dtype=as_dtype(dtype))
+    return Merged(models, plan(models, exclude, numbers=used), rule, dtype=as_dtype(dtype))
 
 
 def task_arithmetic(
@@ -69,7 +69,7 @@ def task_arithmetic(
     models = [models[k] for k in used]
     everyone = [*models, base]
     rule = Mean([base, *models], numbers, as_work(precision))
-    return Merged(everyone, plan(everyone, exclude, has_base=True), rule, dtype=as_dtype(dtype), has_base=True)
+    return Merged(everyone, plan(everyone, exclude, numbers=used), rule, dtype=as_dtype(dtype))
 
 
 def fisher(
@@ -113,13 +113,14 @@ def fisher(
     importances = as_many("importance", importances, models)
     floors, adds = as_floors(floor, len(models))
     used, numbers = taking_part(models, coefficients)
+    dropped = len(used) < len(models)
     models, importances = [models[k] for k in used], [importances[k] for k in used]
     who = [f"the importance of model {k + 1}" for k in used]
-    layout = plan(models, exclude, tied=tied_in(importances))
+    layout = plan(models, exclude, numbers=used, tied=tied_in(importances))
     names, averaged = matched(models[0], layout.merged, layout.tied, importances, missing, who)
     rule = Fisher(
         models,
-        graded(importances, names, scale),
+        graded(importances, names, scale, dropped),
         numbers,
         normalize,
         None if floors is None else [floors[k] for k in used],
@@ -178,15 +179,16 @@ def ubgm(
     if base_importance is None and base_length:
         raise SquisherError("ubgm needs the importance of the base too; without one, pass base_size=0.")
     used, alphas = taking_part(models, coefficients, base)
+    dropped = len(used) < len(models)
     models, importances = [models[k] for k in used], [importances[k] for k in used]
     everyone, every_importance = [*models, base], list(importances)
     who = [f"the importance of model {k + 1}" for k in used]
     if base_importance is not None and base_length:
         every_importance.append(base_importance)
         who.append("the importance of the base")
-    layout = plan(everyone, exclude, has_base=True, tied=tied_in(every_importance))
+    layout = plan(everyone, exclude, numbers=used, tied=tied_in(every_importance))
     names, averaged = matched(models[0], layout.merged, layout.tied, every_importance, missing, who)
-    ready = graded(every_importance, names, scale)
+    ready = graded(every_importance, names, scale, dropped)
     own = ready[len(models)] if len(ready) > len(models) else None
     rule = Matching(
         base,
@@ -200,4 +202,4 @@ def ubgm(
         frozenset(averaged),
         as_work(precision),
     )
-    return Merged(everyone, layout, rule, averaged=averaged, dtype=as_dtype(dtype), has_base=True)
+    return Merged(everyone, layout, rule, averaged=averaged, dtype=as_dtype(dtype))

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..errors import NamingError, SquisherError, SquisherWarning, near
-from ..tensors import chunks_of, dtype_of, numel_of, shape_of, tied_names
+from ..tensors import chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
 
-__all__ = ["Plan", "label", "plan"]
+__all__ = ["Plan", "plan"]
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MARKS = (torch.bool, torch.int64)  # masks, indices and counters: surely no weights
@@ -36,24 +36,29 @@ class Plan:
         kept: Names that stay as each model has them, and why.
         copied: Buffers, taken from the first model.
         tied: Other names of tensors that are in `merged` or `kept` already: alias to name.
+        numbers: Which of the user's models take part, counted from 0.
     """
 
     merged: tuple[str, ...]
     kept: dict[str, str]
     copied: tuple[str, ...]
     tied: dict[str, str]
+    numbers: tuple[int, ...]
+
+    def who(self, k: int) -> str:
+        """What participant `k` is called in a message."""
+        return _who(k, self.numbers)
 
 
-def label(k: int, count: int, has_base: bool) -> str:
-    """What a participant is called in a message."""
-    return "the base" if has_base and k == count - 1 else f"model {k + 1}"
+def _who(k: int, numbers: Sequence[int]) -> str:
+    return f"model {numbers[k] + 1}" if k < len(numbers) else "the base"
 
 
 def plan(
     models: Sequence[Mapping[str, Tensor]],
     exclude: str | None = None,
     *,
-    has_base: bool = False,
+    numbers: Sequence[int],
     tied: Mapping[str, str] | None = None,
 ) -> Plan:
     """Sorts the names of the first model into merged, kept, copied and tied.
@@ -61,13 +66,13 @@ def plan(
     Args:
         models: All that take part; the base, if there is one, comes last.
         exclude: A regular expression; names in which it finds something are kept as each model has them.
-        has_base: Whether the last one is a base.
+        numbers: Which of the user's models these are, counted from 0; a base has none.
         tied: Names that an importance knows to be one parameter: alias to name.
 
     Raises:
         NamingError: The models do not belong together.
     """
-    pattern = _compiled(exclude)
+    pattern = name_pattern(exclude)
     first, others = models[0], models[1:]
     aliases = _aliases(models, tied or {})
     merged, copied, kept, unasked = [], [], {}, []
@@ -79,13 +84,13 @@ def plan(
         elif dtype_of(first, name) not in _FLOATS or _BUFFER.search(name):
             _check_type(name, dtype_of(first, name))
             copied.append(name)
-        elif why := _differs(models, name, has_base):
+        elif why := _differs(models, name, numbers):
             kept[name] = why
             unasked.append(name)
         else:
             merged.append(name)
     for k, other in enumerate(others, 1):
-        _check_overlap(first, other, merged, copied, kept, label(k, len(models), has_base))
+        _check_overlap(first, other, merged, copied, kept, (_who(0, numbers), _who(k, numbers)))
     if not merged:
         raise NamingError(f"No tensor is left to merge: {exclude!r} excludes all of them.")
     if unasked:
@@ -96,14 +101,7 @@ def plan(
             SquisherWarning,
             stacklevel=4,
         )
-    return Plan(tuple(merged), kept, tuple(copied), aliases)
-
-
-def _compiled(exclude: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if exclude is None else re.compile(exclude)
-    except re.error as error:
-        raise NamingError(f"{exclude!r} is not a regular expression: {error}.") from error
+    return Plan(tuple(merged), kept, tuple(copied), aliases, tuple(numbers))
 
 
 def _check_type(name: str, dtype: torch.dtype) -> None:
@@ -114,16 +112,17 @@ def _check_type(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def _differs(models: Sequence[Mapping[str, Tensor]], name: str, has_base: bool) -> str | None:
+def _differs(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequence[int]) -> str | None:
     """Why a tensor cannot be merged although nobody excluded it; None if it can be.
 
     A head has another number of rows and the same columns, or is not in every model. Any other difference of shapes means
     that these are different networks, and another number of embedding rows that the rows mean different words.
     """
     shape = tuple(shape_of(models[0], name))
+    first = _who(0, numbers)
     why = None
     for k, other in enumerate(models[1:], 1):
-        who = label(k, len(models), has_base)
+        who = _who(k, numbers)
         if name not in other:
             why = why or f"{who} does not have it"
             continue
@@ -132,15 +131,15 @@ def _differs(models: Sequence[Mapping[str, Tensor]], name: str, has_base: bool) 
             continue
         if _VOCABULARY.search(name) and found[1:] == shape[1:]:
             raise NamingError(
-                f"The vocabularies differ: {name!r} has {shape[0]:,} rows in model 1 and {found[0]:,} in {who}. Bring the models "
-                f"to one vocabulary first, or keep model 1's with exclude={re.escape(name)!r}."
+                f"The vocabularies differ: {name!r} has {shape[0]:,} rows in {first} and {found[0]:,} in {who}. Bring the models "
+                f"to one vocabulary first, or keep that of {first} with exclude={re.escape(name)!r}."
             )
         if len(found) != len(shape) or not shape or found[1:] != shape[1:]:
             raise NamingError(
-                f"{name!r} has the shape {shape} in model 1 and {found} in {who}: these are different networks. If only this "
+                f"{name!r} has the shape {shape} in {first} and {found} in {who}: these are different networks. If only this "
                 f"part differs, leave it out with exclude={re.escape(name)!r}."
             )
-        why = why or f"{found[0]} rows in {who}, {shape[0]} in model 1"
+        why = why or f"{found[0]} rows in {who}, {shape[0]} in {first}"
     return why
 
 
@@ -150,7 +149,7 @@ def _check_overlap(
     merged: Sequence[str],
     copied: Sequence[str],
     kept: Mapping[str, str],
-    who: str,
+    pair: tuple[str, str],
 ) -> None:
     """Refuses models of which less than half would be merged: names that do not match must not pass as heads."""
     weights = [n for n in (*merged, *kept, *copied) if kept.get(n) != "excluded" and dtype_of(first, n) not in _MARKS]
@@ -158,14 +157,15 @@ def _check_overlap(
     shared = sum(numel_of(first, name) for name in merged if name in other)
     if 2 * shared >= total and (merged or not weights):
         return
+    who, partner = pair
     lost = next((name for name in weights if name not in other), None)
     if lost is None:
         raise NamingError(
-            f"Only {shared:,} of {total:,} values of model 1 can be merged with {who}; the others have a type that no weights "
+            f"Only {shared:,} of {total:,} values of {who} can be merged with {partner}; the others have a type that no weights "
             "have, or another shape. Quantised models cannot be merged."
         )
     raise NamingError(
-        f"Only {shared:,} of {total:,} values of model 1 have a partner of the same name in {who}: {lost!r}, for example, is "
+        f"Only {shared:,} of {total:,} values of {who} have a partner of the same name in {partner}: {lost!r}, for example, is "
         f"not there.{near(lost, other)} Models are merged by name; rename the tensors, or exclude what does not belong."
     )
 

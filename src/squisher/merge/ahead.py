@@ -1,0 +1,110 @@
+"""Merged tensors for one who writes them in order: the next pieces are read and merged while this one is written."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from ..tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+from .lazy import Merged
+
+__all__ = ["Ahead"]
+
+_IN_FLIGHT = 4  # pieces that are read, being merged, or waiting to be written
+
+
+class Ahead(Mapping[str, Tensor]):
+    """Some names of a mapping, to be asked for in order; in any other order it is only slower.
+
+    One thread reads and another one merges, whatever the number of cores: each result depends on its own piece alone, so
+    that the bytes are the same as without threads. Memory is bounded by a few pieces.
+
+    Args:
+        tensors: Merged weights, or any other mapping.
+        names: The names, in the order in which they will be asked for.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Sequence[str]):
+        self._tensors = tensors
+        self._names = list(names)
+        self._known = frozenset(names)
+        self._expected = iter([name for name in names if numel_of(tensors, name)])
+        self._next = next(self._expected, None)
+        self._pieces = self._ahead()
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pieces.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._known:
+            raise KeyError(name)
+        return self._tensors[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of one tensor, without reading it."""
+        return shape_of(self._tensors, name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The data type of one tensor, without reading it."""
+        return dtype_of(self._tensors, name)
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat pieces, in order; they may be shorter than `size`."""
+        if name != self._next or size != CHUNK:
+            yield from chunks_of(self._tensors, name, size)
+            return
+        self._next = next(self._expected, None)
+        left = numel_of(self._tensors, name)
+        while left:
+            piece = next(self._pieces)
+            left -= piece.numel()
+            yield piece
+
+    def _ahead(self) -> Generator[Tensor, None, None]:
+        jobs = (job for name in self._names for job in self._jobs(name))
+        # A single reader keeps the order; what it reads is merged meanwhile by a single other thread.
+        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as merger:
+
+            def read() -> Future[Tensor] | None:
+                job = next(jobs, None)
+                return None if job is None else merger.submit(job)
+
+            waiting = deque(reader.submit(read) for _ in range(_IN_FLIGHT))
+            try:
+                while (merging := waiting.popleft().result()) is not None:
+                    piece = merging.result()
+                    del merging
+                    waiting.append(reader.submit(read))
+                    yield piece
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _jobs(self, name: str) -> Iterator[Callable[[], Tensor]]:
+        if isinstance(self._tensors, Merged):
+            return self._tensors.jobs(name)
+        return (partial(_itself, piece) for piece in chunks_of(self._tensors, name))
+
+
+def _itself(piece: Tensor) -> Tensor:
+    return piece
