@@ -23,6 +23,9 @@ __all__ = ["EWC", "strength_like"]
 GROWTH = 1000.0
 """How much more a task's importance may weigh than the one before it until a warning says why that is suspicious."""
 
+PIECE = 1 << 16
+"""Elements at a time on a CPU: small enough for the cache, large enough that a call costs nothing beside them."""
+
 
 class EWC:
     """The quadratic penalty that keeps a network near what past tasks need.
@@ -143,16 +146,12 @@ class EWC:
         """
         terms = []
         for parameter, weight, centre in self._held():
-            gap = parameter.detach().to(device=centre.device, dtype=torch.float32) - centre
-            if value:
-                terms.append(torch.sum(weight.float() * gap * gap))
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            if weight.dtype == parameter.grad.dtype == gap.dtype and weight.device == parameter.grad.device:
-                parameter.grad.addcmul_(weight, gap, value=self.strength)
-            else:
-                force = gap.mul_(weight).mul_(self.strength)
-                parameter.grad.add_(force.to(device=parameter.grad.device, dtype=parameter.grad.dtype))
+            if value:
+                gap = parameter.detach().to(device=centre.device, dtype=torch.float32) - centre
+                terms.append(torch.sum(weight.float() * gap * gap))
+            _add_force(parameter.grad, parameter.detach(), weight, centre, self.strength)
         if not value:
             return None
         total = (
@@ -161,6 +160,11 @@ class EWC:
             else torch.zeros(())
         )
         return 0.5 * self.strength * (total + self._constant)
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether every parameter that is held is one of this very model's, and not of a copy."""
+        own = {id(parameter) for parameter in model.parameters()}
+        return all(id(parameter) in own for parameter, _, _ in self._held())
 
     def strength_like(self, fisher: Mapping[str, Tensor], strength: float) -> float:
         """The strength that gives the last task's importance the weight that `strength` gives a Fisher of it.
@@ -275,6 +279,22 @@ class EWC:
                 SquisherWarning,
                 stacklevel=4,
             )
+
+
+def _add_force(gradient: Tensor, parameter: Tensor, weight: Tensor, centre: Tensor, strength: float) -> None:
+    """gradient += strength · weight · (parameter − centre)."""
+    four = (gradient, parameter, weight, centre)
+    if all(type(t) is Tensor and t.dtype == torch.float32 and t.is_cpu and t.is_contiguous() for t in four):
+        # In pieces, so that the difference stays in the cache: this is bound by memory alone.
+        buffer = torch.empty(min(PIECE, gradient.numel()))
+        for g, p, w, c in zip(*(t.view(-1).split(PIECE) for t in four), strict=True):
+            g.addcmul_(w, torch.sub(p, c, out=buffer[: len(p)]), value=strength)
+        return
+    gap = parameter.to(device=centre.device, dtype=torch.float32) - centre
+    if weight.dtype == gradient.dtype == gap.dtype and weight.device == gradient.device:
+        gradient.addcmul_(weight, gap, value=strength)
+    else:
+        gradient.add_(gap.mul_(weight).mul_(strength).to(device=gradient.device, dtype=gradient.dtype))
 
 
 def strength_like(importance: Mapping[str, Tensor], fisher: Mapping[str, Tensor], strength: float) -> float:

@@ -10,7 +10,7 @@ from ..errors import FileError
 from ..pickles import Record, read
 from .hf_model import read_json
 
-__all__ = ["facts_of", "target_modules", "training_args"]
+__all__ = ["facts_of", "reduction_of", "target_modules", "training_args"]
 
 # The losses of these heads are means over the tokens that carry a label, and over examples.
 _TOKEN_MEAN = re.compile(r"For(CausalLM|ConditionalGeneration|MaskedLM|TokenClassification|Seq2SeqLM)$|LMHeadModel$")
@@ -130,7 +130,11 @@ def _reduction(folder: Path, args: Record) -> tuple[str, str] | None:
         names = read_json(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
     except FileError:
         return None
-    name = str(names[0]) if isinstance(names, list) and names else ""
-    if _TOKEN_MEAN.search(name):
+    return reduction_of(str(names[0]) if isinstance(names, list) and names else "")
+
+
+def reduction_of(architecture: str) -> tuple[str, str] | None:
+    """How the loss of a transformers class is reduced, and over what; None if it is none of the known heads."""
+    if _TOKEN_MEAN.search(architecture):
         return "token_mean", "token"
-    return ("mean", "example") if _EXAMPLE_MEAN.search(name) else None
+    return ("mean", "example") if _EXAMPLE_MEAN.search(architecture) else None

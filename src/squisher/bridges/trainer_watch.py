@@ -1,0 +1,204 @@
+"""What a transformers Trainer tells none of its callbacks: its batches, its optimizer when it is made, gradients before clipping.
+
+The Trainer clips before the first event that follows the backward pass. So five methods of one object (not of its class) are
+wrapped: each still does what it did, and says so. Nothing else of the Trainer is touched.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ..errors import SquisherError
+from ..ranks import sum_in_place, world
+from .batch_counts import examples_in, tokens_in
+
+__all__ = ["TrainerWatch"]
+
+_PLAIN_LOSSES = ("transformers.trainer", "transformers.trainer_seq2seq", "trl.trainer.sft_trainer")
+
+
+class TrainerWatch:
+    """Watches one Trainer for one callback.
+
+    Attributes:
+        trainer: The Trainer.
+        pending: Examples, and tokens with a loss if they are known, of the step under way, on all processes.
+        divides: Whether the loss was divided by the items of the whole step; None until that has been seen.
+        counts_items: Whether the Trainer gave the loss the number of those items.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        on_optimizer: Callable[[Any, Any], None],
+        on_gradients: Callable[[], None],
+        extra_logs: Callable[[], Mapping[str, float]],
+    ) -> None:
+        """Wraps the Trainer's methods.
+
+        Args:
+            trainer: A `transformers.Trainer`, or one that is made of it.
+            on_optimizer: Called with the optimizer and the model when the former has been made, before a checkpoint is loaded into it.
+            on_gradients: Called once per step with gradients complete: accumulated, reduced, unscaled, not clipped.
+            extra_logs: Called when the loss is logged; what it returns is logged beside it.
+
+        Raises:
+            SquisherError: This is no Trainer.
+        """
+        expected = ("create_optimizer", "compute_loss", "log", "accelerator", "add_callback")
+        missing = [name for name in expected if not hasattr(trainer, name)]
+        if missing:
+            raise SquisherError(
+                f"attach expects a transformers.Trainer, but {type(trainer).__name__} has no {', '.join(missing)}."
+            )
+        self.trainer = trainer
+        self.pending: tuple[int, int | None] | None = None
+        self.divides: bool | None = None
+        self.counts_items = False
+        self._on_optimizer, self._on_gradients, self._extra_logs = on_optimizer, on_gradients, extra_logs
+        self._accelerator: Any = None
+        self._seen = False
+        self._shifted = False
+        for name in ("create_optimizer", "get_batch_samples", "compute_loss", "log"):
+            if hasattr(trainer, name):
+                _wrap(trainer, name, getattr(self, f"_{name}"))
+
+    def begin(self) -> None:
+        """A run begins: forgets the last one."""
+        self.pending, self.divides, self.counts_items, self._seen = None, None, False, False
+        self._shifted = _shifts_labels(self.trainer)
+        if self._accelerator is not self.trainer.accelerator:  # a search over hyperparameters makes a new one
+            self._accelerator = self.trainer.accelerator
+            _wrap(self._accelerator, "unscale_gradients", self._unscale_gradients)
+
+    def gradients_were_seen(self) -> bool:
+        """To be asked once before every step: whether `on_gradients` has been called in time.
+
+        Where nothing is clipped some versions of the Trainer do not even look at the norm; then this is the time.
+        """
+        in_time = self._seen or not self.trainer.args.max_grad_norm
+        if not self._seen:
+            self._accelerator.unscale_gradients()
+        self._seen = False
+        return in_time
+
+    @property
+    def loss_is_known(self) -> bool:
+        """Whether the loss is one that the models of transformers compute, and not somebody's own."""
+        trainer = self.trainer
+        module = getattr(type(trainer).compute_loss, "__module__", "")
+        own = getattr(trainer, "compute_loss_func", None) is not None
+        return module in _PLAIN_LOSSES and not own and getattr(trainer.args, "loss_type", "nll") == "nll"
+
+    @property
+    def factors(self) -> tuple[int, int]:
+        """Micro-batches and processes over which the Trainer leaves the average to a loss that gets the number of items."""
+        args = self.trainer.args
+        divided = getattr(self.trainer, "loss_is_scaled_for_ga", None) is False
+        averaged = getattr(args, "average_tokens_across_devices", False)
+        return 1 if divided else args.gradient_accumulation_steps, args.world_size if averaged else 1
+
+    # -- the wrappers --------------------------------------------------------------------------------------------------
+
+    def _create_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        optimizer = original(*args, **kwargs)
+        self._on_optimizer(self.trainer.optimizer if optimizer is None else optimizer, self.trainer.model)
+        return optimizer
+
+    def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        batches, items = original(*args, **kwargs)
+        self.counts_items = items is not None
+        self.pending = _counted(batches, self._shifted, self.trainer.args.device)
+        return batches, items
+
+    def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        items = kwargs.get("num_items_in_batch")
+        compiled = getattr(self.trainer.args, "torch_compile", False)
+        if self.divides is not None or not isinstance(items, Tensor) or compiled or not self.trainer.model.training:
+            return original(*args, **kwargs)
+        watched = items.as_subclass(_Watched)
+        watched.used = [False]
+        out = original(*args, **{**kwargs, "num_items_in_batch": watched})
+        self.divides = watched.used[0]
+        return out
+
+    def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
+        return original({**logs, **self._extra_logs()} if "loss" in logs else logs, *args, **kwargs)
+
+    def _unscale_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        # Accelerate calls this right before it clips, with and without a loss scaler.
+        out = original(*args, **kwargs)
+        if not self._seen:
+            self._seen = True
+            self._on_gradients()
+        return out
+
+
+class _Watched(Tensor):
+    """A number that remembers whether anybody computed with it; its value and every result are as they would have been."""
+
+    used: list[bool]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        mine = next(a for a in tree_leaves((args, kwargs)) if isinstance(a, _Watched))
+        args, kwargs = tree_map_only(_Watched, lambda a: a.as_subclass(Tensor), (args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        if name in _MOVES and isinstance(out, Tensor):
+            out = out.as_subclass(_Watched)
+            out.used = mine.used
+        elif name not in _LOOKS:
+            mine.used[0] = True
+        return out
+
+
+_MOVES = ("to", "cuda", "cpu", "clone", "detach", "contiguous", "unsqueeze", "expand", "view", "reshape")
+_LOOKS = (
+    "__get__",
+    "dim",
+    "size",
+    "numel",
+    "get_device",
+    "is_floating_point",
+    "record_stream",
+    "__repr__",
+    "__format__",
+)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(functools.partial(wrapper, original)))
+
+
+def _shifts_labels(trainer: Any) -> bool:
+    """Whether the model predicts each token from those before it."""
+    known = getattr(trainer, "_loss_shifts_labels", None)
+    if known is not None:
+        return bool(known)
+    model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
+    name = type(model).__name__
+    return name.endswith(("ForCausalLM", "LMHeadModel")) and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def _counted(batches: Sequence[Any], shifted: bool, device: Any) -> tuple[int, int | None] | None:
+    """Examples and tokens of a step's micro-batches, over all processes; None where even examples cannot be told."""
+    examples = [examples_in(batch) for batch in batches]
+    tokens = [tokens_in(batch, shifted) for batch in batches]
+    known = [sum(n for n in examples if n is not None), int(None in examples or not batches)]
+    counted = [sum(int(n) for n in tokens if n is not None), int(any(n is None for n in tokens))]
+    sums = torch.tensor([*known, *counted], dtype=torch.int64)
+    if world() > 1:
+        sums = sums.to(device)
+        sum_in_place([sums])
+    total, unknown, with_loss, without = sums.tolist()
+    return None if unknown else (total, None if without else with_loss)
