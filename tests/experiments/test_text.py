@@ -12,8 +12,8 @@ from tests.experiments.tiny_text import write_model, write_task
 
 CONFIG = {
     "pooling": "mean", "frozen": r"word_embeddings", "length": 16, "validation": 20, "test": 10, "train": None,
-    "steps": 30, "batch": 8, "rate": 1e-2, "schedule": "constant", "warmup": 0, "beta2": 0.999, "eps": 1e-8,
-    "decay": 0.0, "clip": None, "every": 10, "keep": [5], "track": False,
+    "steps": 60, "batch": 8, "rate": 3e-3, "schedule": "constant", "warmup": 0, "beta2": 0.999, "eps": 1e-8,
+    "decay": 0.0, "clip": None, "every": 20, "keep": [5], "track": False,
 }  # fmt: skip
 
 

@@ -50,6 +50,7 @@ def write_model(folder, kind):
         "intermediate_size": 32,
         "max_position_embeddings": 40,
         "pad_token_id": 0,
+        "initializer_range": 0.3,
     }
     torch.manual_seed(0)
     if kind == "bert":
