@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import __version__, archive
-from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError
+from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, near
 from ..importance import FILE_NAME, Importance, load
 from ..merge import Merged, average, fisher, task_arithmetic, ubgm
 from ..recycle import extract
@@ -120,7 +120,7 @@ def merge_folders(
         SquisherError: With one sentence on what is wrong; nothing is then left behind.
     """
     if method not in METHODS:
-        raise SquisherError(f"The method is {', '.join(METHODS)}, not {method!r}.")
+        raise SquisherError(f"The method is {', '.join(METHODS)}, not {method!r}.{near(method, METHODS)}")
     _check_options(method, importances, base_importance, sizes, base_size, normalize)
     if importances and len(importances) != len(models):
         raise SquisherError(
