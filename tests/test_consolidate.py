@@ -1,12 +1,15 @@
 """EWC: the parabola of all tasks is their sum, exactly, at a cost that does not grow."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 import squisher
+from squisher import consolidate
 from squisher.consolidate import EWC, strength_like
 from squisher.errors import NamingError, ScaleError, SquisherError, SquisherWarning
 from squisher.importance import Importance
@@ -62,8 +65,9 @@ def test_the_penalty_is_the_sum_over_tasks_in_value_and_gradient():
     assert all(torch.allclose(a.float(), b, rtol=1e-4, atol=1e-5) for a, b in zip(wanted, found, strict=True))
 
 
-@pytest.mark.parametrize("settings", [{}, {"dtype": torch.float64}, {"device": "cpu"}])
-def test_add_gradient_adds_what_autograd_would(settings):
+@pytest.mark.parametrize("settings", [{}, {"dtype": torch.float64}, {"device": "cpu"}, {"piece": 7}])
+def test_add_gradient_adds_what_autograd_would(settings, monkeypatch):
+    monkeypatch.setattr(consolidate, "PIECE", settings.pop("piece", consolidate.PIECE))
     model = network()
     ewc = EWC(model, strength=3.0, **settings)
     tasks(model, ewc)
@@ -76,6 +80,27 @@ def test_add_gradient_adds_what_autograd_would(settings):
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-4) for a, b in zip(added, wanted, strict=True))
     assert value.item() == pytest.approx(ewc.penalty().item(), rel=1e-6)
     assert ewc.add_gradient_() is None
+
+
+def test_parameters_of_any_layout_and_type_are_pulled_alike():
+    """Transposed memory, half precision and a scalar take the way without pieces."""
+    model = nn.ParameterDict(
+        {
+            "plain": nn.Parameter(torch.randn(6, 5)),
+            "turned": nn.Parameter(torch.randn(5, 6).t()),
+            "short": nn.Parameter(torch.randn(6, 5).bfloat16()),
+            "one": nn.Parameter(torch.randn(())),
+            "none": nn.Parameter(torch.randn(0, 3)),
+        }
+    )
+    ewc = EWC(model, strength=2.0)
+    ewc.consolidate({name: torch.full(p.shape, 0.5) for name, p in model.named_parameters()})
+    centres = {name: p.detach().float().clone() for name, p in model.named_parameters()}
+    wander(model)
+    ewc.add_gradient_()
+    for name, p in model.named_parameters():
+        assert p.grad.dtype == p.dtype
+        assert torch.allclose(p.grad.float(), p.detach().float() - centres[name], rtol=1e-2, atol=1e-6)
 
 
 def test_without_gradients_they_are_made():
@@ -199,6 +224,18 @@ def test_the_scale_of_the_first_task_binds_the_others():
     with pytest.raises(ScaleError, match="differ in|can be brought"):
         loose.consolidate(importance_of(model, 1, **known, batch_size=8))
     loose.consolidate(importance_of(model, 1, **known, batch_size=8), scale="stored")
+
+
+def test_the_importance_itself_is_not_kept():
+    model = network()
+    for settings in ({}, {"kind": "squisher", "loss_reduction": "mean", "bias_corrected": True}):
+        ewc = EWC(model)
+        importance = importance_of(model, 0, **settings) * 2.0
+        watched = weakref.ref(importance._tensors["0.weight"])
+        ewc.consolidate(importance)
+        del importance
+        gc.collect()  # errors that were caught hold frames for a while
+        assert watched() is None
 
 
 def test_growth_between_tasks_is_warned_of():

@@ -250,7 +250,7 @@ class EWC:
             return importance
         if self._scale is None or self.tasks == 0:
             converted = on_common_scale([importance], scale)[0]
-            self._first = importance if isinstance(importance, Importance) else None
+            self._first = _without_tensors(importance) if isinstance(importance, Importance) else None
             per_unit = isinstance(converted, Importance) and (
                 converted.provenance.per_unit or converted.provenance.kind == "fisher"
             )
@@ -281,8 +281,13 @@ class EWC:
             )
 
 
+def _without_tensors(importance: Importance) -> Importance:
+    """What is known of an importance, without its memory."""
+    return Importance({"none": torch.zeros(0)}, **{**importance.provenance.to_dict(), "sum": {}, "sum_of_squares": {}})
+
+
 def _add_force(gradient: Tensor, parameter: Tensor, weight: Tensor, centre: Tensor, strength: float) -> None:
-    """gradient += strength · weight · (parameter − centre)."""
+    """Adds strength · weight · (parameter − centre) in place."""
     four = (gradient, parameter, weight, centre)
     if all(type(t) is Tensor and t.dtype == torch.float32 and t.is_cpu and t.is_contiguous() for t in four):
         # In pieces, so that the difference stays in the cache: this is bound by memory alone.
