@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from squisher.bridges.batch_counts import BatchCounts, examples_in, loss_factor, tokens_in
+from squisher.bridges.batch_counts import BatchCounts, examples_in, loss_factor, over_processes, tokens_in
 
 
 def test_means_over_steps_and_short_ones():
@@ -13,6 +13,21 @@ def test_means_over_steps_and_short_ones():
         counts.add(examples, tokens, full=8)
     assert (counts.steps, counts.examples, counts.tokens, counts.short_steps) == (3, 19, 120, 1)
     assert counts.mean_tokens == 40
+    assert counts.largest == 8
+
+
+def test_without_a_known_full_step_the_largest_is_one():
+    counts = BatchCounts()
+    for examples in (6, 6, 2, 6):
+        counts.add(examples, None, full=None)
+    assert (counts.largest, counts.short_steps) == (6, 1)
+
+
+def test_a_step_is_the_sum_of_its_micro_batches():
+    assert over_processes([4, 4, 2], [torch.tensor(7), 5, 0]) == (10, 12)
+    assert over_processes([4, 4], [7, None]) == (8, None)
+    assert over_processes([4, None], [7, 7]) is None
+    assert over_processes([], []) is None
 
 
 def test_one_step_without_a_count_leaves_no_mean():

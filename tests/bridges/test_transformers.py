@@ -112,7 +112,13 @@ def test_tokens_are_those_that_the_trainer_divides_by(tmp_path):
     assert len(seen) == 6  # 22 rows: two full steps of eight and one of six, twice
     assert p.batch_tokens == sum(seen) / 6
     assert p.batch_size == 8
-    assert p.extra["training"]["counted"] == {"steps": 6, "examples": 44, "tokens": sum(seen), "short_steps": 2}
+    assert p.extra["training"]["counted"] == {
+        "steps": 6,
+        "examples": 44,
+        "tokens": sum(seen),
+        "short_steps": 2,
+        "largest": 8,
+    }
     assert (p.loss_reduction, p.unit) == ("token_mean", "token")
 
 

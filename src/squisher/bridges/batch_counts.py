@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["BatchCounts", "examples_in", "loss_factor", "tokens_in"]
+from ..ranks import sum_in_place, world
+
+__all__ = ["BatchCounts", "examples_in", "loss_factor", "over_processes", "tokens_in"]
 
 IGNORED = -100
 """The label that carries no loss, in torch and everything built on it."""
@@ -23,13 +25,15 @@ class BatchCounts:
         steps: Optimizer steps that were counted.
         examples: Examples in them.
         tokens: Tokens that carried a loss; None if a batch did not tell.
-        short_steps: Steps with fewer examples than the others: the last accumulation of an epoch.
+        short_steps: Steps with fewer examples than a full one: the last accumulation of an epoch.
+        largest: Examples in the largest step.
     """
 
     steps: int = 0
     examples: int = 0
     tokens: int | None = 0
     short_steps: int = 0
+    largest: int = 0
 
     def add(self, examples: int, tokens: int | None, full: int | None) -> None:
         """Counts one optimizer step.
@@ -37,12 +41,13 @@ class BatchCounts:
         Args:
             examples: In all its micro-batches, on all processes.
             tokens: Tokens that carried a loss, if that is known.
-            full: Examples of a full step, if that is known.
+            full: Examples of a full step; if that is not known, of the largest one up to now.
         """
+        self.largest = max(self.largest, examples)
         self.steps += 1
         self.examples += examples
         self.tokens = None if tokens is None or self.tokens is None else self.tokens + tokens
-        self.short_steps += full is not None and examples < full
+        self.short_steps += examples < (self.largest if full is None else full)
 
     @property
     def mean_tokens(self) -> float | None:
@@ -92,6 +97,34 @@ def tokens_in(batch: Any, shifted: bool) -> Tensor | None:
     if not isinstance(labels, Tensor) or labels.is_floating_point():
         return None
     return torch.count_nonzero(labels != IGNORED)
+
+
+def over_processes(
+    examples: Sequence[int | None], tokens: Sequence[Tensor | int | None], device: Any = "cpu"
+) -> tuple[int, int | None] | None:
+    """Examples and tokens of a step, from those of its micro-batches here and on all other processes.
+
+    Args:
+        examples: Of every micro-batch of this process; None where they cannot be told.
+        tokens: The same for tokens with a loss.
+        device: Where processes exchange numbers.
+
+    Returns:
+        Both sums, the second None if one of its parts is; None if the first has such a part.
+    """
+    parts = [
+        (sum(int(n) for n in counts if n is not None), int(None in counts)) for counts in (examples, _ints(tokens))
+    ]
+    sums = torch.tensor(parts, dtype=torch.int64)
+    if world() > 1:
+        sums = sums.to(device)
+        sum_in_place([sums])
+    (total, unknown), (with_loss, without) = sums.tolist()
+    return None if unknown or not total else (total, None if without else with_loss)
+
+
+def _ints(counts: Sequence[Tensor | int | None]) -> list[int | None]:
+    return [None if n is None else int(n) for n in counts]
 
 
 def loss_factor(*, divides: bool, accumulation: int, processes: int) -> int:

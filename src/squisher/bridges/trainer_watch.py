@@ -7,7 +7,7 @@ wrapped: each still does what it did, and says so. Nothing else of the Trainer i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import SquisherError
-from ..ranks import sum_in_place, world
-from .batch_counts import examples_in, tokens_in
+from .batch_counts import examples_in, over_processes, tokens_in
 
 __all__ = ["TrainerWatch"]
 
@@ -115,7 +114,8 @@ class TrainerWatch:
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batches, items = original(*args, **kwargs)
         self.counts_items = items is not None
-        self.pending = _counted(batches, self._shifted, self.trainer.args.device)
+        examples, tokens = [examples_in(b) for b in batches], [tokens_in(b, self._shifted) for b in batches]
+        self.pending = over_processes(examples, tokens, self.trainer.args.device)
         return batches, items
 
     def _compute_loss(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -188,17 +188,3 @@ def _shifts_labels(trainer: Any) -> bool:
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     name = type(model).__name__
     return name.endswith(("ForCausalLM", "LMHeadModel")) and not getattr(model.config, "is_encoder_decoder", False)
-
-
-def _counted(batches: Sequence[Any], shifted: bool, device: Any) -> tuple[int, int | None] | None:
-    """Examples and tokens of a step's micro-batches, over all processes; None where even examples cannot be told."""
-    examples = [examples_in(batch) for batch in batches]
-    tokens = [tokens_in(batch, shifted) for batch in batches]
-    known = [sum(n for n in examples if n is not None), int(None in examples or not batches)]
-    counted = [sum(int(n) for n in tokens if n is not None), int(any(n is None for n in tokens))]
-    sums = torch.tensor([*known, *counted], dtype=torch.int64)
-    if world() > 1:
-        sums = sums.to(device)
-        sum_in_place([sums])
-    total, unknown, with_loss, without = sums.tolist()
-    return None if unknown else (total, None if without else with_loss)
