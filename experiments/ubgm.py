@@ -135,7 +135,7 @@ def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
 
 
 def fit(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """Fine-tunes one model, measures its Fishers, and says how good it is by itself on every task."""
+    """Fine-tunes one model, measures its Fishers, and says how good it is by itself on its own task."""
     kept = _tuned(run, task, seed)
     fishers = _fishers(run, task, seed)
     data = _splits(run, task)
