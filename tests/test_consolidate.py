@@ -82,6 +82,17 @@ def test_add_gradient_adds_what_autograd_would(settings, monkeypatch):
     assert ewc.add_gradient_() is None
 
 
+def test_the_penalty_can_be_differentiated_twice():
+    model = network()
+    ewc = EWC(model, strength=3.0)
+    seen = tasks(model, ewc, 2)
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(ewc.penalty(), parameters, create_graph=True)
+    second = torch.autograd.grad(sum(g.sum() for g in first), parameters)
+    for (name, _), found in zip(model.named_parameters(), second, strict=True):
+        assert torch.allclose(found, 3.0 * (seen[0][1][name] + seen[1][1][name]), rtol=1e-5)
+
+
 def test_parameters_of_any_layout_and_type_are_pulled_alike():
     """Transposed memory, half precision and a scalar take the way without pieces."""
     model = nn.ParameterDict(
@@ -97,7 +108,10 @@ def test_parameters_of_any_layout_and_type_are_pulled_alike():
     ewc.consolidate({name: torch.full(p.shape, 0.5) for name, p in model.named_parameters()})
     centres = {name: p.detach().float().clone() for name, p in model.named_parameters()}
     wander(model)
-    ewc.add_gradient_()
+    value = ewc.add_gradient_(value=True)
+    assert value.item() == pytest.approx(ewc.penalty().item())
+    expected = sum(0.5 * (p.detach().float() - centres[name]).square().sum() for name, p in model.named_parameters())
+    assert value.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, p in model.named_parameters():
         assert p.grad.dtype == p.dtype
         assert torch.allclose(p.grad.float(), p.detach().float() - centres[name], rtol=1e-2, atol=1e-6)
