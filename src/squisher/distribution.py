@@ -158,4 +158,4 @@ class Tally:
         positive = self._counts.clone()
         positive[0] -= self._zeros
         counts = torch.zeros(_DECADES * _PER_DECADE, dtype=torch.int64).index_add_(0, _places(), positive)
-        return [int(count) for count in counts]
+        return counts.tolist()

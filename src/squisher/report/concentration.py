@@ -130,13 +130,16 @@ def _fine(values: Mapping[str, Tensor], bins: set[int]) -> dict[int, tuple[_Arra
         slots[number] = slot
     counts = np.zeros(len(bins) * _LOWER, np.int64)
     held: list[_Array] = []
+    waiting = 0
     for _, keys in _keys(values):
         slot = slots[keys >> 16]
         chosen = slot >= 0
         held.append(slot[chosen] * _LOWER + (keys[chosen] & 0xFFFF).astype(np.int64))
-        if sum(part.size for part in held) > counts.size:  # counting costs as much as the counts are long
+        waiting += held[-1].size
+        if waiting > counts.size:  # counting costs as much as the counts are long
             counts += np.bincount(np.concatenate(held), minlength=counts.size)
             held.clear()
+            waiting = 0
     if held:
         counts += np.bincount(np.concatenate(held), minlength=counts.size)
     found = {}

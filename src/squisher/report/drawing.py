@@ -8,7 +8,7 @@ from html import escape
 
 from .scales import Axis
 
-__all__ = ["PAGE_WIDTH", "SERIES", "Chart", "opening", "px", "shortened", "slanted", "text_at"]
+__all__ = ["PAGE_WIDTH", "SERIES", "Chart", "attribute", "opening", "px", "shortened", "slanted", "text_at"]
 
 WIDTH, HEIGHT = 540, 300
 PAGE_WIDTH = 1120
@@ -104,6 +104,11 @@ def opening(title: str, description: str, width: float, height: float) -> str:
         f'<svg viewBox="0 0 {px(width)} {px(height)}" width="{px(width)}" height="{px(height)}"{wide} role="img" '
         f'aria-label="{escape(title)}. {escape(description)}">'
     )
+
+
+def attribute(text: str) -> str:
+    """Text within the quotes of an attribute; lines stay lines in XML too."""
+    return escape(text).replace("\n", "&#10;")
 
 
 def px(value: float) -> str:

@@ -65,7 +65,9 @@ def importance_parts(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]
         (
             "parameters",
             "Parameters",
-            table(f"{anchor}-parameters", "All parameters", _PARAMETERS, item["parameters"], f"{prefix}.parameters"),
+            table(
+                f"{anchor}-parameters-table", "All parameters", _PARAMETERS, item["parameters"], f"{prefix}.parameters"
+            ),
         ),
     ]
     blocks = [block for block in blocks if block[2]]

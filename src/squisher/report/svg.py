@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 
-from .drawing import SERIES, Chart, px, text_at
+from .drawing import SERIES, Chart, attribute, px, text_at
 from .numbers import formatted
 from .scales import Axis
 
@@ -184,7 +183,7 @@ def histogram(
         tip = f"{formatted(edges[k], 'number')} to {formatted(edges[k + 1], 'number')}: {count:,} ({formatted(part, 'share')})"
         chart.add(
             f'<rect class="bar s0" x="{px(left)}" width="{px(max(0.6, right - left - 0.6))}" y="{px(chart.up(part))}" '
-            f'height="{px(base - chart.up(part))}" data-tip="{escape(tip)}"/>'
+            f'height="{px(base - chart.up(part))}" data-tip="{attribute(tip)}"/>'
         )
     for k, mark in enumerate(marks):
         if mark.value > 0:
@@ -227,7 +226,7 @@ def _unbroken(points: Sequence[tuple[float, float | None]]) -> list[list[tuple[f
 
 
 def _dot(x: float, y: float, series: int, tip: str) -> str:
-    attributes = f' data-tip="{escape(tip)}"' if tip else ""
+    attributes = f' data-tip="{attribute(tip)}"' if tip else ""
     if series % SERIES % 3 == 1:
         shape = f'<rect x="{px(x - 3)}" y="{px(y - 3)}" width="6" height="6"'
     elif series % SERIES % 3 == 2:
@@ -257,7 +256,7 @@ def _columns(chart: Chart, series: Sequence[Series], categories: Sequence[str]) 
         tip = f"{name}\n" + "\n".join(tips)
         chart.add(
             f'<rect class="hit" x="{px(left)}" width="{px(right - left)}" y="{px(chart.top)}" '
-            f'height="{px(chart.height - chart.bottom - chart.top)}" data-tip="{escape(tip)}"/>'
+            f'height="{px(chart.height - chart.bottom - chart.top)}" data-tip="{attribute(tip)}"/>'
         )
 
 
