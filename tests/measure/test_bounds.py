@@ -41,4 +41,5 @@ def test_several_pieces_add_up():
 
 def test_rows_that_nothing_touches():
     found, largest = bound_of([Rows(torch.full((2, 3), -1), torch.ones(2, 3, 5))], torch.zeros(7, 5), AT)
-    assert not found.any() and largest == 0.0
+    assert not found.any()
+    assert largest == 0.0

@@ -39,6 +39,7 @@ class Capture:
 
     def __init__(self, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor], strict: bool = False):
         self.model, self.objective, self.parameters, self.strict = model, objective, parameters, strict
+        self.everything = list(model.parameters())
         self.proven: Proven | None = None
         self.left: dict[str, str] = {}
 
@@ -61,7 +62,7 @@ class Capture:
             self._leave(self.proven.failed)
         many = self.objective.labels == "exact" or self.objective.draws > 1 or self.objective.unit == "token"
         one = Pass(sums, self.proven.layouts, batch.size, many)
-        with frozen(self.model):
+        with frozen(self.everything):
             # What nothing depended on so far is not frozen: a gradient would show that something does now.
             unused = {name: self.parameters[name].requires_grad_() for name in self.proven.unused}
             units = run(one, self.model, self.objective, batch, index, self.parameters)

@@ -39,6 +39,8 @@ class Rule(Protocol):
 def to_examples(t: Tensor, dim: int, examples: int) -> Tensor:
     """(examples, rows per example, ...), where the examples are at `dim` and rows of one example are neighbours."""
     t = t.movedim(dim, 0) if dim else t
+    if t.shape[0] == examples:
+        return t.unsqueeze(1)
     return t.unflatten(0, (examples, t.shape[0] // examples))
 
 
@@ -60,6 +62,8 @@ class Broadcast:
 
     def piece(self, g: Tensor, dim: int, examples: int, absolute: bool = False) -> Piece:
         """The gradients of this use."""
+        if self.factor is None and not absolute and g.shape == (examples, *self.shape) and not dim:
+            return Dense(g)  # a bias behind a plain matrix product: nothing to sum
         factor = self.factor() if callable(self.factor) else self.factor
         if absolute:
             g, factor = g.abs(), None if factor is None else factor.abs()

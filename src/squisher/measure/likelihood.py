@@ -82,9 +82,12 @@ class Objective:
                 "labels='data' needs labels, and a batch has none. Give (inputs, labels) or a mapping with 'labels', or "
                 "use labels='sampled' or 'exact'."
             )
-        if self.likelihood in ("categorical", "tokens"):
-            return self._classes(logits, batch)
-        return self._reals(logits, batch)
+        with torch._C.DisableTorchFunction():  # nothing here is an operation of the model
+            return (
+                self._classes(logits, batch)
+                if self.likelihood in ("categorical", "tokens")
+                else self._reals(logits, batch)
+            )
 
     def _classes(self, logits: Tensor, batch: Batch) -> Outputs:
         labels = batch.labels
@@ -113,13 +116,15 @@ class Objective:
         values = logits.reshape(logits.shape[0], -1, logits.shape[-1])
         if labels is not None:
             targets = labels.reshape(labels.shape[0], -1)
-            kept = targets[targets != IGNORED]
-            if kept.numel() and (kept.min() < 0 or kept.max() >= values.shape[2]):
-                raise SquisherError(
-                    f"Labels lie between {int(kept.min())} and {int(kept.max())}, and the model has {values.shape[2]} "
-                    f"classes: expected 0 to {values.shape[2] - 1}, or {IGNORED} for 'ignore'."
-                )
             mask = targets != IGNORED
+            low, high = _range(targets)
+            if low < 0:  # perhaps only what is to be ignored
+                low, high = _range(targets[mask])
+            if low < 0 or high >= values.shape[2]:
+                raise SquisherError(
+                    f"Labels lie between {low} and {high}, and the model has {values.shape[2]} classes: expected 0 to "
+                    f"{values.shape[2] - 1}, or {IGNORED} for 'ignore'."
+                )
         else:
             targets = None
             given = batch.kwargs.get("attention_mask") if self.likelihood == "tokens" else None
@@ -317,6 +322,13 @@ class Objective:
                 f"labels='exact' needs one backward pass per class and output, and this model has {columns} of them (at "
                 f"most {MOST_COLUMNS} are done). Use labels='sampled': it estimates the same Fisher without bias."
             )
+
+
+def _range(labels: Tensor) -> tuple[int, int]:
+    if not labels.numel():
+        return 0, 0
+    low, high = labels.aminmax()
+    return int(low), int(high)
 
 
 def _minus_one_hot(p: Tensor, targets: Tensor, mask: Tensor) -> Tensor:

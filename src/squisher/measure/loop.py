@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -45,10 +47,19 @@ def each_gradient(
     index: Tensor,
     objective: Objective,
     parameters: Mapping[str, Tensor],
+    on_arrival: bool = False,
 ) -> int:
-    """Call `receive` with the name and gradient of every parameter that a term depends on, term by term; see `add_squares`."""
+    """Call `receive` with the name and gradient of every parameter that a term depends on, term by term; see `add_squares`.
+
+    With `on_arrival` each gradient is received, and its memory free again, before the next one is there. Under re-entrant
+    checkpointing, where a gradient comes in several parts, this would be wrong.
+    """
     units = 0
-    with _requiring(model, parameters) as everything:
+    with _requiring(model, parameters) as everything, ExitStack() as hooks:
+        if on_arrival:
+            for name, parameter in parameters.items():
+                hook = parameter.register_post_accumulate_grad_hook(partial(_arrived, receive, name))
+                hooks.callback(hook.remove)
         for n in range(batch.size):
             outputs = objective.outputs(model, batch.take(n, n + 1))
             units += objective.units(outputs)
@@ -91,13 +102,19 @@ def _backward(
         return  # this output does not depend on any of these parameters
     # Not autograd.grad: re-entrant activation checkpointing refuses it.
     scalar.backward(retain_graph=True)
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if parameter.grad is not None:
-                gradient = local_of(parameter.grad)  # of what is spread over processes, each squares its part
-                receive(name, gradient.to_dense() if gradient.is_sparse else gradient)
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            _arrived(receive, name, parameter)
     for parameter in everything:
         parameter.grad = None
+
+
+@torch.no_grad()
+def _arrived(receive: Callable[[str, Tensor], None], name: str, parameter: Tensor) -> None:
+    gradient, parameter.grad = parameter.grad, None
+    if gradient is not None:
+        gradient = local_of(gradient)  # of what is spread over processes, each squares its part
+        receive(name, gradient.to_dense() if gradient.is_sparse else gradient)
 
 
 class _requiring:  # noqa: N801 (used like a function)

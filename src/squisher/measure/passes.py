@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from .columns import send_back
 from .layers import Rule
 from .likelihood import Objective
 from .operations import IN_PLACE, OPERATIONS
-from .pieces import Outer, Piece, add_squares
+from .pieces import Outer, Piece, Squares, add_squares
 
 __all__ = ["Layout", "Pass", "Watch", "anchored", "run"]
 
@@ -73,6 +74,10 @@ class Watch(TorchFunctionMode):
 def anchored(output: Tensor, leaf: Tensor) -> Tensor:
     """The output, or a copy of it that requires a gradient although nothing before it does."""
     return output if output.requires_grad else _Anchor.apply(output, leaf)
+
+
+def _full_precision(device: str) -> AbstractContextManager[Any]:
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 class _Anchor(torch.autograd.Function):
@@ -162,6 +167,11 @@ class Pass:
                 return None
         return layout
 
+    @property
+    def computed_again(self) -> bool:
+        """Whether something was run without gradients first, to be run again in the backward pass (re-entrant checkpointing)."""
+        return bool(self._unseen)
+
     # -- backward ------------------------------------------------------------------------------------------------------
 
     def start_column(self) -> None:
@@ -189,7 +199,9 @@ class Pass:
         self, g: Tensor, uses: list[tuple[str, Rule, Layout]], versions: list[list[tuple[Tensor, int]]]
     ) -> None:
         self.types.add(g.dtype)
-        with torch.autocast(g.device.type, enabled=False), torch._C.DisableTorchFunction():
+        with _full_precision(g.device.type), torch._C.DisableTorchFunction():
+            # A bias and its weight need the same squares.
+            squares = Squares(g)
             for (name, rule, layout), held in zip(uses, versions, strict=True):
                 if name in self.spoiled:
                     continue
@@ -200,11 +212,11 @@ class Pass:
                     if self.bounds is not None:
                         bound = rule.piece(g, layout.dim or 0, self.examples, absolute=True)
                         self.bounds.setdefault(name, []).append(bound)
-                    self._take(name, rule.piece(g, layout.dim or 0, self.examples))
+                    self._take(name, rule.piece(g, layout.dim or 0, self.examples), squares)
                 except (ValueError, RuntimeError) as error:
                     self.spoiled[name] = f"its rule does not fit ({error})"
 
-    def _take(self, name: str, piece: Piece) -> None:
+    def _take(self, name: str, piece: Piece, squares: Squares) -> None:
         uses = len(self.layouts[name])
         if uses > 1:
             held = self._pending.setdefault(name, [])
@@ -214,7 +226,7 @@ class Pass:
         elif self.many and isinstance(piece, Outer) and piece.left.shape[1] == 1:
             self._aggregate(name, piece)
         else:
-            piece.add_squares(self.sums[name])
+            piece.add_squares(self.sums[name], squares)
 
     def _aggregate(self, name: str, piece: Outer) -> None:
         """Σ_columns (g²)ᵀ(a²) = (Σ_columns g²)ᵀ(a²): one matrix product for all columns."""
@@ -260,8 +272,11 @@ def run(
     Returns:
         How many units (examples, or tokens) there were.
     """
-    with Watch(parameters, one.seen):
+    watch = Watch(parameters, one.seen)
+    with watch:
         outputs = objective.outputs(model, batch)
+    # Every call that a mode sees costs some microseconds, so it is on in the backward pass only where the forward pass comes again.
+    with watch if one.computed_again else nullcontext():
         values = outputs.values
         if values.requires_grad:
             for column in objective.columns(outputs, index):

@@ -14,17 +14,34 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ConvolutionPiece", "ConvolutionSettings", "Dense", "Outer", "Piece", "Rows", "add_squares"]
+__all__ = ["ConvolutionPiece", "ConvolutionSettings", "Dense", "Outer", "Piece", "Rows", "Squares", "add_squares"]
 
 TILE = 1 << 19  # elements of a gradient that is squared while it is in the cache
 SMALL = 1 << 14  # weights up to this size are done several examples at a time
 
 
+class Squares:
+    """The squares of one gradient of an output, computed once for all who need them."""
+
+    def __init__(self, gradient: Tensor):
+        self.gradient = gradient
+        self.value: Tensor | None = None
+
+    def of(self, t: Tensor) -> Tensor:
+        """The square of a tensor, kept if it is all of the gradient as it lies in memory."""
+        g = self.gradient
+        if t.data_ptr() != g.data_ptr() or t.numel() != g.numel() or t.dtype != g.dtype or not t.is_contiguous():
+            return t.square()
+        if self.value is None:
+            self.value = t.square()
+        return self.value.view(t.shape)
+
+
 class Piece(Protocol):
     """The gradients of one use of a parameter, for all examples."""
 
-    def add_squares(self, total: Tensor) -> None:
-        """Add Σ_n (gradient of example n)² to `total`, which has the parameter's shape."""
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
+        """Add Σ_n (gradient of example n)² to `total`, which has the parameter's shape; `squares` may know some already."""
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """The gradient of one example, in full."""
@@ -66,13 +83,13 @@ class Dense:
 
     values: Tensor
 
-    def add_squares(self, total: Tensor) -> None:
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
         """Add Σ_n (gradient of example n)²."""
         values = self.values.to(total.dtype)
         if values.shape[0] == 1:
             total.addcmul_(values[0], values[0])
         else:
-            total += values.square().sum(0)
+            total += _square(values, squares).sum(0)
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """The gradient of one example, in full."""
@@ -93,21 +110,25 @@ class Outer:
     right: Tensor
     gradient_on_left: bool = True
 
-    def add_squares(self, total: Tensor) -> None:
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
         """Add Σ_n (gradient of example n)²."""
-        _outer_squares(total.view(total.shape[0], -1), self)
+        _outer_squares(total.view(total.shape[0], -1), self, squares=squares)
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """The gradient of one example, in full."""
         return (self.left[n].mT @ self.right[n]).view(shape)
 
 
-def _outer_squares(total: Tensor, outer: Outer, rows: Rows | None = None) -> None:
+def _square(t: Tensor, squares: Squares | None) -> Tensor:
+    return t.square() if squares is None else squares.of(t)
+
+
+def _outer_squares(total: Tensor, outer: Outer, rows: Rows | None = None, squares: Squares | None = None) -> None:
     left, right = outer.left.to(total.dtype), outer.right.to(total.dtype)
     examples, positions, height = left.shape
     width = right.shape[2]
     if positions == 1 and rows is None:
-        total.addmm_(left[:, 0].square().T, right[:, 0].square())
+        total.addmm_(_square(left[:, 0], squares).T, _square(right[:, 0], squares))
         return
     if rows is None and height * width <= SMALL and examples > 1:
         step = max(1, TILE // (height * width))
@@ -147,7 +168,7 @@ class Rows:
     keys: Tensor
     values: Tensor
 
-    def add_squares(self, total: Tensor) -> None:
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
         """Add Σ_n (gradient of example n)²."""
         examples = self.keys.shape[0]
         height = total.shape[0]
@@ -204,7 +225,7 @@ class ConvolutionPiece:
     g: Tensor
     examples: int
 
-    def add_squares(self, total: Tensor) -> None:
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
         """Add Σ_n (gradient of example n)²."""
         if self.examples > 1 and self.can_unfold() and self._unfolding_pays(total):
             self.unfolded().add_squares(total)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -45,9 +45,9 @@ class Proven:
 
 
 @contextmanager
-def frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, no parameter requires a gradient; `preserved` puts the flags back."""
-    parameters = list(model.parameters())
+def frozen(parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, none of these requires a gradient."""
+    parameters = list(parameters)
     flags = [p.requires_grad for p in parameters]
     for p in parameters:
         p.requires_grad_(False)
@@ -155,7 +155,7 @@ class _Proof:
             # Code may ask whether there is a gradient to come (checkpointing does), so there is one, as later.
             return anchored(output, leaf) if torch.is_grad_enabled() else output
 
-        with frozen(self.model), Watch(self.parameters, seen):
+        with frozen(self.model.parameters()), Watch(self.parameters, seen):
             self.objective.outputs(self.model, batch)
         return found
 
@@ -164,7 +164,7 @@ class _Proof:
         many = self.objective.draws > 1 or self.objective.unit == "token"
         one = Pass(self.sums, layouts, 2, many, bounds={})
         try:
-            with frozen(self.model):
+            with frozen(self.model.parameters()):
                 run(one, self.model, self.objective, self.two, self.index, self.parameters)
         except (RuntimeError, ValueError, IndexError, TypeError):
             if any(use.dim is None for uses in layouts.values() for use in uses):
@@ -178,7 +178,8 @@ class _Proof:
             if name in differences:
                 differences[name].subtract(gradient)
 
-        each_gradient(receive, self.model, self.two, self.index, self.objective, self.parameters)
+        early = not one.computed_again
+        each_gradient(receive, self.model, self.two, self.index, self.objective, self.parameters, on_arrival=early)
         # One coarse type anywhere (autocast) makes every gradient after it coarse.
         tolerance = max((_TOLERANCE.get(t, _COARSEST) for t in one.types), default=0.0)
         wrong = dict(one.spoiled)
