@@ -1,5 +1,6 @@
 """safetensors as streams: the library reads what we write, we read what it writes, and lies are refused."""
 
+import errno
 import json
 import os
 import struct
@@ -119,6 +120,54 @@ def test_a_file_cut_after_opening_is_noticed_when_read(tmp_path):
         lazy["a"]
     with pytest.raises(FileError, match="truncated"):
         read_header(path)
+
+
+class Filling:
+    """A file on a disk that takes some more calls, the last one only in part."""
+
+    def __init__(self, file, calls):
+        self.file, self.calls = file, calls
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, view):
+        self.calls -= 1
+        if self.calls < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.file.write(view if self.calls else view[:5])
+
+
+@pytest.mark.parametrize("calls", [1, 2])  # full within the tensor, or only within the header
+def test_a_disk_that_fills_up_is_told_and_leaves_nothing(tmp_path, calls):
+    path = tmp_path / "x.safetensors"
+    writer = SafetensorsWriter(path, {"a": (torch.float32, (4,))}, {})
+    with pytest.raises(FileError, match="x.safetensors: the disk is full. Nothing was left behind"), writer:
+        writer._file = Filling(writer._file, calls)
+        writer.write(torch.ones(4))
+        writer.finish({})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_short_writes_are_continued(tmp_path):
+    class Short(Filling):
+        def write(self, view):
+            return self.file.write(view[:7])
+
+    path = tmp_path / "x.safetensors"
+    with SafetensorsWriter(path, {"a": (torch.float32, (4,))}, {}) as writer:
+        writer._file = Short(writer._file, 0)
+        writer.write(torch.arange(4.0))
+        writer.finish({})
+    writer.publish()
+    assert safetensors.torch.load_file(path)["a"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_folder_of_the_same_name_is_told(tmp_path):
+    (tmp_path / "x.safetensors" / "inside").mkdir(parents=True)
+    with pytest.raises(FileError, match="Cannot write .*x.safetensors: .*Nothing was left behind"):
+        archive.save(tmp_path / "x.safetensors", {"a": torch.ones(4)}, None)
+    assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 def test_a_writer_that_got_too_few_bytes_does_not_publish(tmp_path):

@@ -11,7 +11,8 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -189,15 +190,23 @@ class SafetensorsWriter:
         Raises:
             FileError: The disk is full or the file cannot be written.
         """
-        view = piece.contiguous().view(-1).view(torch.uint8).numpy().data
-        try:
-            while view:
-                count = self._file.write(view)
-                self._done += count
-                view = view[count:]
+        with self._told():
+            self._done += self._put(piece.contiguous().view(-1).view(torch.uint8).numpy().data)
             if self._done - self._flushed >= _FLUSH:
                 _start_writing_back(self._file.fileno(), 8 + self._room + self._flushed, self._done - self._flushed)
                 self._flushed = self._done
+
+    def _put(self, view: memoryview) -> int:
+        """All of the bytes: one call may write fewer, and the next one then says why."""
+        done = 0
+        while done < len(view):
+            done += self._file.write(view[done:])
+        return done
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or error
             raise FileError(f"Cannot write {self.path}: {reason}. Nothing was left behind.") from error
@@ -206,20 +215,26 @@ class SafetensorsWriter:
         """Writes the header and makes the bytes durable; `publish` then gives the file its name.
 
         Raises:
-            FileError: Fewer or more bytes were written than the layout promises.
+            FileError: Fewer or more bytes were written than the layout promises, or the disk is full.
         """
         if self._done != self._total:
             raise FileError(f"Cannot write {self.path}: {self._done} bytes came instead of {self._total}.")
         header = self._header(metadata)
         if len(header) > self._room:
             raise FileError(f"Cannot write {self.path}: its header outgrew the room kept for it.")
-        self._file.seek(0)
-        self._file.write(struct.pack("<Q", self._room) + header.ljust(self._room))
-        os.fsync(self._file.fileno())
+        with self._told():
+            self._file.seek(0)
+            self._put(memoryview(struct.pack("<Q", self._room) + header.ljust(self._room)))
+            os.fsync(self._file.fileno())
 
     def publish(self) -> None:
-        """Gives the finished file its final name, replacing what was there, in one step."""
-        os.replace(self._partial, self.path)
+        """Gives the finished file its final name, replacing what was there, in one step.
+
+        Raises:
+            FileError: It cannot have the name; a folder has it, for example.
+        """
+        with self._told():
+            os.replace(self._partial, self.path)
         sync_folder(self.path.parent)
 
     def __exit__(

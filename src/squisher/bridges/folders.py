@@ -151,6 +151,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         sync_folder(partial)
         os.replace(partial, out)
         sync_folder(out.resolve().parent)
+    except FileError as error:  # who reads it looks for the folder that was asked for
+        raise FileError(str(error).replace(str(partial), str(out))) from error
     except OSError as error:
         raise FileError(f"Cannot write {out}: {error.strerror or error}. Nothing was left behind.") from error
     finally:

@@ -183,7 +183,7 @@ def _prepared(settings: _Settings) -> _Ready:
     floating = [name for name in models[0] if models[0].dtype(name).is_floating_point]
     who = [f"the importance of {Path(path).name}" for path in settings.models]
     names, averaged = matched(models[0], floating, tied_in(importances), importances, settings.missing, who)
-    ready = graded(importances, names, settings.scale)
+    ready = graded(importances, names, settings.scale, who)
     norms = [1.0 for _ in ready]
     if settings.normalize in ("mean", "l2"):
         norms = [g.norm(list(g), settings.normalize) for g in ready]

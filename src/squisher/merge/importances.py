@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -22,15 +23,17 @@ _ROW = 4096
 class Graded(Mapping[str, Tensor]):
     """One importance under the names of the weights; `factor` brings its stored values to the common scale."""
 
-    def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str], factor: float):
+    def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str], factor: float, who: str):
+        self._who = who
         self._stored = stored
         self._names = dict(names)
         self.factor = factor
         self._sums: dict[str, tuple[float, float]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
-        values = self._stored[self._names[name]]
-        check_values(name, values)
+        with self._named():
+            values = self._stored[self._names[name]]
+            check_values(name, values)
         return values
 
     def __iter__(self) -> Iterator[str]:
@@ -48,13 +51,20 @@ class Graded(Mapping[str, Tensor]):
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """The stored values in flat pieces, each checked."""
-        pieces = chunks_of(self._stored, self._names[name], size)
-        if isinstance(self._stored, Importance):  # it checks them itself
-            yield from pieces
-            return
-        for piece in pieces:
-            check_values(name, piece)
-            yield piece
+        checked = isinstance(self._stored, Importance)  # by itself
+        with self._named():
+            for piece in chunks_of(self._stored, self._names[name], size):
+                if not checked:
+                    check_values(name, piece)
+                yield piece
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Says whose values are bad; what is wrong with a file says so itself."""
+        try:
+            yield
+        except SquisherError as error:
+            raise (SquisherError(f"In {self._who}: {error}") if type(error) is SquisherError else error) from None
 
     def sums(self, name: str) -> tuple[float, float]:
         """Sum and sum of squares on the common scale: from the file where it has them, otherwise by one pass, once."""
@@ -96,7 +106,11 @@ def _pass_over(pieces: Iterator[Tensor]) -> tuple[float, float]:
 
 
 def graded(
-    importances: Sequence[Mapping[str, Tensor]], names: Sequence[Mapping[str, str]], scale: str, dropped: bool = False
+    importances: Sequence[Mapping[str, Tensor]],
+    names: Sequence[Mapping[str, str]],
+    scale: str,
+    who: Sequence[str],
+    dropped: bool = False,
 ) -> list[Graded]:
     """Importances on one common scale.
 
@@ -106,6 +120,7 @@ def graded(
         importances: Those that take part.
         names: For each one the names of its tensors, by weight name.
         scale: `auto`, `as_fisher` or `stored`.
+        who: What the importances are called in messages.
         dropped: Whether the user gave more than these.
 
     Raises:
@@ -116,11 +131,11 @@ def graded(
     except ScaleError as error:
         raise (ScaleError(f"{error} (Models with a coefficient of 0 are not counted.)") if dropped else error) from None
     out = []
-    for stored, converted, own in zip(importances, common, names, strict=True):
+    for stored, converted, own, called in zip(importances, common, names, who, strict=True):
         factor = 1.0
         if isinstance(stored, Importance) and isinstance(converted, Importance):
             factor = converted.provenance.scale / stored.provenance.scale
-        out.append(Graded(stored, own, factor))
+        out.append(Graded(stored, own, factor, called))
     return out
 
 

@@ -120,7 +120,7 @@ def fisher(
     names, averaged = matched(models[0], layout.merged, layout.tied, importances, missing, who)
     rule = Fisher(
         models,
-        graded(importances, names, scale, dropped),
+        graded(importances, names, scale, who, dropped),
         numbers,
         normalize,
         None if floors is None else [floors[k] for k in used],
@@ -188,7 +188,7 @@ def ubgm(
         who.append("the importance of the base")
     layout = plan(everyone, exclude, numbers=used, tied=tied_in(every_importance))
     names, averaged = matched(models[0], layout.merged, layout.tied, every_importance, missing, who)
-    ready = graded(every_importance, names, scale, dropped)
+    ready = graded(every_importance, names, scale, who, dropped)
     own = ready[len(models)] if len(ready) > len(models) else None
     rule = Matching(
         base,
