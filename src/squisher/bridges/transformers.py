@@ -24,15 +24,20 @@ from ..provenance import LOSS_REDUCTIONS
 from ..ranks import agree
 from ..recycle import Tracker
 from ..recycle.states import Candidate
-from ..recycle.training_args import reduction_of
-from .batch_counts import BatchCounts, loss_factor
+from .batch_counts import BatchCounts
 from .recording import RunFacts, beta2_of, check_accumulator, inner_optimizers, recorded, stored_candidates
+from .trainer_facts import batch_size, loss_of, pollution, precision, refuse_sharding
 from .trainer_watch import TrainerWatch
 
 __all__ = ["EWCCallback", "MaskCallback", "SquisherCallback"]
 
 STATE = "squisher"
 """Under this key counts are kept in trainer_state.json, and a tracker's average in optimizer.pt."""
+
+_READ_LATER = (
+    "Leave it out, let the Trainer save the optimizer's state (save_only_model=False), and run: squisher extract "
+    "checkpoint-N --out squisher.safetensors"
+)
 
 Self = TypeVar("Self", bound="_Events")
 
@@ -127,7 +132,7 @@ class SquisherCallback(_Events):
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         """Checks what can be checked before hours of training, and goes on counting where a checkpoint stopped."""
-        _refuse_sharding(args, optimizer, type(self).__name__)
+        refuse_sharding(args, optimizer, type(self).__name__, _READ_LATER)
         if self.at_end_only and args.load_best_model_at_end:
             raise SquisherError(
                 "at_end_only does not go with load_best_model_at_end: the optimizer's last state is not that of the best "
@@ -155,7 +160,7 @@ class SquisherCallback(_Events):
         """Counts the step; in the Trainer's own state, so that every checkpoint has it."""
         pending = self._watch.pending if self._watch is not None else None
         if pending is not None and not getattr(optimizer, "step_was_skipped", False):
-            self.counts.add(*pending, full=self._batch_size())
+            self.counts.add(*pending, full=batch_size(args, self._local_batch))
         state.stateful_callbacks[STATE] = self.counts.state()
         if not self._checked and self.tracker is None and not getattr(optimizer, "step_was_skipped", False):
             check_accumulator(self._optimizers)
@@ -202,46 +207,21 @@ class SquisherCallback(_Events):
         return {}
 
     def _pollution(self) -> list[str]:
-        found = []
-        if self.tracker is None and self._args.max_grad_norm:
-            norm = float(self._args.max_grad_norm)
-            found.append(f"Gradients were clipped to the norm {norm} before they were squared.")
-        if self._args.label_smoothing_factor:
-            found.append(f"The loss smooths its labels by {self._args.label_smoothing_factor:g}.")
-        return found
-
-    def _batch_size(self) -> int | None:
-        """Examples per full step, if every factor is known."""
-        args = self._args
-        config = getattr(args, "accelerator_config", None)
-        if getattr(args, "parallelism_config", None) is not None or getattr(config, "split_batches", False):
-            return None
-        return self._local_batch * args.gradient_accumulation_steps * args.world_size if self._local_batch else None
-
-    def _reduction(self) -> tuple[str | None, str | None, float]:
-        """How the loss is reduced, what it is a mean of, and by how much gradients are larger than that says."""
-        watch = self._watch
-        if self.loss_reduction is not None:
-            return self.loss_reduction, "token" if self.loss_reduction == "token_mean" else "example", 1.0
-        if watch is None or not watch.loss_is_known or self._args.n_gpu > 1:
-            return None, None, 1.0
-        model: Any = self._model
-        known = reduction_of(type(model.get_base_model() if hasattr(model, "get_base_model") else model).__name__)
-        accumulation, processes = watch.factors
-        divides = not watch.counts_items or watch.divides
-        if known is None or (divides is None and accumulation * processes > 1):
-            return None, None, 1.0
-        return *known, loss_factor(divides=divides is not False, accumulation=accumulation, processes=processes)
+        return pollution(self._args, before_clipping=self.tracker is not None)
 
     def _facts(self) -> RunFacts:
         args, counts = self._args, self.counts
-        reduction, unit, factor = self._reduction()
+        reduction, unit, factor = self.loss_reduction, None, 1.0
+        if reduction is not None:
+            unit = "token" if reduction == "token_mean" else "example"
+        elif self._watch is not None:
+            reduction, unit, factor = loss_of(self._watch, self._model)
         training: dict[str, Any] = {
             "trainer": "transformers",
             "per_device_batch_size": self._local_batch,
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
             "processes": args.world_size,
-            "precision": "fp16" if args.fp16 else "bf16" if args.bf16 else "as the model",
+            "precision": precision(args),
             "counted": counts.state(),
         }
         if factor != 1:
@@ -249,7 +229,7 @@ class SquisherCallback(_Events):
         if self.tracker is not None and self.tracker.skipped:
             training["steps_not_finite"] = self.tracker.skipped
         return RunFacts(
-            batch_size=self._batch_size(),
+            batch_size=batch_size(args, self._local_batch),
             batch_tokens=counts.mean_tokens if reduction == "token_mean" else None,
             loss_reduction=reduction,
             unit=unit,
@@ -344,7 +324,7 @@ class MaskCallback(_Events):
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         """Masks gradients and steps, before the first one."""
-        _refuse_sharding(args, optimizer, "MaskCallback")
+        refuse_sharding(args, optimizer, "MaskCallback", "Train with one process, or with DDP.")
         self.remove()
         self._handle = train_only(model, optimizer, self.mask)
 
@@ -357,21 +337,3 @@ class MaskCallback(_Events):
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
-
-
-def _refuse_sharding(args: Any, optimizer: Any, who: str) -> None:
-    """DeepSpeed and FSDP keep pieces of parameters and states on every process, in forms of their own."""
-    kind = str(getattr(getattr(optimizer, "accelerator_state", None), "distributed_type", "")).rpartition(".")[2]
-    for name, said in (("DEEPSPEED", getattr(args, "deepspeed", None)), ("FSDP", getattr(args, "fsdp", None))):
-        if kind == name or said:
-            written = "MaskCallback" not in who
-            raise SquisherError(
-                f"{who} does not work under {'DeepSpeed' if name == 'DEEPSPEED' else name}, which spreads parameters and "
-                "states over processes. "
-                + (
-                    "Leave it out, let the Trainer save the optimizer's state (save_only_model=False), and run: squisher "
-                    "extract checkpoint-N --out squisher.safetensors"
-                    if written
-                    else "Train with one process, or with DDP."
-                )
-            )
