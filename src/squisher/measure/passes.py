@@ -215,6 +215,10 @@ class Pass:
                     self._take(name, rule.piece(g, layout.dim or 0, self.examples), squares)
                 except (ValueError, RuntimeError) as error:
                     self.spoiled[name] = f"its rule does not fit ({error})"
+        if not self.many:
+            # No other column comes: the inputs that the rules hold are free from here on, not only when the graph is.
+            uses.clear()
+            versions.clear()
 
     def _take(self, name: str, piece: Piece, squares: Squares) -> None:
         uses = len(self.layouts[name])
