@@ -10,6 +10,7 @@ import torch
 import squisher
 from experiments import merging
 from experiments.runs import execute
+from tests.experiments.tiny_text import write_model, write_task
 
 
 def snapshot(seed, step=10, **more):
@@ -114,3 +115,21 @@ def test_every_checkpoint_has_its_exact_fisher_and_the_last_one_the_others_too(t
     assert sorted(k["labels"] for k in asked) == ["data", "data", "exact", "exact", "exact"]  # three checkpoints
     assert [k.get("per") for k in asked].count("batch") == 1
     assert all(k["parameters"] == r"^body\." for k in asked)
+
+
+@pytest.mark.formats
+def test_the_text_benchmark_from_end_to_end_on_a_small_random_bert(tmp_path, monkeypatch):
+    write_task(tmp_path / "data" / "text", "single", 1)
+    write_task(tmp_path / "data" / "text", "pair", 2, pairs=True, classes=3)
+    whole = merging.CONFIGS["cpu"]["benchmarks"]["text"]
+    small = {
+        **whole, "model": write_model(tmp_path / "bert", "bert"), "tasks": {"single": 9, "pair": 6}, "every": 3,
+        "length": 16, "fisher_examples": 20, "validation": 10, "seeds": 1,
+    }  # fmt: skip
+    monkeypatch.setitem(merging.CONFIGS, "cpu", {"seeds": 1, "benchmarks": {"text": small}})
+    path = execute("merging", "cpu", seeds=None, data=tmp_path / "data", out=tmp_path, jobs=1, say=lambda line: None)
+    document = json.loads(path.read_text())
+    result = document["units"]["text/1/merged-final"]["result"]
+    assert result["accuracy"]["squisher"].keys() == {"single", "pair"}  # two heads of different sizes
+    assert len(result["accuracy"]) == 9
+    assert document["units"]["text/1/pair"]["result"]["steps"]["short"] == 2

@@ -9,14 +9,14 @@ import random
 WORDS = ("good", "bad", "fine", "poor", "film", "meal", "book", "very", "not", "the", "a", "was")
 
 
-def write_task(folder, name, seed, train=96, test=24, pairs=False):
+def write_task(folder, name, seed, train=96, test=24, pairs=False, classes=2):
     """A task whose label the words decide: {text_a[, text_b], label} rows, as JSON lines."""
     draw = random.Random(seed)
     (folder / name).mkdir(parents=True)
     for part, count in (("train", train), ("eval", test)):
         with gzip.open(folder / name / f"{part}.jsonl.gz", "wt", encoding="utf-8") as lines:
             for number in range(count):
-                label = number % 2
+                label = number % classes
                 words = [draw.choice(WORDS[4:]) for _ in range(draw.randrange(2, 9))]
                 words.insert(0, draw.choice(("good", "fine") if label else ("bad", "poor")))
                 # The number makes every row another text.
