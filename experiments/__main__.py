@@ -12,7 +12,18 @@ from pathlib import Path
 
 from experiments.runs import execute
 
-SETTINGS = ("merging", "ubgm", "pruning", "fish", "embedding", "ewc", "ewc_permuted", "quality", "runtime")
+SETTINGS = (
+    "merging",
+    "ubgm",
+    "pruning",
+    "pruning_weights",
+    "fish",
+    "embedding",
+    "ewc",
+    "ewc_permuted",
+    "quality",
+    "runtime",
+)
 
 
 def main() -> None:

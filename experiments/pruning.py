@@ -1,22 +1,34 @@
-"""Pruning on MNIST: Fisher, Squisher, magnitude and random at three sparsities, before and after retraining.
+"""Fisher pruning: which filters of a convolutional network can go.
 
-python -m experiments.pruning --data DIR     # DIR holds MNIST's four IDX files; seeds that are done are not run again
-python -m experiments.pruning --table        # writes the table of the committed results into docs/pruning.md
+What the paper did: VGG-13 on CIFAR-100 after OrthoReg (Lubana and Dick, 2021): 15 epochs of Adam, the least important 25, 50
+or 75 % of all filters removed in one round, long retraining; 5 seeds. Its formula is ½θ²F a weight; the code that it follows
+scores a filter by (Σ θ ĝ)², ĝ the mean gradient over about 10,000 images: a joint Fisher of the whole filter. Which form the
+Squisher took is not said.
 
-Everything below was fixed before the first run.
+What we do at scale `cpu`: the same network at an eighth of its width, 10,000 of the 20,000 training images of our CIFAR-100
+split (ours, because the copy at hand had pooled the official parts), 15 epochs, 3 epochs of retraining instead of 140. All
+test images. The learning rate is chosen on seed 0 and 2,000 other images, once for all methods. Methods:
+
+    fisher                    (Σ θ ĝ)² as OrthoReg; ĝ in evaluation mode over all training images, not augmented
+    squisher                  Σ ½θ²v̂ with what AdamW holds at its last step, the step that the weights are of
+    random                    the paper's baseline
+    magnitude                 Σ θ²; not in the paper
+    fisher (empirical)        Σ ½θ²F, F from single examples and their labels
+    fisher (sampled labels)   Σ ½θ²F, unbiased for the Fisher (the exact one costs 100 backward passes, one a class)
+    squisher (sqrt)           ½(Σ θ√v̂)²
+
+"base 10 epochs" is the same run, ten epochs in: weights and optimizer state of that step. Values "before retraining" are those
+of the network as it comes out of pruning. Filters need Torch-Pruning (`pip install 'torch-squisher[prune]'`). Scale `quick`
+prunes single weights of a perceptron on the digits of scikit-learn; the same on MNIST is `experiments.pruning_weights`.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
-import gzip
+import functools
 import itertools
-import json
-import math
-import platform
-import statistics
-import struct
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,205 +36,313 @@ import torch
 from torch import Tensor, nn
 
 import squisher
+from experiments import data, pruning_weights
+from experiments.data import Labelled
+from experiments.pruning_weights import METHODS, accuracy
+from experiments.runs import Run, Score, Unit
 
-SEEDS = tuple(range(10))
-TRAIN = 10_000  # the first images of the training set; all 10,000 test images
-WIDTHS = (784, 300, 100, 10)
-EPOCHS, BATCH, RATE, DECAY = 15, 64, 1e-3, 0.01  # AdamW, constant rate
-RETRAIN_EPOCHS = 2
-METHODS = ("fisher", "squisher", "magnitude", "random")
-SCOPES = ("global", "tensor")
-SPARSITIES = (0.5, 0.75, 0.9)
-EXCLUDE = r"bias"
+TITLE = "Fisher pruning"
+BASELINE = "random"
+METRIC = "accuracy"
+HIGHER_IS_BETTER = True
+MAIN_CASES = ("25% pruned", "50% pruned", "75% pruned")
+PAPER = {  # VGG-13, CIFAR-100, mean of 5 seeds; the last two rows are of the table on the length of training
+    "25% pruned": {"fisher": 67.0, "squisher": 66.7, "random": 65.9},
+    "50% pruned": {"fisher": 66.9, "squisher": 65.9, "random": 64.0},
+    "75% pruned": {"fisher": 64.8, "squisher": 63.9, "random": 58.8},
+    "75% pruned, base 10 epochs": {"fisher": 64.0, "squisher": 64.3},
+}
 
-RESULTS = Path(__file__).parent / "results" / "pruning.json"
-PAGE = Path(__file__).parents[1] / "docs" / "pruning.md"
-PAIRS = (
-    ("squisher", "fisher"),
-    ("fisher", "magnitude"),
-    ("squisher", "magnitude"),
-    ("fisher", "random"),
-    ("squisher", "random"),
-)
+CONFIGS: dict[str, dict[str, Any]] = {
+    "quick": {
+        "seeds": 5,
+        "perceptron": pruning_weights.PERCEPTRON
+        | {
+            "train": 1437,
+            "widths": [64, 64, 32, 10],
+            "epochs": 10,
+            "batch": 32,
+            "sparsities": [0.25, 0.5, 0.75],
+            "scopes": ["global"],
+        },
+    },
+    "cpu": {
+        "seeds": 3,
+        "filters": {
+            "divide_width": 8,
+            "images": 10_000,
+            "validation": 2_000,
+            "batch": 128,
+            "decay": 0.01,
+            "rates": [5e-4, 1e-3, 3e-3],
+            "search_epochs": 3,
+            "epochs": 15,
+            "short_epochs": 10,
+            "retrain_epochs": 3,
+            "ratios": [0.25, 0.5, 0.75],
+            "minimum": 0.05,
+            "fisher_examples": 2_000,  # of the variants that look at single examples
+        },
+    },
+}
+VARIANTS = ("fisher (empirical)", "fisher (sampled labels)", "squisher (sqrt)")  # retrained at the highest ratio only
+CHANNELS = (64, 64, 0, 128, 128, 0, 256, 256, 0, 512, 512, 0, 512, 512, 0)  # 0: pooling
 
 
-def read_idx(path: Path) -> Tensor:
-    """One IDX file, as MNIST comes, gzipped or not."""
-    found = next((p for p in (path, path.with_name(path.name + ".gz")) if p.exists()), None)
-    if found is None:
-        raise SystemExit(f"There is no {path} (nor {path.name}.gz); --data is the folder of MNIST's IDX files.")
-    data = gzip.decompress(found.read_bytes()) if found.suffix == ".gz" else found.read_bytes()
-    rank = data[3]
-    shape = struct.unpack(f">{rank}I", data[4 : 4 + 4 * rank])
-    return torch.frombuffer(bytearray(data[4 + 4 * rank :]), dtype=torch.uint8).view(shape)
+def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
+    """Search of the learning rate; base networks and how they are pruned; retraining. At scale quick, perceptrons."""
+    if "filters" not in config:
+        return [[Unit(f"seed-{seed}", "perceptron", {"seed": seed}) for seed in seeds]]
+    f = config["filters"]
+    search = [Unit(f"search/{rate:g}", "search", {"rate": rate}) for rate in f["rates"]]
+    bases = [Unit(f"seed-{seed}/base", "base", {"seed": seed}) for seed in seeds]
+    last, ratios = max(f["ratios"]), f["ratios"]
+    wanted = [(m, r, f["epochs"]) for r in ratios for m in METHODS]
+    wanted += [(m, last, f["epochs"]) for m in VARIANTS]
+    wanted += [(m, last, f["short_epochs"]) for m in ("fisher", "squisher")]
+    retrained = [
+        Unit(f"seed-{seed}/{m}/{r:g}/{e}", "retrain", {"seed": seed, "method": m, "ratio": r, "epochs": e})
+        for seed in seeds
+        for m, r, e in wanted
+    ]
+    return [search, bases, retrained]
 
 
-def mnist(folder: Path) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Images as vectors with mean 0 and variance 1, and labels: to train on and to test on."""
+def scores(results: Mapping[str, dict[str, Any]]) -> list[Score]:
+    """Accuracy in percent by case, method and seed."""
     out = []
-    for name, count in (("train", TRAIN), ("t10k", 10_000)):
-        images = read_idx(folder / f"{name}-images-idx3-ubyte")[:count].flatten(1).float() / 255
-        out += [(images - 0.1307) / 0.3081, read_idx(folder / f"{name}-labels-idx1-ubyte")[:count].long()]
-    return out[0], out[1], out[2], out[3]
+    longest = max((r["epochs"] for r in results.values() if "ratio" in r), default=None)
+    for key, result in results.items():
+        if key.startswith("search/"):
+            continue
+        if "ratio" in result:
+            case = f"{result['ratio']:.0%} pruned"
+            case += "" if result["epochs"] == longest else f", base {result['epochs']} epochs"
+            out.append(Score(case, result["method"], result["seed"], result["after"]))
+            continue
+        for row in result["rows"]:
+            if row.get("epochs") != longest:
+                continue
+            case = f"{row.get('ratio', row.get('sparsity')):.0%} pruned"
+            if "after" in row:
+                out.append(Score(case, row["method"], result["seed"], row["after"]))
+            out.append(Score(f"{case}, before retraining", row["method"], result["seed"], row["before"]))
+    return out
 
 
-def network() -> nn.Sequential:
-    """A multi-layer perceptron with ReLU."""
+def perceptron(run: Run, seed: int) -> dict[str, Any]:
+    """Single weights of a perceptron on the digits of scikit-learn."""
+    return pruning_weights.pruned_in_every_way(run.config["perceptron"], *data.digits(), seed)
+
+
+def vgg(divide_width: int, classes: int) -> nn.Sequential:
+    """VGG-13 as OrthoReg has it: convolution, ReLU, normalization; one linear layer at the end."""
     layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(WIDTHS):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
+    inputs = 3
+    for width in CHANNELS:
+        if not width:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        outputs = width // divide_width
+        layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(outputs)]
+        inputs = outputs
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(inputs, classes))
 
 
-def train(model: nn.Module, images: Tensor, labels: Tensor, epochs: int, seed: int) -> torch.optim.Optimizer:
-    """AdamW over shuffled epochs; the last, smaller batch of an epoch is left out."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=DECAY)
+def parts(run: Run) -> tuple[Labelled, Labelled, Labelled]:
+    """Images to train on, to choose the learning rate by, and to test on; the first two are disjoint."""
+    f = run.config["filters"]
+    return _parts(run.data_folder("cifar-100-binary"), f["images"], f["validation"])
+
+
+@functools.cache  # many short units of one process use them
+def _parts(folder: Path, images: int, validation: int) -> tuple[Labelled, Labelled, Labelled]:
+    train, test = data.cifar(folder, 100)
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(0))
+    return train[order[:images]], train[order[images:][:validation]], test
+
+
+def search(run: Run, rate: float) -> dict[str, Any]:
+    """Accuracy on validation images after a few epochs, on a seed of its own."""
+    train, validation, _ = parts(run)
+    torch.manual_seed(0)
+    model = _network(run, train)
+    for _ in _epochs(run, model, train, rate, run.config["filters"]["search_epochs"], seed=0):
+        pass
+    return {"rate": rate, "validation": accuracy(model, validation)}
+
+
+def chosen_rate(run: Run) -> float:
+    """The learning rate that was best on validation images."""
+    found = [run.result(f"search/{rate:g}") for rate in run.config["filters"]["rates"]]
+    return max(found, key=lambda result: result["validation"])["rate"]
+
+
+def base(run: Run, seed: int) -> dict[str, Any]:
+    """Trains one network; prunes copies of it in every way, without retraining."""
+    f = run.config["filters"]
+    train, _, test = parts(run)
+    out: dict[str, Any] = {"seed": seed, "unpruned": {}, "rows": [], "times": {}, "spearman": {}, "overlap": {}}
+    for epochs in (f["short_epochs"], f["epochs"]):
+        kept = _trained(run, seed, epochs, train)
+        model = _network(run, train)
+        model.load_state_dict(kept["model"])
+        out["unpruned"][str(epochs)] = accuracy(model, test)
+        out["times"] = kept["times"]
+        importances = kept["importances"]
+        out["spearman"][str(epochs)] = {
+            name: round(squisher.compare(importances["squisher"], importances[name]).spearman, 4)
+            for name in ("fisher (empirical)", "fisher (sampled labels)")
+        }
+        removed: dict[str, list[set[tuple[int, int]]]] = {}
+        methods = (*METHODS, *VARIANTS) if epochs == f["epochs"] else ("fisher", "squisher")
+        for method, ratio in itertools.product(methods, f["ratios"]):
+            smaller = pruned(model, importances, method, ratio, f["minimum"], seed)
+            removed.setdefault(method, []).append(gone(model, smaller))
+            out["rows"].append(
+                {
+                    "method": method,
+                    "ratio": ratio,
+                    "epochs": epochs,
+                    "before": accuracy(smaller, test),
+                    "parameters": sum(p.numel() for p in smaller.parameters()),
+                    "widths": [layer.out_channels for layer in smaller if isinstance(layer, nn.Conv2d)],
+                }
+            )
+        out["overlap"][str(epochs)] = {  # with what the paper's Fisher removes; chance is the ratio
+            method: [round(len(a & b) / len(b), 4) for a, b in zip(sets, removed["fisher"], strict=True)]
+            for method, sets in removed.items()
+            if method != "fisher"
+        }
+    return out
+
+
+def retrain(run: Run, seed: int, method: str, ratio: float, epochs: int) -> dict[str, Any]:
+    """Prunes the network of this seed in one way and trains what is left; the rate falls linearly to zero."""
+    f = run.config["filters"]
+    train, _, test = parts(run)
+    kept = _trained(run, seed, epochs, train)
+    model = _network(run, train)
+    model.load_state_dict(kept["model"])
+    smaller = pruned(model, kept["importances"], method, ratio, f["minimum"], seed)
+    for _ in _epochs(run, smaller, train, chosen_rate(run), f["retrain_epochs"], seed=1000 + seed, decay=True):
+        pass
+    return {"seed": seed, "method": method, "ratio": ratio, "epochs": epochs, "after": accuracy(smaller, test)}
+
+
+def pruned(
+    model: nn.Sequential, importances: Mapping[str, Any], method: str, ratio: float, minimum: float, seed: int
+) -> nn.Sequential:
+    """A smaller copy."""
+    score = {"fisher": "orthoreg", "squisher (sqrt)": "sqrt", "random": "random", "magnitude": "magnitude"}
+    example = torch.zeros(1, 3, 32, 32)
+    return squisher.prune.channels(
+        model,
+        importances.get(method.removesuffix(" (sqrt)")) if method not in ("fisher", "random", "magnitude") else None,
+        example,
+        ratio,
+        score=score.get(method, "fisher"),
+        gradients=importances["fisher"] if method == "fisher" else None,
+        minimum=minimum,
+        seed=seed,
+    )
+
+
+def gone(model: nn.Sequential, smaller: nn.Sequential) -> set[tuple[int, int]]:
+    """The filters that were removed, as (layer, index). Filters keep their biases, and no two of these are equal."""
+    pairs = zip(model, smaller, strict=True)
+    return {
+        (layer, index)
+        for layer, (whole, part) in enumerate(pairs)
+        if isinstance(whole, nn.Conv2d)
+        for index in (~torch.isin(whole.bias, part.bias)).nonzero().flatten().tolist()
+    }
+
+
+def _trained(run: Run, seed: int, epochs: int, train: Labelled) -> dict[str, Any]:
+    """Weights, and the importances of these very weights, after so many epochs of one run."""
+    f = run.config["filters"]
+
+    def make() -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = _network(run, train)
+        kept: dict[str, Any] = {}
+        steps = _epochs(run, model, train, chosen_rate(run), f["epochs"], seed)
+        for epoch, optimizer in enumerate(steps, 1):
+            if epoch in (f["short_epochs"], f["epochs"]):
+                kept[str(epoch)] = _importances(model, optimizer, train, f, seed)
+        return kept
+
+    return run.cached(f"pruning-{run.scale}-{seed}", make)[str(epochs)]
+
+
+def _importances(
+    model: nn.Module, optimizer: torch.optim.Optimizer, train: Labelled, f: dict[str, Any], seed: int
+) -> dict[str, Any]:
+    batches = train.batches(f["batch"])
+    times, found = {}, {}
+
+    def timed(name: str, make: Any) -> None:
+        start = time.perf_counter()
+        found[name] = make()
+        times[name] = time.perf_counter() - start
+
+    timed("squisher", lambda: dict(squisher.extract(optimizer, model, batch_size=f["batch"])))
+    timed("fisher", lambda: mean_gradient(model, train, f["batch"]))
+    few = f["fisher_examples"]
+    for name, labels in (("fisher (empirical)", "data"), ("fisher (sampled labels)", "sampled")):
+        measured = functools.partial(squisher.fisher, model, batches, labels=labels, max_examples=few, seed=seed)
+        timed(name, lambda measured=measured: dict(measured()))
+    return {"model": copy.deepcopy(model.state_dict()), "importances": found, "times": times}
+
+
+def mean_gradient(model: nn.Module, train: Labelled, size: int) -> dict[str, Tensor]:
+    """The gradient of the mean loss over all images, in evaluation mode."""
+    training = model.training
+    model.eval()
+    model.zero_grad()
+    for images, labels in train.batches(size):
+        (nn.functional.cross_entropy(model(images), labels, reduction="sum") / len(train)).backward()
+    out = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    model.train(training)
+    return out
+
+
+def _network(run: Run, train: Labelled) -> nn.Sequential:
+    return vgg(run.config["filters"]["divide_width"], int(train.labels.max()) + 1)
+
+
+def _epochs(
+    run: Run, model: nn.Module, train: Labelled, rate: float, epochs: int, seed: int, decay: bool = False
+) -> Iterator[torch.optim.Optimizer]:
+    """Trains; gives the optimizer after each epoch. The last, smaller batch of an epoch is left out."""
+    f = run.config["filters"]
+    model.to(memory_format=torch.channels_last)  # a third faster
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=f["decay"])
     generator = torch.Generator().manual_seed(seed)
+    steps = len(train) // f["batch"] * epochs
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps if decay else 1.0)
     for _ in range(epochs):
-        for batch in torch.randperm(len(labels), generator=generator)[: len(labels) // BATCH * BATCH].split(BATCH):
+        model.train()
+        for rows in torch.randperm(len(train), generator=generator)[: len(train) // f["batch"] * f["batch"]].split(
+            f["batch"]
+        ):
+            images = augmented(train.inputs[rows], generator).contiguous(memory_format=torch.channels_last)
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(images[batch]), labels[batch]).backward()
+            nn.functional.cross_entropy(model(images), train.labels[rows]).backward()
             optimizer.step()
-    return optimizer
+            schedule.step()
+        yield optimizer
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, images: Tensor, labels: Tensor) -> float:
-    """The share of test images that are recognised, in percent."""
-    return 100.0 * (model(images).argmax(-1) == labels).float().mean().item()
-
-
-def one_seed(seed: int, data: tuple[Tensor, Tensor, Tensor, Tensor]) -> dict[str, Any]:
-    """Trains one network and prunes copies of it in every way."""
-    images, labels, test_images, test_labels = data
-    torch.manual_seed(seed)
-    model = network()
-    optimizer = train(model, images, labels, EPOCHS, seed)
-    batches = list(zip(images.split(500), labels.split(500), strict=True))
-    importances = {
-        "fisher": squisher.fisher(model, batches, labels="exact"),
-        "squisher": squisher.extract(optimizer, model, batch_size=BATCH),
-    }
-    rows = []
-    for method in METHODS:
-        importance = importances.get(method, importances["fisher"])  # the others only take its names
-        score = "fisher" if method in importances else method
-        for scope in SCOPES:
-            for sparsity in SPARSITIES:
-                pruned = copy.deepcopy(model)
-                squisher.prune.weights(
-                    pruned, importance, sparsity=sparsity, scope=scope, score=score, exclude=EXCLUDE, seed=seed
-                )
-                layers = [m for m in pruned if isinstance(m, nn.Linear)]
-                zeros, total = sum(int((m.weight == 0).sum()) for m in layers), sum(m.weight.numel() for m in layers)
-                before = accuracy(pruned, test_images, test_labels)
-                train(pruned, images, labels, RETRAIN_EPOCHS, seed + 1000)
-                assert sum(int((m.weight == 0).sum()) for m in layers) >= zeros
-                rows.append(
-                    {
-                        "method": method, "scope": scope, "sparsity": sparsity, "zeros": zeros, "weights": total,
-                        "before": round(before, 4), "after": round(accuracy(pruned, test_images, test_labels), 4),
-                    }
-                )  # fmt: skip
-    agreement = squisher.compare(importances["squisher"], importances["fisher"]).spearman
-    return {
-        "seed": seed,
-        "unpruned": round(accuracy(model, test_images, test_labels), 4),
-        "spearman": round(agreement, 4),
-        "rows": rows,
-    }
-
-
-def settings() -> dict[str, Any]:
-    """What the numbers depend on."""
-    return {
-        "data": "MNIST", "train": TRAIN, "test": 10_000, "widths": list(WIDTHS), "epochs": EPOCHS, "batch": BATCH,
-        "optimizer": "AdamW", "lr": RATE, "weight_decay": DECAY, "retrain_epochs": RETRAIN_EPOCHS, "exclude": EXCLUDE,
-        "fisher": "exact labels, all training images",
-    }  # fmt: skip
-
-
-def run(folder: Path) -> None:
-    """Runs the seeds that are missing, writing after each."""
-    torch.set_num_threads(1)
-    data = mnist(folder)
-    document: dict[str, Any] = {"settings": settings(), "versions": {}, "seeds": []}
-    if RESULTS.exists():
-        document = json.loads(RESULTS.read_text())
-        if document["settings"] != settings():
-            raise SystemExit(f"{RESULTS} was made with other settings; remove it to start again.")
-    versions = {"squisher": squisher.__version__, "torch": torch.__version__, "python": platform.python_version()}
-    document["versions"] = versions
-    done = {entry["seed"] for entry in document["seeds"]}
-    for seed in SEEDS:
-        if seed not in done:
-            document["seeds"].append(one_seed(seed, data))
-            RESULTS.parent.mkdir(exist_ok=True)
-            RESULTS.write_text(json.dumps(document, indent=1) + "\n")
-            print(f"seed {seed}: unpruned {document['seeds'][-1]['unpruned']:.2f}", flush=True)
-
-
-def value(entry: dict[str, Any], method: str, scope: str, sparsity: float, when: str) -> float:
-    """One accuracy of one seed."""
-    found = [r for r in entry["rows"] if (r["method"], r["scope"], r["sparsity"]) == (method, scope, sparsity)]
-    return float(found[0][when])
-
-
-def table(document: dict[str, Any]) -> str:
-    """The means, and the paired differences with their standard errors, as Markdown."""
-    seeds = document["seeds"]
-    unpruned = statistics.mean(entry["unpruned"] for entry in seeds)
-    s = document["settings"]
-    lines = [
-        f"MNIST ({s['train']:,} training images, all test images), {'-'.join(map(str, s['widths']))} perceptron, {len(seeds)} seeds;"
-        f" {s['epochs']} epochs of AdamW, then pruned, then {s['retrain_epochs']} epochs more. Test accuracy in percent;"
-        f" unpruned {unpruned:.2f}.",
-        "",
-        f"| scope | sparsity | when | {' | '.join(METHODS)} |",
-        f"|---|---|---|{'---|' * len(METHODS)}",
-    ]
-    cases = [(c, p, w) for c in SCOPES for p in SPARSITIES for w in ("before", "after")]
-    for scope, sparsity, when in cases:
-        means = [statistics.mean(value(e, m, scope, sparsity, when) for e in seeds) for m in METHODS]
-        lines.append(f"| {scope} | {sparsity:.0%} | {when} | {' | '.join(f'{m:.2f}' for m in means)} |")
-    lines += [
-        "",
-        "Paired differences over seeds, in points (mean ± standard error):",
-        "",
-        f"| scope | sparsity | when | {' | '.join(f'{a} − {b}' for a, b in PAIRS)} |",
-        f"|---|---|---|{'---|' * len(PAIRS)}",
-    ]
-    for scope, sparsity, when in cases:
-        cells = []
-        for a, b in PAIRS:
-            gaps = [value(e, a, scope, sparsity, when) - value(e, b, scope, sparsity, when) for e in seeds]
-            cells.append(f"{statistics.mean(gaps):+.2f} ± {statistics.stdev(gaps) / math.sqrt(len(gaps)):.2f}")
-        lines.append(f"| {scope} | {sparsity:.0%} | {when} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def write_table() -> None:
-    """Puts the table between its two marks in the page."""
-    begin, end = "<!-- made by experiments.pruning -->", "<!-- end -->"
-    text = PAGE.read_text()
-    head, _, rest = text.partition(begin)
-    _, _, tail = rest.partition(end)
-    PAGE.write_text(f"{head}{begin}\n{table(json.loads(RESULTS.read_text()))}\n{end}{tail}")
-
-
-def main() -> None:
-    """Runs what is missing, or writes the table."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", type=Path, help="the folder of MNIST's IDX files")
-    parser.add_argument("--table", action="store_true", help="write the table of the results into docs/pruning.md")
-    options = parser.parse_args()
-    if options.data is not None:
-        run(options.data)
-    if options.table:
-        write_table()
-    if options.data is None and not options.table:
-        parser.print_help()
-
-
-if __name__ == "__main__":
-    main()
+def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image shifted by up to four pixels, zeros coming in, and every other one mirrored."""
+    count, _, height, width = images.shape
+    padded = nn.functional.pad(images, (4, 4, 4, 4))
+    down, right = torch.randint(0, 9, (2, count, 1), generator=generator)
+    rows = down + torch.arange(height)
+    columns = right + torch.arange(width)
+    flip = torch.rand(count, 1, generator=generator) < 0.5
+    columns = torch.where(flip, columns.flip(1), columns)
+    return padded[torch.arange(count).view(-1, 1, 1), :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -1,0 +1,184 @@
+"""Pruning: the network is the paper's, validation images are their own, scores come from the right rows, runs go from end to end."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from experiments import pruning, pruning_page, pruning_weights
+from experiments.data import Labelled
+from experiments.runs import Run, execute
+
+TINY = {
+    "divide_width": 16, "images": 96, "validation": 20, "batch": 32, "rates": [1e-3, 2e-3], "search_epochs": 1,
+    "epochs": 2, "short_epochs": 1, "retrain_epochs": 1, "ratios": [0.25, 0.75], "fisher_examples": 32,
+}  # fmt: skip
+
+
+def write_cifar(folder):
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    for name, count in (("train", 128), ("test", 40)):
+        rows = generator.integers(0, 256, (count, 3074), dtype=np.uint8)
+        rows[:, 1] = np.arange(count) % 10
+        rows.tofile(folder / f"{name}.bin")
+
+
+@pytest.mark.parametrize(("divide", "parameters"), [(1, 9_462_180), (4, 603_060), (8, 154_700)])
+def test_the_network_has_as_many_parameters_as_the_papers(divide, parameters):
+    with torch.device("meta"):
+        model = pruning.vgg(divide, 100)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    filters = sum(layer.out_channels for layer in model if isinstance(layer, nn.Conv2d))
+    assert filters == 2944 // divide
+    kinds = [type(layer) for layer in model[:3]]
+    assert kinds == [nn.Conv2d, nn.ReLU, nn.BatchNorm2d]
+
+
+def test_images_to_choose_by_are_not_trained_or_tested_on(tmp_path):
+    write_cifar(tmp_path / "cifar-100-binary")
+    run = Run("pruning", "cpu", {"filters": TINY}, tmp_path, tmp_path)
+    train, validation, test = pruning.parts(run)
+    assert (len(train), len(validation), len(test)) == (96, 20, 40)
+    rows = [{image.numpy().tobytes() for image in part.inputs} for part in (train, validation, test)]
+    assert not rows[0] & rows[1]
+    assert not (rows[0] | rows[1]) & rows[2]
+
+
+def test_augmentation_shifts_and_mirrors_and_nothing_else():
+    images = torch.rand(64, 3, 32, 32) + 1
+    moved = pruning.augmented(images, torch.Generator().manual_seed(0))
+    padded = nn.functional.pad(images, (4, 4, 4, 4))
+    seen = set()
+    for image, source in zip(moved, padded, strict=True):
+        windows = source.unfold(1, 32, 1).unfold(2, 32, 1)
+        found = [
+            (flip, y, x)
+            for flip in (False, True)
+            for y in range(9)
+            for x in range(9)
+            if torch.equal(image, windows[:, y, x].flip(2) if flip else windows[:, y, x])
+        ]
+        assert len(found) == 1
+        seen.add(found[0])
+    assert {flip for flip, _, _ in seen} == {False, True}
+    assert len({y for _, y, _ in seen}) > 5
+    assert len({x for _, _, x in seen}) > 5
+
+
+def test_the_mean_gradient_is_that_of_all_images_in_evaluation_mode():
+    torch.manual_seed(0)
+    model = pruning.vgg(16, 10)
+    rows = Labelled(torch.randn(10, 3, 32, 32), torch.arange(10))
+    found = pruning.mean_gradient(model, rows, 4)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+    model.eval()
+    nn.functional.cross_entropy(model(rows.inputs), rows.labels).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_the_rate_is_chosen_by_validation_accuracy(tmp_path, monkeypatch):
+    run = Run("pruning", "cpu", {"filters": TINY}, None, tmp_path)
+    found = {"search/0.001": {"rate": 1e-3, "validation": 9.0}, "search/0.002": {"rate": 2e-3, "validation": 12.0}}
+    monkeypatch.setattr(Run, "result", lambda self, key: found[key])
+    assert pruning.chosen_rate(run) == 2e-3
+
+
+def test_filters_that_are_gone_are_found_by_their_biases():
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.ReLU(), nn.Conv2d(4, 2, 1))
+    smaller = nn.Sequential(nn.Conv2d(3, 2, 1), nn.ReLU(), nn.Conv2d(2, 2, 1))
+    smaller[0].bias = nn.Parameter(model[0].bias[[1, 3]])
+    smaller[2].bias = model[2].bias
+    assert pruning.gone(model, smaller) == {(0, 0), (0, 2)}
+
+
+def test_scores_tell_the_two_lengths_of_training_apart():
+    results = {
+        "search/0.001": {"rate": 1e-3, "validation": 50.0},
+        "seed-1/base": {
+            "seed": 1,
+            "rows": [
+                {"method": "fisher", "ratio": 0.75, "epochs": 10, "before": 1.0},
+                {"method": "fisher", "ratio": 0.75, "epochs": 15, "before": 2.0},
+            ],
+        },
+        "seed-1/fisher/0.75/15": {"seed": 1, "method": "fisher", "ratio": 0.75, "epochs": 15, "after": 4.0},
+        "seed-1/fisher/0.75/10": {"seed": 1, "method": "fisher", "ratio": 0.75, "epochs": 10, "after": 3.0},
+    }
+    assert {s.case: s.value for s in pruning.scores(results)} == {
+        "75% pruned": 4.0,
+        "75% pruned, base 10 epochs": 3.0,
+        "75% pruned, before retraining": 2.0,
+    }
+
+
+def test_digits_from_end_to_end(tmp_path, monkeypatch):
+    whole = pruning.CONFIGS["quick"]
+    small = {**whole["perceptron"], "train": 200, "epochs": 2, "retrain_epochs": 1}
+    monkeypatch.setitem(pruning.CONFIGS, "quick", {**whole, "perceptron": small})
+    path = execute("pruning", "quick", seeds=1, data=None, out=tmp_path, jobs=1, say=lambda line: None)
+    document = json.loads(path.read_text())
+    cases = {(s["case"], s["method"]) for s in document["scores"]}
+    assert {(case, m) for case in pruning.MAIN_CASES for m in pruning.METHODS} <= cases
+    for row in document["units"]["seed-1"]["result"]["rows"]:
+        assert row["zeros"] == int(row["sparsity"] * row["weights"])
+        assert row["zeros_after"] >= row["zeros"]  # retraining leaves pruned weights where they are
+
+
+@pytest.mark.formats
+def test_filters_from_end_to_end(tmp_path, monkeypatch):
+    write_cifar(tmp_path / "data" / "cifar-100-binary")
+    whole = pruning.CONFIGS["cpu"]
+    monkeypatch.setitem(pruning.CONFIGS, "cpu", {**whole, "filters": {**whole["filters"], **TINY}})
+    arguments = {"seeds": 1, "data": tmp_path / "data", "out": tmp_path / "out", "jobs": 1, "say": lambda line: None}
+    document = json.loads(execute("pruning", "cpu", **arguments).read_text())
+    cases = {(s["case"], s["method"]) for s in document["scores"]}
+    assert {(f"{r}% pruned", m) for r in (25, 75) for m in pruning.METHODS} <= cases
+    assert {("75% pruned", m) for m in pruning.VARIANTS} <= cases
+    assert ("75% pruned, base 1 epochs", "squisher") in cases
+    base = document["units"]["seed-1/base"]["result"]
+    filters = 2944 // 16
+    for row in base["rows"]:
+        assert sum(row["widths"]) == filters - int(row["ratio"] * filters)
+    assert set(base["times"]) >= {"fisher", "squisher"}
+    # The last step's state goes with the last step's weights.
+    run = Run(
+        "pruning",
+        "cpu",
+        {k: v for k, v in pruning.CONFIGS["cpu"].items() if k != "seeds"},
+        tmp_path / "data",
+        tmp_path / "out",
+    )
+    train = pruning.parts(run)[0]
+    short, long = (pruning._trained(run, 1, epochs, train) for epochs in (1, 2))
+    assert not torch.equal(short["model"]["0.weight"], long["model"]["0.weight"])
+    assert not torch.equal(short["importances"]["squisher"]["0.weight"], long["importances"]["squisher"]["0.weight"])
+
+
+def test_the_page_holds_the_table_of_the_committed_results():
+    document = json.loads(pruning_page.RESULTS.read_text())
+    assert pruning_page.table(document) in pruning_page.PAGE.read_text()
+    assert document["config"]["perceptron"] == json.loads(json.dumps(pruning_weights.PERCEPTRON))
+
+
+def test_the_tables_differences_are_paired():
+    def entry(fisher, random):
+        rows = [
+            {"method": m, "scope": "global", "sparsity": 0.5, "before": v, "after": v}
+            for m, v in (("fisher", fisher), ("squisher", fisher + 1), ("magnitude", fisher), ("random", random))
+        ]
+        return {"result": {"unpruned": 99.0, "rows": rows}}
+
+    config = {**pruning_weights.PERCEPTRON, "scopes": ["global"], "sparsities": [0.5]}
+    units = {"seed-0": entry(90.0, 40.0), "seed-1": entry(80.0, 34.0)}
+    table = pruning_page.table({"units": units, "config": {"perceptron": config}})
+    assert "| global | 50% | after | 85.00 | 86.00 | 85.00 | 37.00 |" in table
+    assert (
+        "| global | 50% | after | +1.00 ± 0.00 | +0.00 ± 0.00 | +1.00 ± 0.00 | +48.00 ± 2.00 | +49.00 ± 2.00 |" in table
+    )
