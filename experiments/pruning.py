@@ -20,6 +20,9 @@ test images. The learning rate is chosen on seed 0 and 2,000 other images, once 
 "base 10 epochs" is the same run, ten epochs in: weights and optimizer state of that step. Values "before retraining" are those
 of the network as it comes out of pruning. Filters need Torch-Pruning (`pip install 'torch-squisher[prune]'`). Scale `quick`
 prunes single weights of a perceptron on the digits of scikit-learn; the same on MNIST is `experiments.pruning_weights`.
+
+There is no scale `paper`: its protocol is this code with `divide_width` 1 (9,462,180 parameters), all 50,000 images, 140 epochs
+of retraining, of which the rate falls by ten after 60 and after 100, and 5 seeds, on a GPU.
 """
 
 from __future__ import annotations
