@@ -155,7 +155,7 @@ def learn_all(
     generator = torch.Generator().manual_seed(seed)
     out: dict[str, Any] = {
         "learnt": [], "traces": [], "reference_traces": [], "spearman": [], "warned": [], "diverged": None,
-        "left_to_loop": [],
+        "left_to_loop": [], "fisher_seconds": [],
     }  # fmt: skip
     if method.source == "exact":
         out["times"] = {"fisher": 0.0, "squisher": 0.0}
@@ -248,6 +248,7 @@ def _consolidate(
     taken = time.perf_counter() - start
     if method.source == "exact":  # the other one too, only for its time, at the same weights
         out["times"]["fisher"] += taken
+        out["fisher_seconds"].append(taken)
         start = time.perf_counter()
         squisher.extract(optimizer, model, batch_size=config["batch"])
         out["times"]["squisher"] += time.perf_counter() - start

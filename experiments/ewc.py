@@ -22,7 +22,7 @@ Methods (`experiments.continual.METHODS`):
 
 λ is that of a mean over examples: the Squisher's is on B·v̂ (except where v is named), so that one axis serves all.
 
-python -m experiments.ewc --page      # writes tables and the figure of the committed results into docs/continual-learning.md
+python -m experiments.ewc_page        # writes the committed results into docs/continual-learning.md
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 
-from experiments import continual, ewc, ewc_permuted
+from experiments import continual, ewc, ewc_page, ewc_permuted
 from experiments.continual import METHODS, Network, hold_out, learn_all, permuted, split
 from experiments.data import Labelled
 from experiments.runs import Run, execute
@@ -131,7 +131,7 @@ def test_a_run_is_determined_by_its_seed_and_the_context_selects_the_head():
     first, second = (learn_all(contexts, METHODS["fisher"], 10.0, TINY, seed=4) for _ in range(2))
     for result in (first, second):
         assert result["times"].keys() == {"fisher", "squisher"}
-        del result["times"]
+        del result["times"], result["fisher_seconds"]
     assert first == second
     assert first["accuracy"] == pytest.approx(sum(first["contexts"]) / 3)
     assert len(first["traces"]) == 2
@@ -168,6 +168,17 @@ def test_a_miniature_run_from_end_to_end(monkeypatch, tmp_path):
     assert {(s["method"], s["seed"]) for s in whole} == set(itertools.product(config["methods"], (1, 2)))
     assert len(document["scores"]) == len(whole) * (1 + config["contexts"])
     assert all(0 <= s["value"] <= 100 for s in document["scores"])
+    page = tmp_path / "page.md"
+    page.write_text(ewc_page.PAGE.read_text())
+    ewc_page.write(document, page)
+    lines = page.read_text().splitlines()
+    assert (tmp_path / ewc_page.PICTURE).stat().st_size > 1000
+    fisher = [json.loads(path.read_text())["units"][f"seed-{seed}/fisher"]["result"] for seed in (1, 2)]
+    expected = sum(result["accuracy"] for result in fisher) / 2
+    assert any(line.startswith("| fisher |") and f"{expected:.2f} ± " in line for line in lines)
+    once = page.read_text()
+    ewc_page.write(document, page)
+    assert page.read_text() == once
 
 
 def test_fixed_strengths_need_no_search(tmp_path):
