@@ -7,7 +7,7 @@ table and the code that it follows do what is described here.) The Squisher ther
 the mask would have looked at, its accumulator is taken, and training starts again from the pretrained weights.
 
 What we do at scale `cpu`: MiniLM (6 layers, 22.6 million parameters; word embeddings frozen, so that 10.8 million can be chosen
-from), sentences of at most 32 tokens, two tasks that such a model learns within a hundred steps, 120 steps of 16 sentences.
+from), two tasks of short sentences (SST-2 and TREC's six classes of questions; at most 32 tokens), 120 steps of 16 sentences.
 The learning rate is chosen for each method from the same four values, on seed 0 of the first task and validation rows, and used
 for all tasks. Scale `paper` is the recipe itself on seven of the eight GLUE tasks (not STS-B, which is a regression), from
 `--data` or from the Hub; validation splits stand in for the test server. Methods:
@@ -21,8 +21,8 @@ nothing is trained again. `overlap` in the units' results is the share of the ch
 common with the Fisher's. The Squisher is not free here: its dense steps are made for it alone (`times`).
 
 Scale `quick`: a perceptron that learned the digits 0 to 4, wherever they are on a canvas of nine places, learns 5 to 9 in one
-place with 2 % of its parameters. The canvas is what makes it like a pretrained model, much of which a task does not need: "nothing
-to spare" is the same without it, and there random masks are better than both others.
+place with 2 % of its parameters. The canvas makes it like a pretrained model, much of which one task does not need. It was added
+after "nothing to spare", the same without it, had been tried: there random masks are better than both others.
 """
 
 from __future__ import annotations
