@@ -88,7 +88,7 @@ def test_lines_over_many_categories_have_few_labels_and_a_tip_each():
         **WORDS,
     )
     tree = parsed(svg)
-    assert sum("layer." in (text.text or "") for text in tree.iter("text")) <= 26
+    assert sum("layer." in (text.text or "") for text in tree.iter("text")) <= 16
     tips = [mark.get("data-tip") for mark in tree.iter("rect") if mark.get("data-tip")]
     assert len(tips) == 1000
     assert tips[41] == "layer.41\n4.2e-6"

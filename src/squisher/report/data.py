@@ -117,7 +117,7 @@ def _one(subject: Subject, progress: Progress | None) -> dict[str, Any]:
         "tensors": len(health.rows),
         "totals": totals.to_dict(),
         "diagnoses": [asdict(diagnosis) for diagnosis in health.diagnoses],
-        "parameters": _parameters(health, places),
+        "parameters": _parameters(health),
         "atlas": grid(
             places, "mean", [row.values.mean for row in health.rows], [row.values.numel for row in health.rows]
         ),
@@ -127,19 +127,16 @@ def _one(subject: Subject, progress: Progress | None) -> dict[str, Any]:
     }
 
 
-def _parameters(health: Health, places: Sequence[Place]) -> dict[str, list[Any]]:
+def _parameters(health: Health) -> dict[str, list[Any]]:
     total = health.totals.total
     values = [row.values for row in health.rows]
     return {
         "name": [row.name for row in health.rows],
-        "layer": [one.layer for one in places],
-        "kind": [one.kind for one in places],
         "shape": ["×".join(map(str, row.shape)) or "scalar" for row in health.rows],
         "numel": [math.prod(row.shape) for row in health.rows],
         "share": [v.total / total if total else math.nan for v in values],
         **{key: [getattr(v, key) for v in values] for key in ("mean", "median", "p90", "max")},
         "zeros": [v.zeros / v.numel if v.numel else math.nan for v in values],
-        "invalid": [row.invalid for row in health.rows],
     }
 
 

@@ -8,7 +8,7 @@ from html import escape
 
 from .scales import Axis
 
-__all__ = ["PAGE_WIDTH", "SERIES", "Chart", "attribute", "opening", "px", "shortened", "slanted", "text_at"]
+__all__ = ["HEIGHT", "PAGE_WIDTH", "SERIES", "Chart", "attribute", "opening", "px", "shortened", "slanted", "text_at"]
 
 WIDTH, HEIGHT = 540, 300
 PAGE_WIDTH = 1120

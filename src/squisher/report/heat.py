@@ -62,7 +62,7 @@ def heat_map(
     out.append(_legend(scale, left))
     for k, name in enumerate(rows):
         out.append(text_at(left - 8, top + (k + 0.5) * cell_height + 4, shortened(name, 46), "end", "tick name"))
-    every = max(1, math.ceil(18 / cell_width))
+    every = max(1, math.ceil(26 / cell_width))
     for k in range(0, len(columns), every):
         out.append(slanted(left + (k + 0.5) * cell_width, top + down + 14, columns[k]))
     attributes = ""

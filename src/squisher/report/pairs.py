@@ -44,7 +44,7 @@ def agreement_of(a: Importance, b: Importance, progress: Callable[[int, int], No
         **plain,
         "left_out": unlike,
         "overlaps": overlaps,
-        "rows": {**rows, "layer": [one.layer for one in places], "kind": [one.kind for one in places]},
+        "rows": rows,
         "layers": _per_layer(first, second, places, rows["name"]),
         "atlas": grid(
             places, "spearman", [float("nan") if v is None else v for v in rows["spearman"]], [1] * len(places)

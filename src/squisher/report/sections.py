@@ -22,7 +22,7 @@ _OVERVIEW = (
     Column("max", "Largest"),
     Column("zeros", "Zeros", "share"),
     Column("for_90_percent", "Hold 90%", "share", "The share of the entries that hold 90% of the importance"),
-    Column("findings", "Findings", "text"),
+    Column("findings", "Problems, warnings", "text"),
 )
 
 

@@ -15,6 +15,9 @@ from .words import counted, listed
 
 __all__ = ["KEPT_CAPTION", "importance_parts", "kept_chart", "padded"]
 
+_MOST_BARS = 80
+"""More layers than this are lines, because bars would be thinner than a screen can show."""
+
 _PARAMETERS = (
     Column("name", "Parameter", "text"),
     Column("shape", "Shape", "text"),
@@ -60,7 +63,7 @@ def importance_parts(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]
         ("what", "What it is", _what(item)),
         ("health", "Health", _findings(item["diagnoses"])),
         ("atlas", "Atlas of the network", _atlas(item, prefix, anchor)),
-        ("budget", "Few entries hold most of it", _budget(item, prefix, anchor)),
+        ("budget", "Distribution and budgets", _budget(item, prefix, anchor)),
         ("model", "With the weights of the model", _model(item["model"], prefix, anchor)),
         (
             "parameters",
@@ -184,20 +187,19 @@ def _depth_figures(depth: Mapping[str, Any]) -> str:
         categories=depth["label"],
     )
     top = max([part for key in ("share", "entries") for part in depth[key] if part is not None] or [1.0])
-    shares = bars_with_error_bars(
-        [Series("of the importance", places, depth["share"]), Series("of the entries", places, depth["entries"])],
-        depth["label"],
-        Axis("share of the whole", 0.0, min(1.0, top * 1.1) or 1.0, kind="share"),
-        title="What each layer holds",
-        description="Each layer's share of the importance beside its share of the entries.",
-        label="layer",
-    )
+    axis = Axis("share of the whole", 0.0, min(1.0, top * 1.1) or 1.0, kind="share")
+    both = [Series("of the importance", places, depth["share"]), Series("of the entries", places, depth["entries"])]
+    heading = "What each layer holds"
+    about = "Each layer's share of the importance beside its share of the entries."
+    if len(places) <= _MOST_BARS:
+        shares = bars_with_error_bars(both, depth["label"], axis, label="layer", title=heading, description=about)
+    else:
+        layers = Axis("layer", 0, 1)
+        shares = lines(both, layers, axis, categories=depth["label"], title=heading, description=about)
     return figure(
         means, "Depth profile", "Layers in the order of the file, those of one stack by their number."
     ) + figure(
-        shares,
-        "What each layer holds",
-        "A layer whose first bar is the taller one matters more than its size suggests.",
+        shares, heading, "A layer with more of the importance than of the entries matters more than its size suggests."
     )
 
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .drawing import SERIES, Chart, attribute, px, text_at
+from .drawing import HEIGHT, SERIES, Chart, attribute, px, text_at
 from .numbers import formatted
 from .scales import Axis
 
@@ -70,7 +70,16 @@ def lines(
     """
     if categories:
         x = Axis(x.label, -0.5, len(categories) - 0.5)
-    chart = Chart(title, description, x, y, bottom=_room(categories), left=_margin(categories), legend=_legend(series))
+    chart = Chart(
+        title,
+        description,
+        x,
+        y,
+        height=HEIGHT - 44 + _room(categories),
+        bottom=_room(categories),
+        left=_margin(categories),
+        legend=_legend(series),
+    )
     if diagonal:
         steps = [
             x.low * (x.high / x.low) ** (k / 40) if x.log else x.low + (x.high - x.low) * k / 40 for k in range(41)
@@ -114,6 +123,7 @@ def bars_with_error_bars(
         description,
         x,
         y,
+        height=HEIGHT - 44 + _room(categories),
         bottom=_room(categories),
         left=_margin(categories),
         legend=_legend(series),
@@ -202,7 +212,7 @@ def _legend(series: Sequence[Series]) -> Sequence[str]:
 
 def _room(categories: Sequence[str]) -> float:
     longest = max((min(22, len(name)) for name in categories), default=0)
-    return 44 + (4.3 * longest if categories else 0)
+    return 44 + (3.9 * longest if categories else 0)
 
 
 def _margin(categories: Sequence[str]) -> float:
@@ -210,7 +220,7 @@ def _margin(categories: Sequence[str]) -> float:
     return max(58.0, 12 + 4.9 * min(22, len(categories[0])) if categories else 0.0)
 
 
-def _named(categories: Sequence[str], most: int = 26) -> list[tuple[float, str]]:
+def _named(categories: Sequence[str], most: int = 16) -> list[tuple[float, str]]:
     every = max(1, math.ceil(len(categories) / most))
     return [(float(k), name) for k, name in enumerate(categories) if k % every == 0]
 

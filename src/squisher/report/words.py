@@ -104,11 +104,12 @@ def _worst(importances: list[Mapping[str, Any]]) -> str:
         severity: sum(d["severity"] == severity for item in importances for d in item["diagnoses"])
         for severity in ("problem", "warning")
     }
+    what = "it" if len(importances) == 1 else "them"
     if counts["problem"]:
-        return f"{counted(counts['problem'], 'problem')} found: see below before using it."
+        return f"{counted(counts['problem'], 'problem')} found: see below before using {what}."
     if counts["warning"]:
         return f"No problem, {counted(counts['warning'], 'warning')}."
-    return "Nothing speaks against using it."
+    return f"Nothing speaks against using {what}."
 
 
 def counted(count: int, noun: str) -> str:
