@@ -52,10 +52,13 @@ def measure(
     with PeakMemory() as peak:  # first of all: later, freed memory would be used again and not be seen
         run(batches[:1])
     step(batches[:1])
-    one = clock(step, batches[:1]) + clock(run, batches[:1])
-    if rounds * len(batches) * one > seconds:
+    one, two = clock(run, batches[:1]), clock(run, batches[:2])
+    each = max(two - one, one / 10) + clock(
+        step, batches[:1]
+    )  # a call also costs something once, however many batches there are
+    if rounds * (one + each * len(batches)) > seconds:
         rounds = min(rounds, FEWEST_ROUNDS)
-        batches = batches[: max(1, int(seconds / (rounds * one)))]
+        batches = batches[: max(1, int((seconds / rounds - one) / each))]
     first, whole = [], []
     for number in range(rounds):
         turns = [("plain", step), (method, run)]
