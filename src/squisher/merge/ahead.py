@@ -16,7 +16,7 @@ from .lazy import Merged
 
 __all__ = ["Ahead"]
 
-_IN_FLIGHT = 4  # pieces that are read, being merged, or waiting to be written
+_IN_FLIGHT = 3  # pieces that are read, merged, or wait to be written: one for each who works
 
 
 class Ahead(Mapping[str, Tensor]):
