@@ -13,6 +13,8 @@ import squisher
 from squisher.bridges.lightning import EWCCallback, MaskCallback, SquisherCallback
 from squisher.errors import NoAccumulatorError, SquisherError
 
+from .trainers import in_processes, net
+
 pytestmark = [pytest.mark.formats, pytest.mark.filterwarnings("default")]
 
 
@@ -21,23 +23,6 @@ def pl(request):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return importlib.import_module(request.param)
-
-
-def module(pl, optimizer=torch.optim.AdamW):
-    class Net(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-
-        def training_step(self, batch, index):
-            x, y = batch
-            return nn.functional.cross_entropy(self.model(x), y)
-
-        def configure_optimizers(self):
-            return optimizer(self.parameters(), lr=1e-2)
-
-    return Net()
 
 
 def loader(batch=4, size=22):
@@ -62,14 +47,14 @@ def moments(trainer, model):
 
 
 def test_a_file_beside_every_checkpoint(pl, tmp_path):
-    net, callback = module(pl), SquisherCallback()
+    module, callback = net(pl), SquisherCallback()
     run = trainer(pl, tmp_path, callback, accumulate_grad_batches=2, gradient_clip_val=0.5)
-    run.fit(net, loader())
+    run.fit(module, loader())
     files = sorted(f.name for f in tmp_path.glob("*.safetensors"))
     assert files == ["step=2.squisher.safetensors"]  # 22 rows in batches of 2 × 4: three steps
     assert squisher.load(tmp_path / files[0]).provenance.steps == {"min": 2, "max": 2}
     imp = callback.importance()
-    for name, v in moments(run, net).items():
+    for name, v in moments(run, module).items():
         assert torch.allclose(imp[name], v / (1 - 0.999**3), rtol=1e-5)
     p = imp.provenance
     assert (p.batch_size, p.loss_reduction, p.unit) == (8, "mean", "example")
@@ -82,7 +67,7 @@ def test_a_file_beside_every_checkpoint(pl, tmp_path):
 
 def test_files_go_with_their_checkpoints(pl, tmp_path):
     run = trainer(pl, tmp_path, SquisherCallback(submodule="model"), checkpoints=1)
-    run.fit(module(pl), loader())
+    run.fit(net(pl), loader())
     (checkpoint,) = tmp_path.glob("*.ckpt")
     (file,) = tmp_path.glob("*.safetensors")
     assert file.name.partition(".")[0] == checkpoint.stem
@@ -91,16 +76,16 @@ def test_files_go_with_their_checkpoints(pl, tmp_path):
 
 def test_at_the_end_only(pl, tmp_path):
     run = trainer(pl, tmp_path, SquisherCallback(tmp_path / "out" / "end.safetensors"))
-    run.fit(module(pl), loader())
+    run.fit(net(pl), loader())
     assert [f.name for f in tmp_path.rglob("*.safetensors")] == ["end.safetensors"]
 
 
 def test_tracked_gradients_are_those_before_clipping_and_without_a_penalty(pl, tmp_path):
-    net = module(pl)
+    module = net(pl)
     plain = trainer(pl, tmp_path, max_steps=1)
-    plain.fit(net, loader())
-    expected = moments(plain, net)
-    one, two = module(pl), module(pl, torch.optim.SGD)
+    plain.fit(module, loader())
+    expected = moments(plain, module)
+    one, two = net(pl), net(pl, torch.optim.SGD)
     tracked = SquisherCallback(track=True)
     trainer(pl, tmp_path, tracked, max_steps=1, gradient_clip_val=1e-3).fit(one, loader())
     ewc = squisher.EWC(two, 100.0)
@@ -119,21 +104,21 @@ def test_tracked_gradients_are_those_before_clipping_and_without_a_penalty(pl, t
 def test_ewc_trains_as_the_penalty_in_the_loss_does(pl, tmp_path):
     ends = []
     for by_hand in (True, False):
-        net = module(pl, torch.optim.SGD)
-        ewc = squisher.EWC(net, 0.5)
-        ewc.consolidate({n: torch.ones_like(p) for n, p in net.named_parameters()})
+        module = net(pl, torch.optim.SGD)
+        ewc = squisher.EWC(module, 0.5)
+        ewc.consolidate({n: torch.ones_like(p) for n, p in module.named_parameters()})
         with torch.no_grad():
-            for p in net.parameters():
+            for p in module.parameters():
                 p.add_(0.3)
         callbacks = []
         if by_hand:
-            step = net.training_step
-            net.training_step = lambda batch, index, step=step, ewc=ewc: step(batch, index) + ewc.penalty()
+            step = module.training_step
+            module.training_step = lambda batch, index, step=step, ewc=ewc: step(batch, index) + ewc.penalty()
         else:
             callbacks = [EWCCallback(ewc)]
         run = trainer(pl, tmp_path, *callbacks, accumulate_grad_batches=2, gradient_clip_val=0.1, log_every_n_steps=1)
-        run.fit(net, loader())
-        ends.append({n: p.detach().clone() for n, p in net.named_parameters()})
+        run.fit(module, loader())
+        ends.append({n: p.detach().clone() for n, p in module.named_parameters()})
         if not by_hand:
             assert float(run.callback_metrics["ewc_penalty"]) > 0
     assert all(torch.allclose(ends[0][n], ends[1][n], atol=1e-6) for n in ends[0])
@@ -144,7 +129,7 @@ def test_resumed_gives_the_same_file(pl, tmp_path, track):
     def run(folder, epochs, resume=None):
         callback = SquisherCallback(track=track)
         run = trainer(pl, folder, callback, max_epochs=epochs, gradient_clip_val=0.1)
-        run.fit(module(pl), loader(size=16), ckpt_path=resume)
+        run.fit(net(pl), loader(size=16), ckpt_path=resume)
         return callback
 
     run(tmp_path / "whole", 2)
@@ -156,11 +141,11 @@ def test_resumed_gives_the_same_file(pl, tmp_path, track):
 
 
 def test_a_mask_keeps_frozen_entries_to_the_bit(pl, tmp_path):
-    net = module(pl)
-    before = {n: p.detach().clone() for n, p in net.named_parameters()}
+    module = net(pl)
+    before = {n: p.detach().clone() for n, p in module.named_parameters()}
     mask = {"0.weight": torch.rand(8, 6) < 0.3}
-    trainer(pl, tmp_path, MaskCallback(mask, submodule="model")).fit(net, loader())
-    for name, p in net.named_parameters():
+    trainer(pl, tmp_path, MaskCallback(mask, submodule="model")).fit(module, loader())
+    for name, p in module.named_parameters():
         kept = mask.get(name.removeprefix("model."), torch.zeros_like(p, dtype=torch.bool))
         assert torch.equal(p[~kept], before[name][~kept])
         assert (p[kept] != before[name][kept]).all()
@@ -191,14 +176,28 @@ def test_token_means(pl, tmp_path):
 
 def test_what_cannot_work_is_said(pl, tmp_path):
     with pytest.raises(NoAccumulatorError, match="Tracker"):
-        trainer(pl, tmp_path, SquisherCallback()).fit(module(pl, torch.optim.SGD), loader())
-    other = squisher.EWC(module(pl), 1.0)
-    other.consolidate({n: torch.ones_like(p) for n, p in module(pl).named_parameters()})
+        trainer(pl, tmp_path, SquisherCallback()).fit(net(pl, torch.optim.SGD), loader())
+    other = squisher.EWC(net(pl), 1.0)
+    other.consolidate({n: torch.ones_like(p) for n, p in net(pl).named_parameters()})
     with pytest.raises(SquisherError, match="another module than the one that is trained"):
-        trainer(pl, tmp_path, EWCCallback(other)).fit(module(pl), loader())
+        trainer(pl, tmp_path, EWCCallback(other)).fit(net(pl), loader())
     with pytest.raises(SquisherError, match="call trainer.fit"):
         SquisherCallback().importance()
     with pytest.raises(SquisherError, match="loss_reduction is one of"):
         SquisherCallback(loss_reduction="median")
     with pytest.raises(SquisherError, match="expects a squisher.EWC, but got a dict"):
         EWCCallback({})
+
+
+@pytest.mark.parametrize("ewc", [False, True])
+def test_two_processes_are_one_with_the_same_global_batch(tmp_path, ewc):
+    """Two processes take rows in turn: two batches of two are the rows of one batch of four."""
+    one = {"lightning": True, "ewc": ewc, "folder": str(tmp_path / "1"), "devices": 1, "strategy": "auto", "batch": 4}
+    two = {**one, "folder": str(tmp_path / "2"), "devices": 2, "strategy": "ddp", "batch": 2, "processes": 2}
+    statuses, errors = in_processes([one, two], tmp_path)
+    assert statuses == [0, 0], errors
+    a, b = (squisher.load(tmp_path / name / "squisher.safetensors") for name in "12")
+    assert a.provenance.batch_size == b.provenance.batch_size == 8
+    assert b.provenance.extra["training"]["processes"] == 2
+    assert a.provenance.extra["training"]["counted"] == b.provenance.extra["training"]["counted"]
+    assert all(torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-9) for name in a)

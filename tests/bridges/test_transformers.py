@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors import safe_open
@@ -16,10 +10,9 @@ import squisher
 from squisher.bridges.transformers import EWCCallback, MaskCallback, SquisherCallback
 from squisher.errors import NoAccumulatorError, SquisherError
 
-from .trainers import Tokens, bert, ewc_of, llama, lora, moments, trainer
+from .trainers import Tokens, bert, ewc_of, in_processes, llama, lora, moments, trainer
 
 pytestmark = [pytest.mark.formats, pytest.mark.filterwarnings("default")]
-ROOT = Path(__file__).parents[2]
 
 
 def names_in(file):
@@ -325,11 +318,8 @@ def folder(tmp_path_factory):
         jobs.append({**how, "folder": str(root / f"{name}-one"), "args": one})
         jobs.append({**how, "folder": str(root / f"{name}-two"), "args": two, "processes": 2})
         expected += [0, 0]
-    command = [sys.executable, "-m", "tests.bridges.trainers", json.dumps(jobs), str(root / "statuses.json")]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert json.loads((root / "statuses.json").read_text()) == expected, done.stderr[-5000:]
+    statuses, errors = in_processes(jobs, root)
+    assert statuses == expected, errors
     return root
 
 

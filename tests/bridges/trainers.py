@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import torch
 from torch.utils.data import Dataset
 
+ROOT = Path(__file__).parents[2]
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
 
 
@@ -97,8 +99,59 @@ def ewc_of(model, strength=10.0):
     return ewc
 
 
+class Rows(Dataset):
+    def __init__(self) -> None:
+        g = torch.Generator().manual_seed(0)
+        self.x, self.y = torch.randn(16, 6, generator=g), torch.randint(0, 3, (16,), generator=g)
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.x[k], self.y[k]
+
+
+def net(pl, optimizer=torch.optim.AdamW, lr=1e-2):
+    """A small LightningModule."""
+
+    class Net(pl.LightningModule):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
+
+        def training_step(self, batch, index):
+            x, y = batch
+            return torch.nn.functional.cross_entropy(self.model(x), y)
+
+        def configure_optimizers(self):
+            return optimizer(self.parameters(), lr=lr)
+
+    return Net()
+
+
+def lightning_main(job: dict) -> None:
+    """One training with Lightning, in one or two processes."""
+    import lightning.pytorch as pl
+
+    from squisher.bridges.lightning import EWCCallback, SquisherCallback
+
+    module, file = net(pl), Path(job["folder"]) / "squisher.safetensors"
+    callback = EWCCallback(ewc_of(module), file) if job.get("ewc") else SquisherCallback(file)
+    run = pl.Trainer(
+        accelerator="cpu", devices=job["devices"], strategy=job["strategy"], max_epochs=1, accumulate_grad_batches=2,
+        callbacks=[callback], logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=job["folder"], use_distributed_sampler=False,
+    )  # fmt: skip
+    rank = int(os.environ.get("RANK", 0))  # Lightning's own sampler would shuffle
+    sampler = torch.utils.data.DistributedSampler(Rows(), job["devices"], rank, shuffle=False)
+    run.fit(module, torch.utils.data.DataLoader(Rows(), batch_size=job["batch"], sampler=sampler))
+
+
 def main(job: dict) -> None:
     """One training as a process of its own."""
+    if job.get("lightning"):
+        return lightning_main(job)
     import squisher.tensors  # noqa: F401
     from squisher.bridges.transformers import EWCCallback, SquisherCallback
 
@@ -144,14 +197,25 @@ def fork(job: dict, **env: str) -> int:
 
 def run_all(jobs: list[dict]) -> list[int]:
     """Runs jobs one after the other, each in one or more processes; their worst exit status, or minus a signal."""
-    import peft  # noqa: F401
-    import transformers.trainer  # noqa: F401
+    if any(job.get("lightning") for job in jobs):
+        import lightning.pytorch  # noqa: F401
+    else:
+        import peft  # noqa: F401
+        import transformers.trainer  # noqa: F401
 
     statuses = []
     for job in jobs:
         world = job.get("processes", 1)
-        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(world)}
-        ranks = [{"RANK": str(k), "LOCAL_RANK": str(k), **place} if world > 1 else {} for k in range(world)]
+        place = {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(free_port()),
+            "WORLD_SIZE": str(world),
+            "TORCHELASTIC_RUN_ID": "0",
+        }
+        ranks = [
+            {"RANK": str(k), "LOCAL_RANK": str(k), "GROUP_RANK": "0", **place} if world > 1 else {}
+            for k in range(world)
+        ]
         children = [fork(job, **rank) for rank in ranks]
         ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         statuses.append(next((status for status in ended if status), 0))
@@ -162,6 +226,15 @@ def free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return s.getsockname()[1]
+
+
+def in_processes(jobs: list[dict], root: Path) -> tuple[list[int], str]:
+    """Runs jobs in a new process and its children; their exit statuses, and what went to standard error."""
+    command = [sys.executable, "-m", "tests.bridges.trainers", json.dumps(jobs), str(root / "statuses.json")]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads((root / "statuses.json").read_text()), done.stderr[-5000:]
 
 
 if __name__ == "__main__":
