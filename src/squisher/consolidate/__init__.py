@@ -14,17 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
-from .importance import Importance, on_common_scale
-from .tensors import live_parameters, name_pattern, numel_of, shape_of
+from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
+from ..importance import Importance, on_common_scale
+from ..tensors import live_parameters, name_pattern, numel_of, shape_of
+from .parabola import Energy, add_force_, energy
 
 __all__ = ["EWC", "strength_like"]
 
 GROWTH = 1000.0
 """How much more a task's importance may weigh than the one before it until a warning says why that is suspicious."""
-
-PIECE = 1 << 16
-"""Elements at a time on a CPU: small enough for the cache, large enough that a call costs nothing beside them."""
 
 
 class EWC:
@@ -123,7 +121,7 @@ class EWC:
 
     def penalty(self) -> Tensor:
         """The penalty as a differentiable scalar, equal to the sum over tasks; 0 before the first one."""
-        parts = [_Energy.apply(parameter, weight, centre) for parameter, weight, centre in self._held()]
+        parts = [Energy.apply(parameter, weight, centre) for parameter, weight, centre in self._held()]
         if not parts:
             return torch.zeros(())
         device = parts[0].device
@@ -146,8 +144,8 @@ class EWC:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             if value:
-                terms.append(_energy(parameter.detach(), weight, centre))
-            _add_force(parameter.grad, parameter.detach(), weight, centre, self.strength)
+                terms.append(energy(parameter.detach(), weight, centre))
+            add_force_(parameter.grad, parameter.detach(), weight, centre, self.strength)
         if not value:
             return None
         total = (
@@ -280,61 +278,6 @@ class EWC:
 def _without_tensors(importance: Importance) -> Importance:
     """What is known of an importance, without its memory."""
     return Importance({"none": torch.zeros(0)}, **{**importance.provenance.to_dict(), "sum": {}, "sum_of_squares": {}})
-
-
-class _Energy(torch.autograd.Function):
-    """Σ weight·(parameter − centre)², keeping nothing for the backward pass that is not there anyway."""
-
-    @staticmethod
-    def forward(parameter: Tensor, weight: Tensor, centre: Tensor) -> Tensor:
-        return _energy(parameter, weight, centre)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        parameter, weight, centre = ctx.saved_tensors
-        force = (parameter.to(device=centre.device, dtype=torch.float32) - centre) * weight * (2 * upstream)
-        return force.to(device=parameter.device, dtype=parameter.dtype), None, None
-
-
-def _energy(parameter: Tensor, weight: Tensor, centre: Tensor) -> Tensor:
-    """Σ weight·(parameter − centre)²."""
-    three = (parameter, weight, centre)
-    if not _in_pieces(*three):
-        gap = parameter.to(device=centre.device, dtype=torch.float32) - centre
-        return (gap * gap * weight).sum()
-    gap, force = torch.empty(2, min(PIECE, parameter.numel()))
-    total = torch.zeros(())
-    for p, w, c in zip(*(t.view(-1).split(PIECE) for t in three), strict=True):
-        apart = torch.sub(p, c, out=gap[: len(p)])
-        total += torch.dot(torch.mul(w, apart, out=force[: len(p)]), apart)
-    return total
-
-
-def _add_force(gradient: Tensor, parameter: Tensor, weight: Tensor, centre: Tensor, strength: float) -> None:
-    """Adds strength · weight · (parameter − centre) in place."""
-    four = (gradient, parameter, weight, centre)
-    if _in_pieces(*four):
-        buffer = torch.empty(min(PIECE, gradient.numel()))
-        for g, p, w, c in zip(*(t.view(-1).split(PIECE) for t in four), strict=True):
-            g.addcmul_(w, torch.sub(p, c, out=buffer[: len(p)]), value=strength)
-        return
-    gap = parameter.to(device=centre.device, dtype=torch.float32) - centre
-    if weight.dtype == gradient.dtype == gap.dtype and weight.device == gradient.device:
-        gradient.addcmul_(weight, gap, value=strength)
-    else:
-        gradient.add_(gap.mul_(weight).mul_(strength).to(device=gradient.device, dtype=gradient.dtype))
-
-
-def _in_pieces(*tensors: Tensor) -> bool:
-    """Whether to go piece by piece, so that what lies between stays in the cache: this is bound by memory alone."""
-    return all(
-        type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu and t.is_contiguous()
-        for t in tensors
-    )
 
 
 def strength_like(importance: Mapping[str, Tensor], fisher: Mapping[str, Tensor], strength: float) -> float:
