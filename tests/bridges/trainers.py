@@ -197,12 +197,18 @@ def fork(job: dict, **env: str) -> int:
 
 def run_all(jobs: list[dict]) -> list[int]:
     """Runs jobs one after the other, each in one or more processes; their worst exit status, or minus a signal."""
+    # Everything that children would import one by one is imported once.
     if any(job.get("lightning") for job in jobs):
         import lightning.pytorch  # noqa: F401
+
+        import squisher.bridges.lightning
     else:
-        import peft  # noqa: F401
+        import deepspeed  # noqa: F401
         import transformers.trainer  # noqa: F401
 
+        import squisher.bridges.transformers  # noqa: F401
+
+        bert(), lora(llama())
     statuses = []
     for job in jobs:
         world = job.get("processes", 1)
