@@ -1,11 +1,12 @@
-"""Merged tensors for one who writes them in order: the next pieces are read and merged while this one is written."""
+"""Merged tensors for one who writes them in order: pieces are merged while others are read and written."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from itertools import islice
 from types import TracebackType
 
 import torch
@@ -16,14 +17,15 @@ from .lazy import Merged
 
 __all__ = ["Ahead"]
 
-_IN_FLIGHT = 3  # pieces that are read, merged, or wait to be written: one for each who works
+_IN_FLIGHT = 2  # pieces that are being merged, or wait to be written
 
 
 class Ahead(Mapping[str, Tensor]):
     """Some names of a mapping, to be asked for in order; in any other order it is only slower.
 
-    One thread reads and another one merges, whatever the number of cores: each result depends on its own piece alone, so
-    that the bytes are the same as without threads. Memory is bounded by a few pieces.
+    The caller's thread reads and writes, and another one merges. More of them would wait for one another: there is one
+    interpreter, and every step of the arithmetic is short. Each result depends on its own piece alone, so that the bytes
+    are the same as without threads. Memory is bounded by a few pieces.
 
     Args:
         tensors: Merged weights, or any other mapping.
@@ -82,20 +84,12 @@ class Ahead(Mapping[str, Tensor]):
 
     def _ahead(self) -> Generator[Tensor, None, None]:
         jobs = (job for name in self._names for job in self._jobs(name))
-        # A single reader keeps the order; what it reads is merged meanwhile by a single other thread.
-        with ThreadPoolExecutor(1) as reader, ThreadPoolExecutor(1) as merger:
-
-            def read() -> Future[Tensor] | None:
-                job = next(jobs, None)
-                return None if job is None else merger.submit(job)
-
-            waiting = deque(reader.submit(read) for _ in range(_IN_FLIGHT))
+        with ThreadPoolExecutor(1) as merger:
+            waiting = deque(merger.submit(job) for job in islice(jobs, _IN_FLIGHT))
             try:
-                while (merging := waiting.popleft().result()) is not None:
-                    piece = merging.result()
-                    del merging
-                    waiting.append(reader.submit(read))
-                    yield piece
+                while waiting:
+                    yield waiting.popleft().result()
+                    waiting.extend(merger.submit(job) for job in islice(jobs, 1))
             finally:
                 for future in waiting:
                     future.cancel()
