@@ -59,11 +59,15 @@ def test_a_folder_with_config_and_sorted_weights(bert):
     p = imp.provenance
     assert p.naming == "convention: the model of config.json, the Trainer's groups since transformers 4.53"
     assert p.steps == {"min": 3, "max": 3}
-    assert (p.batch_size, p.loss_reduction, p.unit) == (4, "mean", "example")
+    assert (p.batch_size, p.loss_reduction) == (4, None)  # two batches a step, which BERT's loss does not average
     assert p.optimizer["beta2"] == 0.999
     assert p.optimizer["after_clipping"] is True
-    assert p.optimizer["pollution"] == ["Gradients were clipped to the norm 1.0 before they were squared."]
-    assert squisher.extract(bert).as_fisher().provenance.scale == 4
+    clipped, summed = p.optimizer["pollution"]
+    assert clipped == "Gradients were clipped to the norm 1.0 before they were squared."
+    assert "2 batches" in summed
+    with pytest.raises(squisher.SquisherError, match="loss_reduction"):
+        squisher.extract(bert).as_fisher()
+    assert squisher.extract(bert, loss_reduction="mean").as_fisher().provenance.scale == 4
 
 
 def test_weights_in_module_order_need_no_transformers(bert, monkeypatch):
@@ -137,7 +141,7 @@ def test_an_optimizer_of_another_step_is_noted(bert):
     state = json.loads((bert / "trainer_state.json").read_text())
     (bert / "trainer_state.json").write_text(json.dumps({**state, "global_step": 9}))
     imp = squisher.extract(bert)
-    assert "counts 3 steps, but trainer_state.json says 9" in imp.provenance.optimizer["pollution"][1]
+    assert "counts 3 steps, but trainer_state.json says 9" in imp.provenance.optimizer["pollution"][-1]
     assert imp.provenance.steps == {"min": 3, "max": 3}
 
 

@@ -74,10 +74,10 @@ def test_batch_size_that_was_searched_for_is_the_one_used(folder):
 
 def test_clipping(folder):
     assert facts(folder)["after_clipping"] is True
-    off = facts(folder, max_grad_norm=0.0)
+    off = facts(folder, max_grad_norm=0.0, gradient_accumulation_steps=1)
     assert off["after_clipping"] is False
     assert "pollution" not in off
-    assert facts(folder, max_grad_norm=0.5)["pollution"] == [
+    assert facts(folder, max_grad_norm=0.5, gradient_accumulation_steps=1)["pollution"] == [
         "Gradients were clipped to the norm 0.5 before they were squared."
     ]
 
@@ -97,7 +97,7 @@ def test_clipping(folder):
 )
 def test_reduction_by_the_head(folder, architecture, expected):
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
-    got = facts(folder)
+    got = facts(folder, gradient_accumulation_steps=1)
     assert (got.get("loss_reduction"), got.get("unit")) == expected
 
 
@@ -127,3 +127,24 @@ def test_targets_of_galore(folder):
     assert target_modules(args) == "all-linear"
     args.attributes["optim_target_modules"] = [3]
     assert target_modules(args) is None
+
+
+@pytest.mark.parametrize(
+    ("architecture", "version", "known"),
+    [
+        ("BertForSequenceClassification", "5.22.0", False),
+        ("BertForSequenceClassification", "4.46.0", False),
+        ("BertForSequenceClassification", "4.45.2", True),  # the Trainer divided by itself
+        ("T5ForConditionalGeneration", "5.22.0", False),
+        ("LlamaForCausalLM", "5.22.0", True),
+        ("GPT2LMHeadModel", "4.57.1", True),
+    ],
+)
+def test_a_step_of_several_batches_may_be_their_sum(folder, architecture, version, known):
+    config = folder / "config.json"
+    config.write_text(json.dumps({"architectures": [architecture], "transformers_version": version}))
+    several, one = facts(folder), facts(folder, gradient_accumulation_steps=1)
+    assert (several["loss_reduction"] is not None) == known
+    assert any("2 batches" in sentence for sentence in several.get("pollution", [])) == (not known)
+    assert "loss_reduction" in one
+    assert not any("batches" in sentence for sentence in one.get("pollution", []))

@@ -24,6 +24,10 @@ _TASKS = {
     "SEQ_CLS": ("mean", "example"),
     "QUESTION_ANS": ("mean", "example"),
 }
+# These divide a step's loss by all its tokens, however many batches it is made of. The Trainer (from 4.46 on) leaves that division
+# to every class that takes keyword arguments, and many of the others ignore it: their gradients are sums over the batches.
+_DIVIDES_BY_ALL = re.compile(r"ForCausalLM$|LMHeadModel$")
+_LEAVES_DIVISION = (4, 46)
 _PLAIN_TRAINERS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 
 
@@ -66,7 +70,14 @@ def facts_of(folder: Path, args: Record | None, steps: int | None) -> dict[str, 
         if isinstance(smoothing, (int, float)) and smoothing > 0:
             pollution.append(f"The loss smooths its labels by {smoothing:g}.")
         reduction = _reduction(folder, args)
-        if reduction is not None:
+        batches = _batches_a_step(folder, args)
+        if reduction is not None and batches > 1 and not _averages(folder):
+            facts["loss_reduction"] = None  # neither a mean nor a sum over examples, as far as the folder tells
+            pollution.append(
+                f"A step is made of {batches} batches, whose losses this class of models may add up instead of averaging: "
+                f"gradients may be {batches} times as large as a mean's."
+            )
+        elif reduction is not None:
             facts["loss_reduction"], facts["unit"] = reduction
     total = state.get("global_step")
     skipped = (
@@ -104,6 +115,23 @@ def _batch_size(folder: Path, args: Record, state: dict[str, Any]) -> int | None
         return None
     size = local * accumulation * processes
     return size if size > 0 else None
+
+
+def _batches_a_step(folder: Path, args: Record) -> int:
+    """Of how many batches a step's gradient is made, by accumulation and over processes; at least 1."""
+    accumulation, processes = args.get("gradient_accumulation_steps"), _processes(folder, args)
+    return max(1, accumulation if isinstance(accumulation, int) else 1) * max(1, processes or 1)
+
+
+def _averages(folder: Path) -> bool:
+    """Whether the loss of a step of several batches is certainly their mean."""
+    if (folder / "adapter_config.json").is_file():
+        return read_json(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM"
+    config = read_json(folder / "config.json")
+    version = re.match(r"(\d+)\.(\d+)", str(config.get("transformers_version", "")))
+    if version and (int(version[1]), int(version[2])) < _LEAVES_DIVISION:
+        return True
+    return bool(_DIVIDES_BY_ALL.search(str((config.get("architectures") or [""])[0])))
 
 
 def _processes(folder: Path, args: Record) -> int | None:
