@@ -72,10 +72,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "lr": 1e-3,
         "fisher_examples": 100_000,
         "held_out": 0.1,
-        "methods": list(METHODS),
+        "methods": [
+            "none", "fisher", "squisher", "squisher (tracked)", "fisher (empirical)", "squisher (without rescaling)",
+            "squisher (N·λ)", "squisher (tracked, strength_like once)",
+        ],
         "exponents": {
-            "fisher": [2, 9], "squisher": [0, 7], "squisher (tracked)": [0, 7], "squisher (β₂ = 0.95)": [0, 7],
-            "fisher (empirical)": [5, 12], "joint": [5, 12],
+            "fisher": [2, 9], "squisher": [0, 7], "squisher (tracked)": [0, 7], "fisher (empirical)": [5, 12],
+            "squisher (β₂ = 0.95)": [0, 7],
         },
     },
 }  # fmt: skip

@@ -214,10 +214,13 @@ def _stage(run: Run, units: list[Unit], jobs: int, clock: _Clock) -> None:
 
 def _do(run: Run, unit: Unit) -> None:
     torch.set_num_threads(1)
-    torch.set_flush_denormal(True)  # squared gradients of a converged network are slow otherwise
     module = importlib.import_module(f"experiments.{run.setting}")
     start = time.perf_counter()
-    result = getattr(module, unit.call)(run, **unit.arguments)
+    torch.set_flush_denormal(True)  # squared gradients of a converged network are slow otherwise
+    try:
+        result = getattr(module, unit.call)(run, **unit.arguments)
+    finally:
+        torch.set_flush_denormal(False)
     entry = {
         "key": unit.key,
         "arguments": unit.arguments,

@@ -1,9 +1,11 @@
 """Named tensors, in memory, in files and in live modules."""
 
+import concurrent.futures
+
 import pytest
 import torch
 
-from squisher import archive
+from squisher import archive, tensors
 from squisher.stream import open_safetensors
 from squisher.tensors import LazyTensors, chunks_of, live_parameters, numel_of, one_thread, tied_names
 
@@ -86,3 +88,39 @@ def test_tensors_that_are_computed_when_asked_for_are_not_tied_by_a_recycled_add
     names = dict.fromkeys(["a", "bb", "bbb", "cccc"])
     assert tied_names(Computed(names)) == {}
     assert tied_names(Lazy(names)) == {"bbb": "a"}
+
+
+def test_a_piece_that_somebody_holds_is_never_overwritten_and_its_memory_is_used_again_afterwards():
+    first = tensors.room_for(1 << 17, torch.float32).fill_(1.0)
+    view = first[10:20].numpy()  # holds the memory, though the tensor goes
+    place = first.data_ptr()
+    del first
+    others = [tensors.room_for(1 << 17, torch.float32).fill_(k) for k in range(2, 60)]
+    assert all(bool((t == k).all()) for k, t in enumerate(others, 2))
+    assert len({t.data_ptr() for t in others}) == len(others)
+    assert (view == 1.0).all()
+    assert place not in {t.data_ptr() for t in others}
+    del view, others
+    again = [tensors.room_for(1 << 17, torch.bfloat16) for _ in range(40)]
+    assert place in {t.data_ptr() for t in again}
+    assert len({t.data_ptr() for t in again}) == len(again)
+
+
+def test_room_of_other_sizes_is_plain_memory():
+    for numel in (0, 1, 1 << 24):
+        room = tensors.room_for(numel, torch.float32)
+        assert room.shape == (numel,)
+        assert room.dtype == torch.float32
+
+
+def test_threads_never_share_a_room():
+    def work(number):
+        for _ in range(300):
+            mine = tensors.room_for(1 << 16, torch.float64)
+            mine.fill_(number)
+            if not bool((mine == number).all()):
+                return False
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))

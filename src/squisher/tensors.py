@@ -7,10 +7,13 @@ work on all of them, and read nothing that was not asked for.
 from __future__ import annotations
 
 import re
+import sys
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +31,7 @@ __all__ = [
     "name_pattern",
     "numel_of",
     "one_thread",
+    "room_for",
     "shape_of",
     "tied_names",
 ]
@@ -69,10 +73,43 @@ class FileTensor(NamedTuple):
 
     def read_flat(self, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` in flat order, read with plain `read` calls so that no page stays mapped."""
-        out = torch.empty(stop - start, dtype=self.dtype)
+        out = room_for(stop - start, self.dtype)
         if stop > start:
             read_into(self.path, self.offset + start * self.dtype.itemsize, out)
         return out
+
+
+_ROOM = 4 * CHUNK  # bytes
+_ROOMS = 32
+_rooms: deque[np.ndarray] = deque()
+
+
+def room_for(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a piece: that of an earlier piece which nobody holds any more, if there is one; its content is arbitrary.
+
+    The system takes pieces of this size back when they are freed, and a page fault for every 4 kB of a new one costs as much as
+    the work on it.
+    """
+    size = numel * dtype.itemsize
+    if not _ROOM // 8 <= size <= _ROOM:
+        return torch.empty(numel, dtype=dtype)
+    return torch.from_numpy(_room()[:size]).view(dtype)
+
+
+def _room() -> np.ndarray:
+    for _ in range(len(_rooms)):
+        try:
+            room = _rooms.popleft()
+        except IndexError:  # another thread looks through them too
+            break
+        unused = sys.getrefcount(room) == 2  # this name and the call itself: no tensor lies in it
+        _rooms.append(room)
+        if unused:
+            return room
+    room = np.empty(_ROOM, np.uint8)
+    if len(_rooms) < _ROOMS:
+        _rooms.append(room)
+    return room
 
 
 def read_into(path: str, offset: int, out: Tensor) -> None:

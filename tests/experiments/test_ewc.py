@@ -55,7 +55,7 @@ def test_every_method_has_the_same_budget_and_a_search_or_a_rule(module, scale):
     config = module.CONFIGS[scale]
     assert len({high - low for low, high in config["exponents"].values()}) == 1
     searched = {method for method in config["methods"] if METHODS[method].rule == "search"}
-    assert set(config["exponents"]) == searched
+    assert searched <= set(config["exponents"])  # a curve alone is fine
     assert {"fisher", "squisher", module.BASELINE} <= set(config["methods"])
 
 

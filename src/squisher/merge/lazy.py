@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError, near
-from ..tensors import CHUNK, chunks_of, dtype_of, shape_of
+from ..tensors import CHUNK, chunks_of, dtype_of, room_for, shape_of
 from .names import Plan
 
 __all__ = ["Merged", "Rule"]
@@ -130,7 +130,7 @@ class Merged(Mapping[str, Tensor]):
         return size
 
     def _merged(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
-        out = torch.empty(pieces[0].numel(), dtype=self.dtype(name))
+        out = room_for(pieces[0].numel(), self.dtype(name))
         self._rule.piece(name, pieces, out)
         if not _finite(out):
             raise self._not_finite(name)
@@ -140,7 +140,7 @@ class Merged(Mapping[str, Tensor]):
         piece, target = pieces[0], self.dtype(name)
         if piece.dtype == target:
             return piece
-        out = torch.empty(piece.numel(), dtype=target)
+        out = room_for(piece.numel(), target)
         for to, part in zip(out.split(_BLOCK), piece.split(_BLOCK), strict=True):
             to.copy_(part)
         if target == torch.float16 and not _finite(out):

@@ -1,0 +1,160 @@
+"""Puts the committed results into the documents: the tables of docs/how-it-is-fast.md and the README's.
+
+python -m benchmarks.page
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from .harness import RESULTS
+
+ROOT = Path(__file__).parents[1]
+MODELS = {"mlp": "MLP", "cnn": "CNN", "encoder": "encoder", "decoder": "decoder"}
+WRONG = 1e-3
+"""A result that is off by more than this, relative to the largest entry, is no Fisher diagonal."""
+
+
+def read(name: str) -> dict[str, Any]:
+    """One benchmark's document."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def fisher() -> str:
+    """Every method on every network, as a multiple of a plain forward and backward pass."""
+    results = read("fisher")["results"]
+    methods = [m for m in dict.fromkeys(r["method"] for r in results) if m != "plain"]
+    cells = {(r["method"], r["model"]): _fisher_cell(r) for r in results}
+    rows = [[name, *(cells.get((name, model), "") for model in MODELS)] for name in methods]
+    return _table(["method", *MODELS.values()], rows)
+
+
+def fisher_steady() -> str:
+    """The multiple without what a call costs once."""
+    results = [r for r in read("fisher")["results"] if r["method"].startswith("squisher") and "steady_ratio" in r]
+    methods = list(dict.fromkeys(r["method"] for r in results))
+    cells = {(r["method"], r["model"]): f"{r['steady_ratio']:.2f}×" for r in results}
+    return _table(["method", *MODELS.values()], [[m, *(cells.get((m, n), "") for n in MODELS)] for m in methods])
+
+
+def fisher_memory() -> str:
+    """Peak extra memory of ours relative to plain training's."""
+    results = [r for r in read("fisher")["results"] if r["method"].startswith("squisher") and "memory_ratio" in r]
+    methods = list(dict.fromkeys(r["method"] for r in results))
+    cells = {(r["method"], r["model"]): f"{r['memory_ratio']:.2f}×" for r in results}
+    return _table(["method", *MODELS.values()], [[m, *(cells.get((m, n), "") for n in MODELS)] for m in methods])
+
+
+def fisher_growth() -> str:
+    """How the multiple changes with the size of the problem."""
+    rows = []
+    for entry in read("fisher")["growth"]:
+        setting = ", ".join(f"{key} {value}" for key, value in entry["settings"].items())
+        rows.append([entry["with"], entry["method"], setting, _fisher_cell(entry), f"{entry.get('seconds', 0):.2f} s"])
+    return _table(["with", "method", "setting", "× plain", "time"], rows)
+
+
+def merge() -> str:
+    """Merging 300M parameters beside a copy and mergekit."""
+    rows = []
+    for kind, part in read("merge")["types"].items():
+        for name, case in part["cases"].items():
+            seconds = f"{case['seconds']:.1f} s", f"{case['process_seconds']:.1f} s"
+            rows.append([kind, name, *seconds, f"{case['relative_to_copy']:.2f}×", f"{case['extra_mb']:.0f} MB"])
+    return _table(["type", "job", "time", "with imports", "of a copy", "extra memory"], rows)
+
+
+def plain(name: str, relative: str | None) -> str:
+    """A benchmark whose cases are a flat list."""
+    rows = []
+    for case, numbers in read(name)["cases"].items():
+        row = [case, f"{numbers['seconds']:.2f} s", f"{numbers['extra_mb']:.0f} MB"]
+        rows.append(row + ([f"{numbers[relative]:.2f}×"] if relative else []))
+    return _table(["case", "time", "extra memory", *(["relative"] if relative else [])], rows)
+
+
+def ewc() -> str:
+    """A step of continual learning."""
+    cases = read("ewc")["cases"]
+    ways = list(dict.fromkeys(way for case in cases.values() for way in case["ways"]))
+    rows = [
+        [
+            way,
+            *(
+                f"{case['ways'][way]['relative_to_plain']:.2f}×" if way in case["ways"] else ""
+                for case in cases.values()
+            ),
+        ]
+        for way in ways
+    ]
+    return _table(["a step, of a plain one", *cases], rows)
+
+
+def readme() -> str:
+    """The README's one table."""
+    results = {(r["method"], r["model"]): r for r in read("fisher")["results"]}
+    rows = []
+    for method in ("squisher data", "squisher exact", "loop", "vmap", "BackPACK", "NNGeometry", "ASDL", "Opacus"):
+        if any((method, model) in results for model in MODELS):
+            name = {"squisher data": "**squisher**, empirical", "squisher exact": "**squisher**, exact"}.get(
+                method, method
+            )
+            rows.append([name, *(_fisher_cell(results.get((method, model))) for model in MODELS)])
+    return _table(["Fisher diagonal, × a plain forward and backward", *MODELS.values()], rows)
+
+
+PARTS = {
+    "docs/how-it-is-fast.md": {
+        "fisher": fisher,
+        "fisher steady": fisher_steady,
+        "fisher memory": fisher_memory,
+        "fisher growth": fisher_growth,
+        "merge": merge,
+        "extract": lambda: plain("extract", "relative_to_copy"),
+        "archive": lambda: plain("archive", "relative_to_copy"),
+        "topk": lambda: plain("topk", None),
+        "mask": lambda: plain("mask", "relative_to_plain"),
+        "ewc": ewc,
+    },
+    "README.md": {"readme": readme},
+}
+
+
+def fill(text: str, name: str, content: str) -> str:
+    """The text with what stands between a part's two marks replaced."""
+    begin, end = f"<!-- benchmarks: {name} -->", "<!-- end -->"
+    head, mark, rest = text.partition(begin)
+    if not mark:
+        raise SystemExit(f"There is no mark {begin} in the page.")
+    return f"{head}{begin}\n{content}\n{end}{rest.partition(end)[2]}"
+
+
+def _fisher_cell(result: dict[str, Any] | None) -> str:
+    if result is None:
+        return ""
+    if "failed" in result:
+        return "fails"
+    wrong = result.get("max_error") is not None and result["max_error"] > WRONG
+    return f"{result['ratio']:.2f}×" + (" (wrong)" if wrong else "")
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def main() -> None:
+    """Fills every page."""
+    for page, parts in PARTS.items():
+        text = (ROOT / page).read_text()
+        for name, make in parts.items():
+            text = fill(text, name, make())
+        (ROOT / page).write_text(text)
+    shutil.copyfile(RESULTS / "fisher.png", ROOT / "docs" / "images" / "fisher.png")
+
+
+if __name__ == "__main__":
+    main()
