@@ -64,10 +64,14 @@ def comparisons(folder: Path, scale: str) -> list[Comparison]:
         path = folder / f"{name}-{scale}.json"
         if path.exists():
             module = importlib.import_module(f"experiments.{name}")
+            document = json.loads(path.read_text())
+            # The quick scale has cases of other names: its first one stands for them.
+            cases = list(dict.fromkeys(score["case"] for score in document["scores"]))
+            main = [case for case in module.MAIN_CASES if case in cases] or cases[:1]
             found.append(
                 Comparison(
                     name, module.TITLE, module.BASELINE, module.METRIC, module.HIGHER_IS_BETTER,
-                    tuple(module.MAIN_CASES), module.PAPER, json.loads(path.read_text()),
+                    tuple(main), module.PAPER, document,
                 )
             )  # fmt: skip
     return found
