@@ -104,7 +104,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
                 "fisher_examples": 96,
                 "every": 20,
                 **_ADAM,
-                "seeds": 3,
+                "seeds": 5,
             },
             "MNIST rotations": {
                 **_ROTATED,

@@ -75,7 +75,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "delta": "relative",
     },
     "cpu": {
-        "seeds": 3,
+        "seeds": 5,
         "kind": "text",
         "model": "minilm",
         "pooling": "mean",
