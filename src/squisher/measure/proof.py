@@ -1,10 +1,14 @@
-"""Proof on two examples: where the examples are in every operation, and that what the fast engine computes is what the loop computes."""
+"""Proof on two examples: where the examples are in every operation, and that what the fast engine computes is what the loop computes.
+
+The gradients that are sent back are drawn at random instead of following from the likelihood: those of a network that is sure of
+its answer are too small for their squares to be compared, or zero, and would prove nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +16,11 @@ from torch import Tensor, nn
 from .batches import Batch
 from .bounds import bound_of
 from .layers import Rule
-from .likelihood import IGNORED, Objective
+from .likelihood import IGNORED, Objective, Outputs
 from .loop import each_gradient
 from .passes import Layout, Pass, Watch, anchored, run
 from .pieces import Piece
+from .sampling import normals
 from .sums import Sums
 
 __all__ = ["Proven", "frozen", "prove"]
@@ -79,9 +84,8 @@ def prove(
     Returns:
         What can be captured and what cannot, or None if no label of the batch counts.
     """
-    if objective.labels == "exact":
-        # The same gradients with fewer columns.
-        objective = replace(objective, labels="sampled", draws=2)
+    if not callable(objective.likelihood):
+        objective = _Probe.of(objective)
     chosen = _two(batch)
     if chosen is None:
         return None
@@ -94,6 +98,40 @@ def prove(
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+class _Probe(Objective):
+    """Random gradients with respect to the outputs, the same for an example wherever it is: r(example, position) · r(class)."""
+
+    @classmethod
+    def of(cls, objective: Objective) -> _Probe:
+        """With two draws where the objective has several columns, which the engine adds up in another way."""
+        given = {f.name: getattr(objective, f.name) for f in fields(objective)}
+        several = objective.labels == "exact" or (objective.labels == "sampled" and objective.draws > 1)
+        return cls(**{**given, "draws": 2 if several else 1})
+
+    def terms(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
+        for draw in range(self.draws):
+            products = outputs.values * self._random(outputs, index, draw)
+            by_position = products.sum(2) if products.dim() == 3 else products
+            if self.unit == "token":
+                yield from by_position.unbind(1)
+            else:
+                yield by_position.sum(1)
+
+    @torch.no_grad()
+    def columns(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
+        for draw in range(self.draws):
+            yield from self._per_unit(self._random(outputs, index, draw))
+
+    @torch.no_grad()
+    def _random(self, outputs: Outputs, index: Tensor, draw: int) -> Tensor:
+        values = outputs.values
+        r = normals(self.seed, index, draw, values.shape[1]).to(values.device, values.dtype) * outputs.mask
+        if values.dim() == 2:
+            return r
+        classes = normals(self.seed, torch.zeros(1, dtype=torch.long), draw, values.shape[2])
+        return r[:, :, None] * classes[0].to(values.device, values.dtype)
 
 
 class _Proof:
