@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 
+import squisher
 from squisher import archive
 from squisher.errors import FileError, NamingError, SquisherError
 
@@ -75,6 +76,7 @@ def test_a_folder_that_is_missing_and_a_wrong_ending(tmp_path):
 
 KILLED = """
 import sys, time, torch
+import squisher
 from squisher import archive
 class Slow(dict):
     def chunks(self, name, size):
@@ -97,3 +99,15 @@ def test_a_killed_process_leaves_no_file_under_the_final_name(tmp_path, signal_n
     process.stdout.close()
     assert not path.exists()
     assert not [p for p in tmp_path.iterdir() if p.suffix == ".safetensors"]
+
+
+def test_saves_where_denormal_numbers_are_switched_off(tmp_path):
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor has no such switch")
+    try:
+        one = squisher.Importance({f"w{n}": torch.full((3,), 1.2345678e-20 / (n + 3)) for n in range(30)}, "fisher")
+        one.save(tmp_path / "one.safetensors")
+    finally:
+        torch.set_flush_denormal(False)
+    kept = squisher.load(tmp_path / "one.safetensors")
+    assert all(torch.equal(kept[name], one[name]) for name in one)

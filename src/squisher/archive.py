@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 
 _ROW = 8192
 _ONES = np.ones(_ROW)
-_WIDEST = -1.2345678901234567e-308  # no float prints longer
+_WIDEST = -1.2345678901234567e-300  # no float prints longer; not a denormal, which torch may have switched off
 
 
 def save(
