@@ -74,11 +74,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "held_out": 0.1,
         "methods": [
             "none", "fisher", "squisher", "squisher (tracked)", "fisher (empirical)", "squisher (without rescaling)",
-            "squisher (N·λ)", "squisher (tracked, strength_like once)",
+            "squisher (N·λ)", "squisher (tracked, strength_like once)", "squisher (β₂ = 0.95)", "joint",
         ],
         "exponents": {
             "fisher": [2, 9], "squisher": [0, 7], "squisher (tracked)": [0, 7], "fisher (empirical)": [5, 12],
-            "squisher (β₂ = 0.95)": [0, 7],
+            "squisher (β₂ = 0.95)": [0, 7], "joint": [5, 12],
         },
     },
 }  # fmt: skip
