@@ -1,12 +1,10 @@
-"""Merged tensors for one who writes them in order: pieces are merged while others are read and written."""
+"""Merged tensors for one who writes them in order: the next pieces are read and merged while one is written."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from itertools import islice
 from types import TracebackType
 
 import torch
@@ -23,9 +21,8 @@ _IN_FLIGHT = 2  # pieces that are being merged, or wait to be written
 class Ahead(Mapping[str, Tensor]):
     """Some names of a mapping, to be asked for in order; in any other order it is only slower.
 
-    The caller's thread reads and writes, and another one merges. More of them would wait for one another: there is one
-    interpreter, and every step of the arithmetic is short. Each result depends on its own piece alone, so that the bytes
-    are the same as without threads. Memory is bounded by a few pieces.
+    Another thread reads and merges, the caller's has only to write: long calls that leave the interpreter alone. With more
+    threads they would wait for one another. The bytes are those of a run without threads; memory is bounded by a few pieces.
 
     Args:
         tensors: Merged weights, or any other mapping.
@@ -83,22 +80,16 @@ class Ahead(Mapping[str, Tensor]):
             yield piece
 
     def _ahead(self) -> Generator[Tensor, None, None]:
-        jobs = (job for name in self._names for job in self._jobs(name))
-        with ThreadPoolExecutor(1) as merger:
-            waiting = deque(merger.submit(job) for job in islice(jobs, _IN_FLIGHT))
+        pieces = (piece for name in self._names for piece in self._pieces_of(name))
+        with ThreadPoolExecutor(1) as other:
+            waiting = deque(other.submit(next, pieces, None) for _ in range(_IN_FLIGHT))
             try:
-                while waiting:
-                    yield waiting.popleft().result()
-                    waiting.extend(merger.submit(job) for job in islice(jobs, 1))
+                while (piece := waiting.popleft().result()) is not None:
+                    yield piece
+                    waiting.append(other.submit(next, pieces, None))
             finally:
                 for future in waiting:
                     future.cancel()
 
-    def _jobs(self, name: str) -> Iterator[Callable[[], Tensor]]:
-        if isinstance(self._tensors, Merged):
-            return self._tensors.jobs(name)
-        return (partial(_itself, piece) for piece in chunks_of(self._tensors, name))
-
-
-def _itself(piece: Tensor) -> Tensor:
-    return piece
+    def _pieces_of(self, name: str) -> Iterator[Tensor]:
+        return self._tensors.pieces(name) if isinstance(self._tensors, Merged) else chunks_of(self._tensors, name)

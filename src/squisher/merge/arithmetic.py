@@ -1,12 +1,12 @@
 """The arithmetic of merging on one piece of one tensor: pure functions of the models' pieces.
 
-Everything is a sum of differences to a start, θ = θ₁ + Σ wᵢ(θᵢ − θ₁) / Σ wᵢ: equal weights come back to the bit, and so does one
-model. All steps are done on one block before the next block is touched, so that what is between them stays in the cache.
+Everything is built from differences of weights, never from products of weights: what is equal in all models comes back to the bit. All steps are done on one block before the next block is touched, so that what is between them stays in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -58,22 +58,20 @@ def weighted(pieces: Sequence[Tensor], terms: Sequence[Term], work: torch.dtype,
         careful: Whether a sum of weights may be 0.
         out: Is filled with the result, in its own type.
     """
-    share = sum(term.coefficient for term in terms)
-    for blocks, target, (a, b, total, w, d, above, plain) in _in_blocks(pieces, out, 7, work):
-        start = _as(blocks[0], a)
+    shares = list(accumulate(term.coefficient for term in terms))
+    for blocks, target, (a, b, total, w, d) in _in_blocks(pieces, out, 5, work):
+        # A running mean, θ ← θ + (θₖ − θ)·wₖ/(w₁ + … + wₖ): one step less for each model than sums that are divided at the end.
+        mean = _as(blocks[0], a)
         _weigh(blocks[1], terms[0], total, careful)
         for k, term in enumerate(terms[1:], 1):
             _weigh(blocks[2 * k + 1], term, w, careful)
             total.add_(w)
-            torch.sub(_as(blocks[2 * k], b), start, out=d)
+            torch.div(w, total, out=w)
             if careful:
-                torch.mul(d, term.coefficient, out=plain) if k == 1 else plain.add_(d, alpha=term.coefficient)
-            torch.mul(d, w, out=above) if k == 1 else above.addcmul_(d, w)
-        if careful:
-            none = total == 0
-            above[none] = plain[none] / share
-            total[none] = 1.0
-        _deliver(torch.addcdiv(start, above, total, out=_last(target, above)), target)
+                w.copy_(torch.where(total == 0, term.coefficient / shares[k], w))
+            last = k + 1 == len(terms)
+            mean = torch.lerp(mean, _as(blocks[2 * k], b), w, out=_last(target, d) if last else d)
+        _deliver(mean, target)
 
 
 def gradient_matched(

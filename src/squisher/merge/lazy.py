@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -107,21 +106,17 @@ class Merged(Mapping[str, Tensor]):
         """One tensor in flat pieces, in order; memory is bounded by a few pieces, however many models there are."""
         name = self._known(name)
         together = size // self._step(name, size)
-        jobs = self.jobs(name, size)
-        while parts := [job() for job in islice(jobs, together)]:
+        pieces = self.pieces(name, size)
+        while parts := list(islice(pieces, together)):
             yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def jobs(self, name: str, size: int = CHUNK) -> Iterator[Callable[[], Tensor]]:
-        """One tensor as work to be done, in order: the next one is read when it is asked for, and merged when it is called.
-
-        The pieces are smaller than `size` where many models take part, so that what is read for one has one size. They may be
-        merged in any order and in several threads.
-        """
+    def pieces(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """As `chunks`, but smaller than `size` where many models take part, so that what is read for one has one size."""
         name = self._known(name)
         inputs = self._rule.inputs(name) if name in self._in_plan else [self._source]
         merge = self._merged if name in self._in_plan else self._copied
         for pieces in zip(*(chunks_of(tensors, name, self._step(name, size)) for tensors in inputs), strict=True):
-            yield partial(merge, name, pieces)
+            yield merge(name, pieces)
 
     def _step(self, name: str, size: int) -> int:
         count = len(self._rule.inputs(name)) if name in self._in_plan else 1
