@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from threading import Lock
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -79,37 +79,36 @@ class FileTensor(NamedTuple):
         return out
 
 
-_ROOM = 4 * CHUNK  # bytes
+_ROOM = 8 * CHUNK  # bytes
 _ROOMS = 32
-_rooms: deque[np.ndarray] = deque()
+_rooms: list[np.ndarray] = []
+_rooms_lock = Lock()
 
 
 def room_for(numel: int, dtype: torch.dtype) -> Tensor:
     """Memory for a piece: that of an earlier piece which nobody holds any more, if there is one; its content is arbitrary.
 
     The system takes pieces of this size back when they are freed, and a page fault for every 4 kB of a new one costs as much as
-    the work on it.
+    the work on it. The first free one is taken, so that few are in use and those are in the cache.
     """
     size = numel * dtype.itemsize
-    if not _ROOM // 8 <= size <= _ROOM:
+    if not _ROOM // 16 <= size <= _ROOM:
         return torch.empty(numel, dtype=dtype)
-    return torch.from_numpy(_room()[:size]).view(dtype)
+    with _rooms_lock:
+        place = next((k for k in range(len(_rooms)) if _holders(_rooms, k) == _NOBODY), None)
+        if place is None:
+            if len(_rooms) == _ROOMS:
+                return torch.empty(numel, dtype=dtype)
+            _rooms.append(np.empty(_ROOM, np.uint8))
+            place = -1
+        return torch.from_numpy(_rooms[place][:size]).view(dtype)
 
 
-def _room() -> np.ndarray:
-    for _ in range(len(_rooms)):
-        try:
-            room = _rooms.popleft()
-        except IndexError:  # another thread looks through them too
-            break
-        unused = sys.getrefcount(room) == 2  # this name and the call itself: no tensor lies in it
-        _rooms.append(room)
-        if unused:
-            return room
-    room = np.empty(_ROOM, np.uint8)
-    if len(_rooms) < _ROOMS:
-        _rooms.append(room)
-    return room
+def _holders(rooms: list[np.ndarray], place: int) -> int:
+    return sys.getrefcount(rooms[place])
+
+
+_NOBODY = _holders([np.empty(0, np.uint8)], 0)  # as this interpreter counts: nothing but the list, and what counts
 
 
 def read_into(path: str, offset: int, out: Tensor) -> None:

@@ -16,6 +16,7 @@ from .lazy import Merged
 __all__ = ["Ahead"]
 
 _IN_FLIGHT = 2  # pieces that are being merged, or wait to be written
+_PIECE = 2 * CHUNK  # handing a piece over costs as much as merging a tenth of this
 
 
 class Ahead(Mapping[str, Tensor]):
@@ -77,7 +78,7 @@ class Ahead(Mapping[str, Tensor]):
         while left:
             piece = next(self._pieces)
             left -= piece.numel()
-            yield piece
+            yield from piece.split(CHUNK)
 
     def _ahead(self) -> Generator[Tensor, None, None]:
         pieces = (piece for name in self._names for piece in self._pieces_of(name))
@@ -92,4 +93,6 @@ class Ahead(Mapping[str, Tensor]):
                     future.cancel()
 
     def _pieces_of(self, name: str) -> Iterator[Tensor]:
-        return self._tensors.pieces(name) if isinstance(self._tensors, Merged) else chunks_of(self._tensors, name)
+        return (
+            self._tensors.pieces(name, _PIECE) if isinstance(self._tensors, Merged) else chunks_of(self._tensors, name)
+        )

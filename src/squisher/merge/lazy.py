@@ -17,7 +17,7 @@ from .names import Plan
 
 __all__ = ["Merged", "Rule"]
 
-_TOGETHER = 4 * CHUNK  # elements that are read for one merged piece, of all models
+_TOGETHER = 8 * CHUNK  # elements that are read for one merged piece, of all models
 _SHORTEST = 1 << 12
 _BLOCK = 1 << 15  # torch shares longer tensors among threads
 
