@@ -5,5 +5,5 @@ from __future__ import annotations
 import subprocess
 import sys
 
-for name in ("archive", "extract", "merge", "topk", "mask", "fisher"):
+for name in ("archive", "extract", "merge", "topk", "mask", "fisher", "ewc"):
     subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=True)

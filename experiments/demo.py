@@ -20,7 +20,9 @@ from torch import nn
 import squisher
 from experiments import page
 from experiments.data import Labelled, digits
+from experiments.html import results_page
 from experiments.runs import execute
+from squisher.report import write
 
 BATCH, EPOCHS, HIDDEN = 32, 40, 64
 
@@ -77,6 +79,7 @@ def six_settings(out: Path, jobs: int) -> None:
     Console().print(table)
     print("Small networks and 8×8 digits: this shows how it goes, and proves nothing. docs/results.md has real data.")
     page.draw(found, out / "figure.png")
+    write(out / "results.html", results_page(found, "quick"))
 
 
 def main() -> None:
@@ -89,7 +92,9 @@ def main() -> None:
     recycle(options.out)
     print("\nThe paper's six settings, in small:")
     six_settings(options.out, options.jobs)
-    print(f"\nFigure: {options.out / 'figure.png'}\nReport: {options.out / 'report.html'}")
+    print(
+        f"\nFigure: {options.out / 'figure.png'}\nResults: {options.out / 'results.html'}\nReport: {options.out / 'report.html'}"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Turns the documents of finished runs into docs/results.md and its figure: every number there comes from here.
+"""Turns the documents of finished runs into docs/results.md, results-page.html and a figure: every number there comes from here.
 
 python -m experiments.page [--scale cpu] [--documents experiments/results] [--page docs/results.md]
 """
@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from experiments.claims import CLAIMS, judge
+from experiments.html import results_page
 from experiments.spread import Difference, Mean, mean, paired
+from squisher.report import write as write_html
 
 HERE = Path(__file__).parent
 SETTINGS = ("merging", "ubgm", "pruning", "fish", "embedding", "ewc", "ewc_permuted")
@@ -163,6 +165,36 @@ def _section(c: Comparison) -> list[str]:
     return parts
 
 
+def _run_times(folder: Path, scale: str) -> list[str]:
+    """The time that an importance costs in each setting, and what the paper reports."""
+    path = folder / f"runtime-{scale}.json"
+    if not path.exists():
+        return []
+    module = importlib.import_module("experiments.runtime")
+    document = json.loads(path.read_text())
+    by_case: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for score in document["scores"]:
+        if score["metric"] == module.METRIC:
+            by_case[score["case"]][score["method"]].append(score["value"])
+    methods = list(dict.fromkeys(method for case in by_case.values() for method in case))
+    rows = [
+        [case, *(f"{mean(found[m]).value:.3g}" if m in found else "" for m in methods)]
+        for case, found in by_case.items()
+    ]
+    paper = [
+        [case, *(f"{known[m]:g}" if m in known else "" for m in ("fisher (loop)", "joint", "squisher"))]
+        for case, known in module.PAPER.items()
+    ]
+    return [
+        f"## {module.TITLE}",
+        (module.__doc__ or "").strip(),
+        "Seconds for all importances of a setting, one thread:",
+        *_rows(["setting", *methods], rows),
+        "The paper's seconds (GPUs, larger networks):",
+        *_rows(["paper", "Fisher, one example at a time", "Fisher of batches", "Squisher"], paper),
+    ]
+
+
 def _rows(head: list[str], rows: list[list[str]]) -> list[str]:
     lines = [head, ["---"] * len(head), *rows]
     return ["\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)]
@@ -189,7 +221,9 @@ def main() -> None:
         )
     picture = options.page.parent / "images" / f"results-{options.scale}.png"
     draw(found, picture)
-    write(options.page, text(found, f"images/{picture.name}"))
+    parts = [text(found, f"images/{picture.name}"), *_run_times(options.documents, options.scale)]
+    write(options.page, "\n\n".join(parts))
+    write_html(options.page.with_name(f"{options.page.stem}-page.html"), results_page(found, options.scale))
     print(f"{options.page}: {', '.join(c.name for c in found)}")
 
 

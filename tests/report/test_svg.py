@@ -11,7 +11,7 @@ import pytest
 
 from squisher.report.heat import density, heat_map
 from squisher.report.scales import STEPS, Axis, colour_steps, domain_of
-from squisher.report.svg import Mark, Series, bars_with_error_bars, histogram, lines, scatter
+from squisher.report.svg import Mark, Series, bars_with_error_bars, histogram, lines, points_with_error_bars, scatter
 
 EVIL = "<script>alert('x')</script>&\"'"
 X, Y = Axis("x", 0, 10), Axis("y", 0, 100)
@@ -111,6 +111,22 @@ def test_bars_have_error_bars():
     assert len(errors) == 2
     tips = [mark.get("data-tip") for mark in tree.iter("rect") if mark.get("data-tip")]
     assert tips == ["p\n1 (0.5 to 1.5)", "q\n–", f"{EVIL}\n50 (40 to 60)"]
+
+
+def test_points_of_a_category_stand_beside_one_another():
+    series = [
+        Series("a", [], [10.0, None], low=[5.0, None], high=[15.0, None]),
+        Series("b", [], [10.0, 20.0], low=[5.0, 15.0], high=[15.0, 25.0]),
+    ]
+    tree = parsed(points_with_error_bars(series, ["p", EVIL], Y, **WORDS))
+    circles = [mark for mark in tree.iter("circle") if mark.get("class") == "dot s0"]
+    squares = [mark for mark in tree.iter("rect") if mark.get("class") == "dot s1"]
+    assert (len(circles), len(squares)) == (1, 2)
+    assert float(circles[0].get("cy")) == pytest.approx(float(squares[0].get("y")) + 3)
+    assert float(circles[0].get("cx")) < float(squares[0].get("x"))
+    assert len([mark for mark in tree.iter("path") if (mark.get("class") or "").startswith("error")]) == 3
+    tips = [mark.get("data-tip") for mark in tree.iter("rect") if mark.get("data-tip")]
+    assert tips == ["p\na: 10 (5 to 15)\nb: 10 (5 to 15)", f"{EVIL}\na: –\nb: 20 (15 to 25)"]
 
 
 def test_points_have_their_own_shapes():

@@ -15,7 +15,7 @@ from .drawing import HEIGHT, SERIES, Chart, attribute, px, text_at
 from .numbers import formatted
 from .scales import Axis
 
-__all__ = ["Mark", "Series", "bars_with_error_bars", "histogram", "lines", "scatter"]
+__all__ = ["Mark", "Series", "bars_with_error_bars", "histogram", "lines", "points_with_error_bars", "scatter"]
 
 
 @dataclass(frozen=True)
@@ -70,16 +70,7 @@ def lines(
     """
     if categories:
         x = Axis(x.label, -0.5, len(categories) - 0.5)
-    chart = Chart(
-        title,
-        description,
-        x,
-        y,
-        height=HEIGHT - 44 + _room(categories),
-        bottom=_room(categories),
-        left=_margin(categories),
-        legend=_legend(series),
-    )
+    chart = _chart(series, categories, x, y, title, description)
     if diagonal:
         steps = [
             x.low * (x.high / x.low) ** (k / 40) if x.log else x.low + (x.high - x.low) * k / 40 for k in range(41)
@@ -118,17 +109,7 @@ def bars_with_error_bars(
         label: Of the horizontal axis.
     """
     x = Axis(label, -0.5, len(categories) - 0.5)
-    chart = Chart(
-        title,
-        description,
-        x,
-        y,
-        height=HEIGHT - 44 + _room(categories),
-        bottom=_room(categories),
-        left=_margin(categories),
-        legend=_legend(series),
-        swatch="bar",
-    )
+    chart = _chart(series, categories, x, y, title, description, swatch="bar")
     base = chart.up(max(y.low, min(y.high, 0.0)) if not y.log else y.low)
     wide = 0.8 / max(1, len(series))
     for k, one in enumerate(series):
@@ -143,6 +124,21 @@ def bars_with_error_bars(
                 f'y="{px(min(base, top))}" height="{px(abs(base - top))}"/>'
             )
         _error_bars(chart, Series(one.name, places, one.y, one.low, one.high), k)
+    _columns(chart, series, categories)
+    return chart.svg(x_ticks=_named(categories), turned=True)
+
+
+def points_with_error_bars(
+    series: Sequence[Series], categories: Sequence[str], y: Axis, *, title: str, description: str, label: str = ""
+) -> str:
+    """As `bars_with_error_bars` with points, for axes that do not begin at 0."""
+    chart = _chart(series, categories, Axis(label, -0.5, len(categories) - 0.5), y, title, description)
+    for k, one in enumerate(series):
+        places = [place + (k - (len(series) - 1) / 2) * 0.6 / len(series) for place in range(len(categories))]
+        _error_bars(chart, Series(one.name, places, one.y, one.low, one.high), k)
+        for place, value in zip(places, one.y, strict=True):
+            if value is not None and math.isfinite(value):
+                chart.add(_dot(chart.across(place), chart.up(value), k, ""))
     _columns(chart, series, categories)
     return chart.svg(x_ticks=_named(categories), turned=True)
 
@@ -204,6 +200,29 @@ def histogram(
 
 
 # -- pieces ------------------------------------------------------------------------------------------------------------
+
+
+def _chart(
+    series: Sequence[Series],
+    categories: Sequence[str],
+    x: Axis,
+    y: Axis,
+    title: str,
+    description: str,
+    swatch: str = "line",
+) -> Chart:
+    """With room for the names of the categories, where there are any."""
+    return Chart(
+        title,
+        description,
+        x,
+        y,
+        height=HEIGHT - 44 + _room(categories),
+        bottom=_room(categories),
+        left=_margin(categories),
+        legend=_legend(series),
+        swatch=swatch,
+    )
 
 
 def _legend(series: Sequence[Series]) -> Sequence[str]:
