@@ -1,12 +1,7 @@
-"""Importance: named, non-negative tensors that say what they are.
-
-It is the only thing that crosses from what makes importances (recycle, measure) to what uses them (merge, prune, mask,
-embed, consolidate). The scale rule lives here, once: `Importance.as_fisher` and `on_common_scale`.
-"""
+"""The class `Importance`, and how one is loaded."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
 import re
@@ -16,21 +11,21 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from . import __version__, archive, shards
-from .errors import FileError, NamingError, ScaleError, SquisherError, SquisherWarning, near
-from .provenance import KINDS, Provenance, fisher_factor, scale_differences
-from .tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+from .. import __version__, archive, shards
+from ..errors import FileError, NamingError, ScaleError, SquisherError, SquisherWarning, near
+from ..provenance import KINDS, Provenance, fisher_factor, scale_differences
+from ..tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+from .checks import check_all, check_values, checked_dtype, short, tensors_only
+from .mean import Mean, same_tensors, tokens_of, weights_of
 
-__all__ = ["FILE_NAME", "Importance", "Provenance", "load", "on_common_scale", "structure_hash"]
+__all__ = ["FILE_NAME", "Importance", "load"]
 
 FILE_NAME = "squisher.safetensors"
 """Where an importance lies beside a model."""
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _LOW_PRECISION = ("bfloat16", "float16", "8bit", "int8", "uint8", "fp8", "float8", "4bit")
 
 
@@ -53,12 +48,12 @@ class Importance(Mapping[str, Tensor]):
 
     def __init__(self, tensors: Mapping[str, Tensor], kind: str = "fisher", **provenance: Any):
         if not isinstance(tensors, Mapping) or not tensors:
-            raise SquisherError(f"An importance needs at least one named tensor, but got {_short(tensors)}.")
+            raise SquisherError(f"An importance needs at least one named tensor, but got {short(tensors)}.")
         if kind not in KINDS:
             raise SquisherError(f"An importance is of kind {' or '.join(KINDS)}, not {kind!r}.{near(str(kind), KINDS)}")
         if isinstance(tensors, dict):
-            tensors = {name: tensor.detach() for name, tensor in _tensors_only(tensors)}
-            _check_all(tensors)
+            tensors = {name: tensor.detach() for name, tensor in tensors_only(tensors)}
+            check_all(tensors)
         self._tensors = tensors
         self._names = tuple(tensors)
         self._factor = 1.0
@@ -187,17 +182,17 @@ class Importance(Mapping[str, Tensor]):
             raise SquisherError("combine needs at least one importance, but got none.")
         first = importances[0]
         for other in importances[1:]:
-            _same_tensors(first, other)
+            same_tensors(first, other)
             differing = scale_differences([first.provenance, other.provenance])
             if differing:
                 raise ScaleError(f"Cannot combine importances that differ in {', '.join(differing)}.")
-        factors = _weights(importances, weights)
+        factors = weights_of(importances, weights)
         total = math.fsum(factors)
-        mean = _Mean([(imp, w / total) for imp, w in zip(importances, factors, strict=True)])
+        mean = Mean([(imp, w / total) for imp, w in zip(importances, factors, strict=True)])
         counts = [imp.provenance.examples for imp in importances]
         examples = None if None in counts else sum(c for c in counts if c is not None)
         extra = {k: v for k, v in first.provenance.extra.items() if k not in ("tokens", "standard_error")}
-        tokens = [_tokens(imp.provenance) for imp in importances]
+        tokens = [tokens_of(imp.provenance) for imp in importances]
         if all(tokens):
             extra["tokens"] = sum(tokens)
         p = replace(first.provenance, examples=examples, sum={}, sum_of_squares={}, extra=extra)
@@ -257,9 +252,9 @@ class Importance(Mapping[str, Tensor]):
         path = Path(path)
         if path.is_dir():
             path = path / FILE_NAME
-        target = _checked_dtype(dtype)
+        target = checked_dtype(dtype)
         for name in self if target is None else ():
-            _checked_dtype(self.dtype(name))
+            checked_dtype(self.dtype(name))
         metadata = {**self.provenance.to_dict(), "created_with": f"torch-squisher {__version__}"}
         metadata.pop("sum", None)
         metadata.pop("sum_of_squares", None)
@@ -280,37 +275,6 @@ class Importance(Mapping[str, Tensor]):
             shards.write_once(shards.Gathered(self, held), write)
         else:
             write(self)
-
-
-class _Mean(Mapping[str, Tensor]):
-    """The weighted mean of several importances, computed when asked for."""
-
-    def __init__(self, parts: Sequence[tuple[Importance, float]]):
-        self._parts = list(parts)
-        self._first = parts[0][0]
-
-    def __getitem__(self, name: str) -> Tensor:
-        return torch.stack([weight * imp[name].float() for imp, weight in self._parts]).sum(0)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._first)
-
-    def __len__(self) -> int:
-        return len(self._first)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._first
-
-    def shape(self, name: str) -> torch.Size:
-        return self._first.shape(name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return torch.float32
-
-    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        for pieces in zip(*(imp.chunks(name, size) for imp, _ in self._parts), strict=True):
-            weighted = [w * piece.float() for (_, w), piece in zip(self._parts, pieces, strict=True)]
-            yield torch.stack(weighted).sum(0)
 
 
 def load(path: str | os.PathLike[str]) -> Importance:
@@ -336,182 +300,3 @@ def load(path: str | os.PathLike[str]) -> Importance:
     if "kind" not in metadata or metadata["kind"] not in KINDS:
         raise FileError(f"{path} holds a {metadata.get('kind')!r}, not an importance ({' or '.join(KINDS)}).")
     return Importance(tensors, **metadata)
-
-
-def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "auto") -> list[Mapping[str, Tensor]]:
-    """Importances that may be added to one another: the scale rule of everything that combines several.
-
-    Args:
-        importances: Importances or plain mappings.
-        scale: `"as_fisher"` converts all; `"stored"` takes all as they are; `"auto"` converts if all can be, takes them
-            as they are if none can be and nothing known about them differs, and refuses otherwise.
-
-    Raises:
-        ScaleError: They have no common scale; the message says what differs.
-    """
-    if scale not in ("auto", "stored", "as_fisher"):
-        raise SquisherError(f"scale is auto, stored or as_fisher, not {scale!r}.")
-    if scale == "stored":
-        return list(importances)
-    converted: list[Importance | ScaleError] = [_converted(imp) for imp in importances]
-    fishers = [c for c in converted if isinstance(c, Importance)]
-    failures = [(k, c) for k, c in enumerate(converted) if isinstance(c, ScaleError)]
-    if not failures:
-        return list(_one_unit(fishers))
-    if scale == "as_fisher":
-        k, error = failures[0]
-        raise ScaleError(f"Importance {k + 1} of {len(converted)} cannot be brought to the scale of a Fisher: {error}")
-    if fishers:
-        k, error = failures[0]
-        raise ScaleError(
-            f"{len(fishers)} of {len(converted)} importances can be brought to the scale of a Fisher, but number {k + 1} "
-            f"cannot: {error} Supply that, or pass scale='stored' to combine the numbers as they are."
-        )
-    differing = scale_differences([imp.provenance for imp in importances if isinstance(imp, Importance)])
-    if differing:
-        raise ScaleError(
-            f"The importances differ in {', '.join(differing)} and cannot be brought to the scale of a Fisher: "
-            f"{failures[0][1]} Supply that, or pass scale='stored' to combine the numbers as they are."
-        )
-    return list(importances)
-
-
-def _converted(imp: Mapping[str, Tensor]) -> Importance | ScaleError:
-    if not isinstance(imp, Importance):
-        return ScaleError("it is a plain mapping without provenance; wrap it in squisher.Importance(...).")
-    try:
-        return imp.as_fisher()
-    except ScaleError as error:
-        return error
-
-
-def _one_unit(fishers: list[Importance]) -> list[Importance]:
-    units = list(dict.fromkeys(imp.provenance.unit for imp in fishers))
-    if len(units) <= 1:
-        return fishers
-    for unit in units:
-        try:
-            return [imp.as_fisher(unit) for imp in fishers]
-        except ScaleError:
-            continue
-    raise ScaleError(f"The importances are per {' and per '.join(map(str, units))}, which have no common scale.")
-
-
-def _weights(importances: Sequence[Importance], weights: str | Sequence[float]) -> list[float]:
-    if weights == "equal":
-        return [1.0] * len(importances)
-    if weights == "examples":
-        by_token = [imp.provenance.kind == "fisher" and imp.provenance.unit == "token" for imp in importances]
-        counts = [
-            _tokens(imp.provenance) if tokens else imp.provenance.examples or 0
-            for imp, tokens in zip(importances, by_token, strict=True)
-        ]
-        for k, (count, tokens) in enumerate(zip(counts, by_token, strict=True)):
-            if not count:
-                raise SquisherError(
-                    f"Importance {k + 1} does not say how many {'tokens' if tokens else 'examples'} it saw; pass "
-                    "weights='equal' or one number each."
-                )
-        return [float(count) for count in counts]
-    if isinstance(weights, str):
-        raise SquisherError(f"weights is 'examples', 'equal' or one number each, not {weights!r}.")
-    if len(weights) != len(importances) or not all(math.isfinite(w) and w > 0 for w in weights):
-        raise SquisherError(f"combine needs {len(importances)} positive weights, but got {list(weights)}.")
-    return [float(w) for w in weights]
-
-
-def _tokens(p: Provenance) -> int:
-    """How many tokens a Fisher is the mean over; 0 where it does not say or is over something else."""
-    tokens = p.extra.get("tokens")
-    return tokens if isinstance(tokens, int) and tokens > 0 else 0
-
-
-def _same_tensors(a: Importance, b: Importance) -> None:
-    missing = [name for name in a if name not in b] + [name for name in b if name not in a]
-    if missing:
-        raise NamingError(f"{missing[0]!r} is in one importance and not in the other.{near(missing[0], [*a, *b])}")
-    for name in a:
-        if a.shape(name) != b.shape(name):
-            raise NamingError(
-                f"{name!r} has the shape {tuple(a.shape(name))} in one and {tuple(b.shape(name))} in the other."
-            )
-
-
-def _check_all(tensors: Mapping[str, Tensor]) -> None:
-    failure = None
-    try:
-        for name, tensor in tensors.items():
-            check_values(name, tensor)
-    except SquisherError as error:
-        failure = error
-    shards.agree(failure, tensors.values())
-
-
-def check_values(name: str, values: Tensor) -> None:
-    """Refuses what no mean of squares can be, in the part that this process holds.
-
-    Raises:
-        SquisherError: A value is NaN, infinite or negative; the message names the parameter.
-    """
-    values = shards.local_of(values)
-    if not values.dtype.is_floating_point:
-        raise SquisherError(
-            f"The importance of {name!r} has the type {values.dtype}; it must be a floating-point tensor."
-        )
-    if not values.numel() or _surely_valid(values):
-        return
-    low, high = (float(x) for x in torch.aminmax(values.detach()))
-    if low >= 0 and high < math.inf:
-        return
-    what = (
-        "NaN" if math.isnan(low) or math.isnan(high) else "infinite values" if math.isinf(high) else "negative values"
-    )
-    raise SquisherError(
-        f"The importance of {name!r} has {what}, which no mean of squared gradients can have. The run that made it may have "
-        "diverged, or the file is damaged; take an earlier checkpoint."
-    )
-
-
-_INFINITY_BITS = {
-    torch.float64: (torch.int64, np.uint64, 0x7FF0 << 48),
-    torch.float32: (torch.int32, np.uint32, 0x7F80 << 16),
-    torch.bfloat16: (torch.int16, np.uint16, 0x7F80),
-}
-
-
-def _surely_valid(values: Tensor) -> bool:
-    """Whether all are finite and not negative, in one pass over the bits: every other value has larger ones."""
-    if values.dtype not in _INFINITY_BITS or values.device.type != "cpu" or not values.is_contiguous():
-        return False
-    signed, unsigned, infinity = _INFINITY_BITS[values.dtype]
-    return bool(values.detach().view(signed).numpy().view(unsigned).max() < infinity)
-
-
-def structure_hash(shapes: Mapping[str, Sequence[int]]) -> str:
-    """A hash of parameter names and shapes: equal for two models that an importance fits alike."""
-    lines = "\n".join(f"{name} {','.join(map(str, shapes[name]))}" for name in sorted(shapes))
-    return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()[:32]
-
-
-def _tensors_only(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors.items():
-        if not isinstance(name, str) or not name:
-            raise NamingError(f"An importance has parameter names as keys, not {name!r}.")
-        if not isinstance(tensor, Tensor):
-            raise SquisherError(f"The importance of {name!r} is {_short(tensor)}, not a tensor.")
-        yield name, tensor
-
-
-def _checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    if dtype is None:
-        return None
-    name = str(dtype).removeprefix("torch.")
-    if name == "float16":
-        raise SquisherError("float16 underflows below 6e-8, where most squared gradients are: use bfloat16 or float32.")
-    if name not in _DTYPES:
-        raise SquisherError(f"An importance is written as {', '.join(_DTYPES)}, not {name}.{near(name, _DTYPES)}")
-    return _DTYPES[name]
-
-
-def _short(value: object) -> str:
-    return "nothing" if isinstance(value, Mapping) and not value else f"a {type(value).__name__}"

@@ -1,0 +1,14 @@
+"""Importance: named, non-negative tensors that say what they are.
+
+It is the only thing that crosses from what makes importances (recycle, measure) to what uses them (merge, prune, mask,
+embed, consolidate). The scale rule lives here, once: `Importance.as_fisher` and `on_common_scale`.
+"""
+
+from __future__ import annotations
+
+from ..provenance import Provenance
+from .checks import check_values, structure_hash
+from .core import FILE_NAME, Importance, load
+from .scale import on_common_scale
+
+__all__ = ["FILE_NAME", "Importance", "Provenance", "check_values", "load", "on_common_scale", "structure_hash"]

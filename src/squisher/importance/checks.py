@@ -1,0 +1,103 @@
+"""What an importance may be made of: names, types and values."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .. import shards
+from ..errors import NamingError, SquisherError, near
+
+__all__ = ["check_all", "check_values", "checked_dtype", "short", "structure_hash", "tensors_only"]
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def check_all(tensors: Mapping[str, Tensor]) -> None:
+    """`check_values` of all; where tensors are spread over processes, all of these refuse together."""
+    failure = None
+    try:
+        for name, tensor in tensors.items():
+            check_values(name, tensor)
+    except SquisherError as error:
+        failure = error
+    shards.agree(failure, tensors.values())
+
+
+def check_values(name: str, values: Tensor) -> None:
+    """Refuses what no mean of squares can be, in the part that this process holds.
+
+    Raises:
+        SquisherError: A value is NaN, infinite or negative; the message names the parameter.
+    """
+    values = shards.local_of(values)
+    if not values.dtype.is_floating_point:
+        raise SquisherError(
+            f"The importance of {name!r} has the type {values.dtype}; it must be a floating-point tensor."
+        )
+    if not values.numel() or _surely_valid(values):
+        return
+    low, high = (float(x) for x in torch.aminmax(values.detach()))
+    if low >= 0 and high < math.inf:
+        return
+    what = (
+        "NaN" if math.isnan(low) or math.isnan(high) else "infinite values" if math.isinf(high) else "negative values"
+    )
+    raise SquisherError(
+        f"The importance of {name!r} has {what}, which no mean of squared gradients can have. The run that made it may have "
+        "diverged, or the file is damaged; take an earlier checkpoint."
+    )
+
+
+_INFINITY_BITS = {
+    torch.float64: (torch.int64, np.uint64, 0x7FF0 << 48),
+    torch.float32: (torch.int32, np.uint32, 0x7F80 << 16),
+    torch.bfloat16: (torch.int16, np.uint16, 0x7F80),
+}
+
+
+def _surely_valid(values: Tensor) -> bool:
+    """Whether all are finite and not negative, in one pass over the bits: every other value has larger ones."""
+    if values.dtype not in _INFINITY_BITS or values.device.type != "cpu" or not values.is_contiguous():
+        return False
+    signed, unsigned, infinity = _INFINITY_BITS[values.dtype]
+    return bool(values.detach().view(signed).numpy().view(unsigned).max() < infinity)
+
+
+def structure_hash(shapes: Mapping[str, Sequence[int]]) -> str:
+    """A hash of parameter names and shapes: equal for two models that an importance fits alike."""
+    lines = "\n".join(f"{name} {','.join(map(str, shapes[name]))}" for name in sorted(shapes))
+    return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()[:32]
+
+
+def tensors_only(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
+    """The items, if they are names and tensors."""
+    for name, tensor in tensors.items():
+        if not isinstance(name, str) or not name:
+            raise NamingError(f"An importance has parameter names as keys, not {name!r}.")
+        if not isinstance(tensor, Tensor):
+            raise SquisherError(f"The importance of {name!r} is {short(tensor)}, not a tensor.")
+        yield name, tensor
+
+
+def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """A type that importances are written in, from its name or itself."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name == "float16":
+        raise SquisherError("float16 underflows below 6e-8, where most squared gradients are: use bfloat16 or float32.")
+    if name not in _DTYPES:
+        raise SquisherError(f"An importance is written as {', '.join(_DTYPES)}, not {name}.{near(name, _DTYPES)}")
+    return _DTYPES[name]
+
+
+def short(value: object) -> str:
+    """What was given instead of tensors, in two words."""
+    return "nothing" if isinstance(value, Mapping) and not value else f"a {type(value).__name__}"

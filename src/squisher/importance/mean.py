@@ -1,0 +1,95 @@
+"""The weighted mean of several importances."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import NamingError, SquisherError, near
+from ..provenance import Provenance
+from ..tensors import CHUNK
+
+if TYPE_CHECKING:
+    from .core import Importance
+
+__all__ = ["Mean", "same_tensors", "tokens_of", "weights_of"]
+
+
+class Mean(Mapping[str, Tensor]):
+    """The weighted mean of several importances, computed when asked for."""
+
+    def __init__(self, parts: Sequence[tuple[Importance, float]]):
+        self._parts = list(parts)
+        self._first = parts[0][0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.stack([weight * imp[name].float() for imp, weight in self._parts]).sum(0)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._first)
+
+    def __len__(self) -> int:
+        return len(self._first)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._first
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of one tensor, without reading it."""
+        return self._first.shape(name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Single precision, whatever the parts have."""
+        return torch.float32
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat pieces, in order."""
+        for pieces in zip(*(imp.chunks(name, size) for imp, _ in self._parts), strict=True):
+            weighted = [w * piece.float() for (_, w), piece in zip(self._parts, pieces, strict=True)]
+            yield torch.stack(weighted).sum(0)
+
+
+def weights_of(importances: Sequence[Importance], weights: str | Sequence[float]) -> list[float]:
+    """One positive number each; see `Importance.combine`."""
+    if weights == "equal":
+        return [1.0] * len(importances)
+    if weights == "examples":
+        by_token = [imp.provenance.kind == "fisher" and imp.provenance.unit == "token" for imp in importances]
+        counts = [
+            tokens_of(imp.provenance) if tokens else imp.provenance.examples or 0
+            for imp, tokens in zip(importances, by_token, strict=True)
+        ]
+        for k, (count, tokens) in enumerate(zip(counts, by_token, strict=True)):
+            if not count:
+                raise SquisherError(
+                    f"Importance {k + 1} does not say how many {'tokens' if tokens else 'examples'} it saw; pass "
+                    "weights='equal' or one number each."
+                )
+        return [float(count) for count in counts]
+    if isinstance(weights, str):
+        raise SquisherError(f"weights is 'examples', 'equal' or one number each, not {weights!r}.")
+    if len(weights) != len(importances) or not all(math.isfinite(w) and w > 0 for w in weights):
+        raise SquisherError(f"combine needs {len(importances)} positive weights, but got {list(weights)}.")
+    return [float(w) for w in weights]
+
+
+def tokens_of(p: Provenance) -> int:
+    """How many tokens a Fisher is the mean over; 0 where it does not say or is over something else."""
+    tokens = p.extra.get("tokens")
+    return tokens if isinstance(tokens, int) and tokens > 0 else 0
+
+
+def same_tensors(a: Importance, b: Importance) -> None:
+    """Refuses two importances of other names or shapes."""
+    missing = [name for name in a if name not in b] + [name for name in b if name not in a]
+    if missing:
+        raise NamingError(f"{missing[0]!r} is in one importance and not in the other.{near(missing[0], [*a, *b])}")
+    for name in a:
+        if a.shape(name) != b.shape(name):
+            raise NamingError(
+                f"{name!r} has the shape {tuple(a.shape(name))} in one and {tuple(b.shape(name))} in the other."
+            )
