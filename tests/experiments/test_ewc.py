@@ -53,9 +53,14 @@ def test_the_protocol_is_the_papers():
 @pytest.mark.parametrize(("module", "scale"), [(ewc, "quick"), (ewc, "cpu"), (ewc_permuted, "cpu")])
 def test_every_method_has_the_same_budget_and_a_search_or_a_rule(module, scale):
     config = module.CONFIGS[scale]
-    assert len({high - low for low, high in config["exponents"].values()}) == 1
     searched = {method for method in config["methods"] if METHODS[method].rule == "search"}
-    assert searched <= set(config["exponents"])  # a curve alone is fine
+    if "strengths" in config:  # λ is given, the same for all
+        assert searched == set(config["strengths"])
+        assert len(set(config["strengths"].values())) == 1
+        assert not config["exponents"]
+    else:
+        assert len({high - low for low, high in config["exponents"].values()}) == 1
+        assert searched <= set(config["exponents"])  # a curve alone is fine
     assert {"fisher", "squisher", module.BASELINE} <= set(config["methods"])
 
 
