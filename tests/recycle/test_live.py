@@ -257,3 +257,14 @@ def test_parameters_of_another_model_are_left_out_with_a_warning():
     train(model, optimizer)
     with pytest.warns(SquisherWarning, match="1 of the optimizer's 8 parameters"):
         squisher.extract(optimizer, model)
+
+
+def test_frozen_weights_are_not_hashed():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.Adam(model[1].parameters())
+    model(torch.randn(8, 4)).sum().backward()
+    optimizer.step()
+    found = squisher.extract(optimizer, model)
+    assert set(found.provenance.model["content"]) == {"1.weight", "1.bias"}
+    assert set(found.provenance.absent) == {"0.weight", "0.bias"}
