@@ -126,7 +126,7 @@ def _facts(parameters: Sequence[LiveParameter], held: set[str], reasons: Mapping
         tied={alias: p.name for p in parameters for alias in p.aliases},
         live_names={p.name: p.live_name for p in parameters},
         shapes={p.name: tuple(p.parameter.shape) for p in parameters},
-        # Of what has an importance alone: hashing the frozen base of an adapter would take longer than all the rest.
+        # Of what is in the optimizer alone: hashing the frozen base of an adapter would take longer than all the rest.
         content={
             p.name: _content(p.parameter)
             for p in parameters
