@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
 import json
 import struct
+import tarfile
 import urllib.request
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,6 +24,13 @@ MNIST_FILES = {  # MD5 of the archives, as everyone quotes them
     "train-labels-idx1-ubyte": "d53e105ee54ea40749a09fcbcd1e9432",
     "t10k-images-idx3-ubyte": "9fb629c4189551a2d022fa330f9573f3",
     "t10k-labels-idx1-ubyte": "ec29112dd5afa0611ce80d1b7f02629c",
+}
+
+
+CIFAR_ADDRESS = "https://www.cs.toronto.edu/~kriz/"
+CIFAR_FILES = {  # folder in the archive: the archive, its MD5 as its page has it
+    "cifar-10-batches-bin": ("cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),
+    "cifar-100-binary": ("cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),
 }
 
 
@@ -69,7 +78,7 @@ def cifar(folder: Path, classes: int) -> tuple[Labelled, Labelled]:
     )
     place = folder / name if (folder / name).exists() else folder
     if not (place / first).exists():
-        raise SystemExit(f"There is no {first} in {place}; --data needs {name}/ in CIFAR's official binary layout.")
+        place = _cifar_downloaded(folder, name)
     training = sorted(place.glob("data_batch_*.bin")) if classes == 10 else [place / "train.bin"]
     test = [place / ("test_batch.bin" if classes == 10 else "test.bin")]
     return _cifar_rows(training, labels), _cifar_rows(test, labels)
@@ -95,15 +104,34 @@ def _idx(folder: Path, name: str) -> Tensor:
 
 
 def _download(folder: Path, name: str) -> bytes:
-    try:
-        with urllib.request.urlopen(f"{MNIST_ADDRESS}{name}.gz", timeout=60) as answer:
-            data = answer.read()
-    except OSError as error:
-        raise SystemExit(f"There is no {name}[.gz] in {folder}, and it could not be downloaded ({error}).") from error
-    if hashlib.md5(data, usedforsecurity=False).hexdigest() != MNIST_FILES[name]:
-        raise SystemExit(f"What was downloaded as {name}.gz is not the known file; put it into {folder} by hand.")
+    data = _fetched(f"{MNIST_ADDRESS}{name}.gz", MNIST_FILES[name], f"{name}[.gz]", folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.gz").write_bytes(data)
+    return data
+
+
+def _cifar_downloaded(folder: Path, name: str) -> Path:
+    archive, checksum = CIFAR_FILES[name]
+    data = _fetched(f"{CIFAR_ADDRESS}{archive}", checksum, f"{name}/ in CIFAR's official binary layout", folder)
+    out = folder / name
+    out.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(fileobj=io.BytesIO(data)) as members:
+        for member in members:
+            content = members.extractfile(member) if member.name.endswith(".bin") else None
+            if content is not None:
+                (out / Path(member.name).name).write_bytes(content.read())  # the name alone: no path from the archive
+    return out
+
+
+def _fetched(address: str, checksum: str, what: str, folder: Path) -> bytes:
+    """The bytes at an address, if they are the known ones."""
+    try:
+        with urllib.request.urlopen(address, timeout=60) as answer:
+            data = answer.read()
+    except OSError as error:
+        raise SystemExit(f"There is no {what} in {folder}, and it could not be downloaded ({error}).") from error
+    if hashlib.md5(data, usedforsecurity=False).hexdigest() != checksum:
+        raise SystemExit(f"What was downloaded from {address} is not the known file; put it into {folder} by hand.")
     return data
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
+import io
 import json
 import struct
+import tarfile
 import urllib.error
 
 import numpy as np
@@ -69,6 +72,33 @@ def test_cifar_takes_the_fine_labels_of_the_binary_layout(tmp_path, classes, fol
     assert train.labels.tolist() == rows[:, labels - 1].tolist()
     assert test.inputs.shape == (4, 3, 32, 32)
     assert test.inputs[1, 2, 3, 4].item() == pytest.approx(rows[1, labels + 2 * 1024 + 3 * 32 + 4] / 127.5 - 1)
+
+
+def test_cifar_is_downloaded_once_and_only_if_it_is_the_known_archive(tmp_path, monkeypatch):
+    rows = np.random.default_rng(0).integers(0, 256, (4, 2 + 3072), np.uint8).tobytes()
+    whole = io.BytesIO()
+    with tarfile.open(fileobj=whole, mode="w:gz") as archive:
+        for name in ("cifar-100-binary/train.bin", "../../test.bin", "cifar-100-binary/fine_label_names.txt"):
+            member = tarfile.TarInfo(name)
+            member.size = len(rows)
+            archive.addfile(member, io.BytesIO(rows))
+    asked = []
+
+    def answer(address, **_):
+        asked.append(address)
+        return io.BytesIO(whole.getvalue())
+
+    monkeypatch.setattr("urllib.request.urlopen", answer)
+    with pytest.raises(SystemExit, match="is not the known file"):
+        data.cifar(tmp_path, 100)
+    checksum = hashlib.md5(whole.getvalue(), usedforsecurity=False).hexdigest()
+    monkeypatch.setitem(data.CIFAR_FILES, "cifar-100-binary", ("archive.tar.gz", checksum))
+    for _ in range(2):
+        train, test = data.cifar(tmp_path / "data", 100)
+        assert len(train) == len(test) == 4
+    assert len(asked) == 2
+    files = sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file())
+    assert files == ["data/cifar-100-binary/test.bin", "data/cifar-100-binary/train.bin"]
 
 
 def test_text_rows_and_a_missing_task(tmp_path):
