@@ -89,18 +89,23 @@ def _environment(**values: str) -> Iterator[None]:
             os.environ.pop(key) if value is None else os.environ.update({key: value})
 
 
+def _moved(page: str) -> str:
+    """A page of the project's root with links as they are within the site."""
+    page = re.sub(r"\]\(docs/tutorials/(\w+)\.py\)", r"](tutorials/\1.md)", page).replace("](docs/", "](")
+    page = page.replace("](CONTRIBUTING.md)", "](contributing.md)").replace("](CHANGELOG.md)", "](changelog.md)")
+    return re.sub(r"\[([^]]+)\]\((?:CITATION\.cff|LICENSE)\)", r"\1", page)  # files that are not in the site
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Adds the pages that are made: tutorials and the README."""
     from mkdocs.structure.files import File
 
-    readme = (ROOT / "README.md").read_text()
-    readme = readme.replace("](docs/", "](").replace("](CONTRIBUTING.md", "](contributing.md")
-    readme = re.sub(r"\]\((CHANGELOG\.md|CITATION\.cff|LICENSE)\)", "]", readme).replace(
-        "[CITATION.cff]", "CITATION.cff"
-    )
-    files.append(File.generated(config, "index.md", content=readme))
-    files.append(File.generated(config, "contributing.md", content=(ROOT / "CONTRIBUTING.md").read_text()))
-    files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text()))
+    for source, made in (
+        ("README.md", "index.md"),
+        ("CONTRIBUTING.md", "contributing.md"),
+        ("CHANGELOG.md", "changelog.md"),
+    ):
+        files.append(File.generated(config, made, content=_moved((ROOT / source).read_text())))
     for script in sorted(TUTORIALS.glob("*.py")):
         files.append(File.generated(config, f"tutorials/{script.stem}.md", content=run(script)))
     for made in [f for f in files if f.src_uri.endswith(".py")]:

@@ -50,3 +50,10 @@ def test_commands_and_their_options_exist(page):
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_links_of_the_site_stay_in_the_site():
+    for page in (ROOT / "docs").glob("**/*.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+            assert not target.startswith("../benchmarks"), (page.name, target)
+            assert Path(target).suffix != ".py", (page.name, target)  # sources are no pages of it

@@ -58,3 +58,10 @@ def test_output_of_subprocesses_is_shown_and_a_failing_tutorial_fails(made_pages
     script.write_text('"""A.\n"""\nraise ValueError("broken")\n')
     with pytest.raises(ValueError, match="broken"):
         made_pages.run(script)
+
+
+def test_pages_of_the_root_link_within_the_site(made_pages):
+    made = {"contributing.md", "changelog.md", *(f"tutorials/{p.stem}.md" for p in made_pages.TUTORIALS.glob("*.py"))}
+    for source in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md"):
+        for target in re.findall(r"\]\(([^)#]+)\)", made_pages._moved((ROOT / source).read_text())):
+            assert target.startswith("https://") or target in made or (ROOT / "docs" / target).exists(), target
