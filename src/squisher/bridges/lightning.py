@@ -18,14 +18,21 @@ from torch import Tensor, nn
 
 from ..consolidate import EWC
 from ..errors import SquisherError
-from ..importance import Importance
+from ..importance import FILE_NAME, Importance
 from ..mask import train_only
 from ..provenance import LOSS_REDUCTIONS
-from ..ranks import agree
 from ..recycle import Tracker
 from ..recycle.states import Candidate
 from .batch_counts import BatchCounts, examples_in, over_processes, tokens_in
-from .recording import RunFacts, beta2_of, check_accumulator, inner_optimizers, recorded, stored_candidates
+from .recording import (
+    RunFacts,
+    beta2_of,
+    check_accumulator,
+    inner_optimizers,
+    recorded,
+    stored_candidates,
+    written_by_one,
+)
 
 __all__ = ["EWCCallback", "MaskCallback", "SquisherCallback"]
 
@@ -239,15 +246,8 @@ class SquisherCallback(_Hooks):
         return recorded(source, self._model, self._facts(), candidates)
 
     def _write(self, path: Path) -> None:
-        """The first process writes; if it fails, all of them stop."""
-        error: BaseException | None = None
-        if self._trainer.is_global_zero:
-            try:
-                (path if path.suffix == "" else path.parent).mkdir(parents=True, exist_ok=True)
-                self.importance().save(path)
-            except Exception as problem:
-                error = problem
-        agree(error)
+        file = path if path.suffix == ".safetensors" else path / FILE_NAME
+        written_by_one(self.importance, file, self._trainer.is_global_zero)
 
 
 class EWCCallback(SquisherCallback):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +13,22 @@ from torch import nn
 
 from ..errors import SquisherError
 from ..importance import Importance, structure_hash
+from ..ranks import agree
 from ..recycle import Tracker
 from ..recycle.candidates import candidates_of_module
 from ..recycle.live import from_optimizers, from_tracker, unwrapped
 from ..recycle.states import Candidate, Entry, OptimizerState, Piece, check_usable
 from ..tensors import live_parameters
 
-__all__ = ["RunFacts", "beta2_of", "check_accumulator", "inner_optimizers", "recorded", "stored_candidates"]
+__all__ = [
+    "RunFacts",
+    "beta2_of",
+    "check_accumulator",
+    "inner_optimizers",
+    "recorded",
+    "stored_candidates",
+    "written_by_one",
+]
 
 
 @dataclass(frozen=True)
@@ -163,3 +173,21 @@ def _as_stored(found: Importance, model: nn.Module, candidates: Sequence[Candida
 
 def _renamed(values: Mapping[str, Any], pieces: Mapping[str, Sequence[Piece]]) -> dict[str, Any]:
     return {piece.name: value for name, value in values.items() for piece in pieces[name]}
+
+
+def written_by_one(importance: Callable[[], Importance], file: Path, here: bool) -> None:
+    """Saves an importance in the process that writes; if it fails there, all of them stop.
+
+    Args:
+        importance: Makes it.
+        file: Where to; its folder is made if need be.
+        here: Whether this is the process that writes.
+    """
+    error: BaseException | None = None
+    if here:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            importance().save(file)
+        except Exception as problem:
+            error = problem
+    agree(error)

@@ -18,14 +18,21 @@ from torch import Tensor, nn
 
 from ..consolidate import EWC
 from ..errors import SquisherError
-from ..importance import Importance
+from ..importance import FILE_NAME, Importance
 from ..mask import train_only
 from ..provenance import LOSS_REDUCTIONS
-from ..ranks import agree
 from ..recycle import Tracker
 from ..recycle.states import Candidate
 from .batch_counts import BatchCounts
-from .recording import RunFacts, beta2_of, check_accumulator, inner_optimizers, recorded, stored_candidates
+from .recording import (
+    RunFacts,
+    beta2_of,
+    check_accumulator,
+    inner_optimizers,
+    recorded,
+    stored_candidates,
+    written_by_one,
+)
 from .trainer_facts import batch_size, loss_of, pollution, precision, refuse_sharding
 from .trainer_watch import TrainerWatch
 
@@ -246,15 +253,7 @@ class SquisherCallback(_Events):
         return recorded(source, self._model, self._facts(), candidates)
 
     def _write(self, folder: Path) -> None:
-        """The first process writes; if it fails, all of them stop."""
-        error: BaseException | None = None
-        if self._args.should_save:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                self.importance().save(folder)
-            except Exception as problem:
-                error = problem
-        agree(error)
+        written_by_one(self.importance, folder / FILE_NAME, self._args.should_save)
 
 
 class EWCCallback(SquisherCallback):
