@@ -50,7 +50,16 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     *(Claim("β₂ = 0.999 is better than 0.95", s, "squisher", "squisher (β₂ = 0.95)") for s in ("merging", "ewc")),
     *(Claim("The joint Fisher is as good as the Fisher", s, "joint", "fisher", alike=True) for s in _PLAIN),
-)
+    Claim("With the last checkpoints the Squisher is better than the Fisher", "merging", "squisher", "fisher"),
+    Claim(
+        "With the best checkpoints the Fisher is better than the Squisher", "merging", "fisher", "squisher",
+        case="average, best checkpoint",
+    ),
+    Claim(
+        "After a shorter training of the base the Squisher is as good as the Fisher", "pruning", "squisher", "fisher",
+        alike=True, case="75% pruned, base 10 epochs",
+    ),
+)  # fmt: skip
 
 
 def judge(claim: Claim, found: Sequence[Comparison]) -> tuple[str, str]:
@@ -58,7 +67,8 @@ def judge(claim: Claim, found: Sequence[Comparison]) -> tuple[str, str]:
 
     "Better than" holds if the paired difference's interval is above 0, in part if only its mean is, else it does not hold.
     "As good as" asks two things: that the first is not clearly worse (the interval reaches 0), and that it keeps at least half
-    of what the second gains over the baseline. Both: it holds; one: in part; none: it does not hold.
+    of what the second gains over the baseline. Both: it holds; one: in part; none: it does not hold. Where a case has no baseline, the
+    first question decides.
     """
     comparison = next((c for c in found if c.name == claim.setting), None)
     if comparison is None:
@@ -71,6 +81,8 @@ def judge(claim: Claim, found: Sequence[Comparison]) -> tuple[str, str]:
     numbers = f"{gap} over {gap.count} seeds"
     if not claim.alike:
         return ("holds" if gap.low > 0 else "holds in part" if gap.value > 0 else "does not hold"), numbers
+    if any(comparison.baseline not in comparison.values[case] for case in cases):
+        return ("holds" if gap.high >= 0 else "does not hold"), numbers  # nothing says how much there was to lose
     gain = comparison.difference(second, comparison.baseline, claim.case).value
     answers = (gap.high >= 0, gap.value >= 0 or -gap.value <= gain / 2)
     return ("does not hold", "holds in part", "holds")[sum(answers)], numbers

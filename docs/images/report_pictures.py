@@ -1,8 +1,9 @@
-"""The pictures of docs/report.md: pages over the folders that `fine_tune.py` made, photographed by a system Chromium.
+"""The pictures of docs/report.md and docs/results.md: pages photographed by a system Chromium.
 
-    python -m docs.images.report_pictures FOLDER
+    python -m docs.images.report_pictures [FOLDER]
 
-FOLDER holds `sst2` and `trec6`, each with a model and its squisher.safetensors.
+FOLDER holds `sst2` and `trec6`, each with a model and its squisher.safetensors, as `fine_tune.py` makes them; without it only the
+page of the experiments' results is photographed.
 """
 
 from __future__ import annotations
@@ -18,21 +19,27 @@ HERE = Path(__file__).parent
 
 
 def main() -> None:
-    """Make two reports and five pictures."""
-    runs = Path(sys.argv[1])
+    """Make the picture of the results, and with a folder two reports and five pictures."""
+    browser = Browser()
+    photograph(browser, HERE.parent / "results-page.html", "results-page", "#content", 0, 1500)
+    if sys.argv[1:]:
+        reports(browser, Path(sys.argv[1]))
+    browser.close()
+
+
+def reports(browser: Browser, runs: Path) -> None:
+    """Two reports and five pictures of them."""
     command = Path(sys.executable).with_name("squisher")
     sst2, trec6 = (runs / task for task in ("sst2", "trec6"))
     with tempfile.TemporaryDirectory() as folder:
         one, two = Path(folder, "one.html"), Path(folder, "two.html")
         subprocess.run([command, "report", sst2, "--model", sst2, "--out", one], check=True)
         subprocess.run([command, "report", sst2, trec6, "--model", sst2, "--model", trec6, "--out", two], check=True)
-        browser = Browser()
         photograph(browser, one, "report-light", "#content", 0, 1180)
         photograph(browser, one, "report-atlas", "#atlas", 0, 1000)
         photograph(browser, two, "report-dark", "#overview", -330, 1180, scheme="dark")
         photograph(browser, two, "report-agreement", "#agreement", 0, 1290)
         photograph(browser, two, "report-phone", "#content", 0, 844, width=390)
-        browser.close()
 
 
 def photograph(

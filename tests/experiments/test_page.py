@@ -66,6 +66,17 @@ def test_verdicts(documents, squisher, better, alike):
     assert "over 3 seeds" in numbers
 
 
+def test_a_case_without_a_baseline_is_judged_by_the_interval(documents):
+    (c,) = documents(fisher=[1, 2, 3], squisher=[2, 3, 1], none=[8, 8, 8])
+    for score in c.document["scores"]:
+        score["case"] = score["case"] + (" alone" if score["method"] == "none" else "")
+    claim = Claim("", "pretended", "squisher", "fisher", alike=True, case="beside")
+    assert judge(claim, [c])[0] == "holds"
+    for score in c.document["scores"]:
+        score["value"] += 10 * (score["method"] == "squisher")
+    assert judge(claim, [c])[0] == "does not hold"
+
+
 def test_claims_about_what_was_not_run_are_left_out(documents):
     found = documents(fisher=[1], squisher=[1], none=[2])
     assert judge(Claim("", "pretended", "joint", "fisher"), found) == ("", "")
