@@ -156,7 +156,7 @@ def _section(c: Comparison) -> list[str]:
     parts = [
         f"## {c.title}",
         doc,
-        f"{c.document['seeds']} seeds, {c.document['seconds'] / 60:.0f} minutes on one thread each, on a shared machine. {c.metric.capitalize()}, mean ± standard deviation:",
+        f"{c.document['seeds']} seeds, {c.document['seconds'] / 60:.0f} minutes on one thread each, on a shared machine. {c.metric[:1].upper() + c.metric[1:]}, mean ± standard deviation:",
         *_rows(["case", *methods], rows),
     ]
     if paper:
