@@ -177,8 +177,16 @@ def _run_times(folder: Path, scale: str) -> list[str]:
         if score["metric"] == module.METRIC:
             by_case[score["case"]][score["method"]].append(score["value"])
     methods = list(dict.fromkeys(method for case in by_case.values() for method in case))
+    training = {
+        key.split("/", 1)[1]: unit["result"]["training_seconds"] for key, unit in document["units"].items()
+    }  # of the last seed, if there are several
     rows = [
-        [case, *(f"{mean(found[m]).value:.3g}" if m in found else "" for m in methods)]
+        [
+            case,
+            *(_seconds(mean(found[m]).value) if m in found else "" for m in methods),
+            _seconds(training[case]),
+            f"{mean(found['fisher']).value / training[case]:.0%}",
+        ]
         for case, found in by_case.items()
     ]
     paper = [
@@ -189,10 +197,14 @@ def _run_times(folder: Path, scale: str) -> list[str]:
         f"## {module.TITLE}",
         (module.__doc__ or "").strip(),
         "Seconds for all importances of a setting, one thread:",
-        *_rows(["setting", *methods], rows),
+        *_rows(["setting", *methods, "the training itself", "fisher, of the training"], rows),
         "The paper's seconds (GPUs, larger networks):",
         *_rows(["paper", "Fisher, one example at a time", "Fisher of batches", "Squisher"], paper),
     ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _rows(head: list[str], rows: list[list[str]]) -> list[str]:

@@ -104,3 +104,18 @@ def test_the_figure_is_drawn(documents, tmp_path):
     page.draw(documents(fisher=[1, 2], squisher=[2, 3], none=[8, 9]), tmp_path / "b.png")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
+
+
+def test_run_times_stand_beside_the_training(tmp_path):
+    assert page._run_times(tmp_path, "cpu") == []
+    seconds = {"fisher (loop)": 12_345.6, "fisher": 30.0, "squisher": 0.0123}
+    document = {
+        "scores": [
+            {"case": "UBGM", "method": m, "seed": 1, "value": v, "metric": "seconds"} for m, v in seconds.items()
+        ],
+        "units": {"seed-1/UBGM": {"seconds": 1.0, "result": {"training_seconds": 120.0}}},
+    }
+    (tmp_path / "runtime-cpu.json").write_text(json.dumps(document))
+    text = "\n".join(page._run_times(tmp_path, "cpu"))
+    assert "| UBGM | 12,346 | 30 | 0.012 | 120 | 25% |" in text
+    assert "| UBGM | 435.877 |  | 0.1 |" in text  # the paper's
