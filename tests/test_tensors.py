@@ -7,7 +7,7 @@ import torch
 
 from squisher import archive, tensors
 from squisher.stream import open_safetensors
-from squisher.tensors import LazyTensors, chunks_of, live_parameters, numel_of, one_thread, tied_names
+from squisher.tensors import CHUNK, Computed, LazyTensors, chunks_of, live_parameters, numel_of, one_thread, tied_names
 
 
 def test_chunks_of_a_plain_dict_and_of_a_file_have_the_same_borders(tmp_path):
@@ -124,3 +124,21 @@ def test_threads_never_share_a_room():
 
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
+
+
+def test_computed_tensors_take_names_shapes_and_types_from_another_mapping():
+    class Doubled(Computed):
+        def chunks(self, name, size=CHUNK):
+            return (2 * piece for piece in chunks_of(self._like, self._name_there(name), size))
+
+    stored = {"a": torch.arange(6).view(2, 3), "b": torch.zeros(0, 4), "c": torch.ones(2)}
+    doubled = Doubled(stored)
+    assert list(doubled) == list(stored)
+    assert torch.equal(doubled["a"], 2 * stored["a"])
+    assert doubled["b"].shape == (0, 4)
+    assert [doubled.dtype(n) for n in doubled] == [torch.int64, torch.float32, torch.float32]
+    renamed = Computed(stored, {"x": "a"})
+    assert (list(renamed), len(renamed), "a" in renamed, renamed.shape("x")) == (["x"], 1, False, (2, 3))
+    assert torch.equal(renamed["x"], stored["a"])
+    with pytest.raises(KeyError, match="no tensor named 'a'"):
+        renamed["a"]

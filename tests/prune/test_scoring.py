@@ -51,5 +51,5 @@ def test_what_does_not_fit():
         prune.scores(WEIGHTS, FISHER, "fischer")
     with pytest.raises(SquisherError, match="fisher needs an importance"):
         prune.scores(WEIGHTS)
-    with pytest.raises(KeyError, match="no score for 'n'"):
+    with pytest.raises(KeyError, match="no tensor named 'n'"):
         prune.scores(WEIGHTS, FISHER)["n"]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import FileError, NamingError, SquisherError, near
 from ..recycle.weights import open_weights
-from ..tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of, tied_names
+from ..tensors import CHUNK, Computed, LazyTensors, chunks_of, tied_names
 
 __all__ = ["CONFIG", "WEIGHTS", "Adapter", "Folded", "is_adapter", "open_adapter", "why_not_together"]
 
@@ -138,13 +138,14 @@ def _cosine(a: LazyTensors, b: LazyTensors, name: str) -> float:
     return float(dots[0] / math.sqrt(dots[1] * dots[2])) if dots[1] and dots[2] else 0.0
 
 
-class Folded(Mapping[str, Tensor]):
+class Folded(Computed):
     """The base's weights with an adapter folded in, under the base's names; computed when asked for.
 
     A weight that the adapter changes comes in float32, whatever the type that `dtype` says it is to be written in.
     """
 
     def __init__(self, base: LazyTensors, adapter: Adapter):
+        super().__init__(base)
         self._base = base
         self._adapter = adapter
         self.tied = tied_names(base)
@@ -162,23 +163,6 @@ class Folded(Mapping[str, Tensor]):
         if "whole" in parts:
             return self._adapter.weights[parts["whole"]]
         return self._folded(name, parts)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._base)
-
-    def __len__(self) -> int:
-        return len(self._base)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._base
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without reading it."""
-        return shape_of(self._base, name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type that the tensor has in the base."""
-        return dtype_of(self._base, name)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """One tensor in flat pieces: straight from the base where the adapter does not change it."""

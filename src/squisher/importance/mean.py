@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import NamingError, SquisherError, near
 from ..provenance import Provenance
-from ..tensors import CHUNK
+from ..tensors import CHUNK, Computed
 
 if TYPE_CHECKING:
     from .core import Importance
@@ -19,28 +19,15 @@ if TYPE_CHECKING:
 __all__ = ["Mean", "same_tensors", "tokens_of", "weights_of"]
 
 
-class Mean(Mapping[str, Tensor]):
+class Mean(Computed):
     """The weighted mean of several importances, computed when asked for."""
 
     def __init__(self, parts: Sequence[tuple[Importance, float]]):
+        super().__init__(parts[0][0])
         self._parts = list(parts)
-        self._first = parts[0][0]
 
     def __getitem__(self, name: str) -> Tensor:
         return torch.stack([weight * imp[name].float() for imp, weight in self._parts]).sum(0)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._first)
-
-    def __len__(self) -> int:
-        return len(self._first)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._first
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without reading it."""
-        return self._first.shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
         """Single precision, whatever the parts have."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NamingError, near
-from ..tensors import CHUNK, chunks_of, dtype_of, shape_of
+from ..tensors import CHUNK, Computed, chunks_of, dtype_of, shape_of
 
 __all__ = ["reset_outside"]
 
@@ -48,8 +48,9 @@ def _what(tensors: Mapping[str, Tensor], name: str) -> str:
     return f"{str(dtype_of(tensors, name)).removeprefix('torch.')} of the shape {tuple(shape_of(tensors, name))}"
 
 
-class _Reset(Mapping[str, Tensor]):
+class _Reset(Computed):
     def __init__(self, tuned: Mapping[str, Tensor], base: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> None:
+        super().__init__(tuned)
         self._tuned, self._base, self._mask = tuned, base, mask
 
     def __getitem__(self, name: str) -> Tensor:
@@ -57,21 +58,6 @@ class _Reset(Mapping[str, Tensor]):
             return self._base[name]
         tuned = self._tuned[name]
         return torch.where(self._mask[name].to(tuned.device), tuned, self._base[name].to(tuned.device))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tuned)
-
-    def __len__(self) -> int:
-        return len(self._tuned)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._tuned
-
-    def shape(self, name: str) -> torch.Size:
-        return shape_of(self._tuned, name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        return dtype_of(self._tuned, name)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         if name not in self._mask:

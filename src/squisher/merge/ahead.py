@@ -7,10 +7,9 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 
-import torch
 from torch import Tensor
 
-from ..tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+from ..tensors import CHUNK, Computed, chunks_of, numel_of
 from .lazy import Merged
 
 __all__ = ["Ahead"]
@@ -19,7 +18,7 @@ _IN_FLIGHT = 2  # pieces that are being merged, or wait to be written
 _PIECE = 2 * CHUNK  # handing a piece over costs as much as merging a tenth of this
 
 
-class Ahead(Mapping[str, Tensor]):
+class Ahead(Computed):
     """Some names of a mapping, to be asked for in order; in any other order it is only slower.
 
     Another thread reads and merges, the caller's has only to write: long calls that leave the interpreter alone. With more
@@ -31,9 +30,8 @@ class Ahead(Mapping[str, Tensor]):
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Sequence[str]):
+        super().__init__(tensors, {name: name for name in names})
         self._tensors = tensors
-        self._names = list(names)
-        self._known = frozenset(names)
         self._expected = iter([name for name in names if numel_of(tensors, name)])
         self._next = next(self._expected, None)
         self._pieces = self._ahead()
@@ -47,26 +45,7 @@ class Ahead(Mapping[str, Tensor]):
         self._pieces.close()
 
     def __getitem__(self, name: str) -> Tensor:
-        if name not in self._known:
-            raise KeyError(name)
-        return self._tensors[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._known
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without reading it."""
-        return shape_of(self._tensors, name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The data type of one tensor, without reading it."""
-        return dtype_of(self._tensors, name)
+        return self._tensors[self._name_there(name)]
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """One tensor in flat pieces, in order; they may be shorter than `size`."""
@@ -81,7 +60,7 @@ class Ahead(Mapping[str, Tensor]):
             yield from piece.split(CHUNK)
 
     def _ahead(self) -> Generator[Tensor, None, None]:
-        pieces = (piece for name in self._names for piece in self._pieces_of(name))
+        pieces = (piece for name in self for piece in self._pieces_of(name))
         with ThreadPoolExecutor(1) as other:
             waiting = deque(other.submit(next, pieces, None) for _ in range(_IN_FLIGHT))
             try:

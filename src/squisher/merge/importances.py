@@ -8,52 +8,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
 from ..importance import Importance, check_values, on_common_scale
-from ..tensors import CHUNK, chunks_of, numel_of, shape_of
+from ..tensors import CHUNK, Computed, chunks_of, numel_of, shape_of
 
 __all__ = ["Graded", "graded", "matched", "tied_in"]
 
 _ROW = 4096
 
 
-class Graded(Mapping[str, Tensor]):
+class Graded(Computed):
     """One importance under the names of the weights; `factor` brings its stored values to the common scale."""
 
     def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str], factor: float, who: str):
+        super().__init__(stored, dict(names))
         self._who = who
         self._stored = stored
-        self._names = dict(names)
         self.factor = factor
         self._sums: dict[str, tuple[float, float]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         with self._named():
-            values = self._stored[self._names[name]]
+            values = self._stored[self._name_there(name)]
             check_values(name, values)
         return values
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without reading it."""
-        return shape_of(self._stored, self._names[name])
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """The stored values in flat pieces, each checked."""
         checked = isinstance(self._stored, Importance)  # by itself
         with self._named():
-            for piece in chunks_of(self._stored, self._names[name], size):
+            for piece in chunks_of(self._stored, self._name_there(name), size):
                 if not checked:
                     check_values(name, piece)
                 yield piece
@@ -70,7 +56,7 @@ class Graded(Mapping[str, Tensor]):
         """Sum and sum of squares on the common scale: from the file where it has them, otherwise by one pass, once."""
         if name not in self._sums:
             p = self._stored.provenance if isinstance(self._stored, Importance) else None
-            own = self._names[name]
+            own = self._name_there(name)
             if p is not None and own in p.sum and own in p.sum_of_squares:
                 total, squares = p.sum[own], p.sum_of_squares[own]
             else:

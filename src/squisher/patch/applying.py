@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import archive
 from ..errors import FileError, NamingError, SquisherError, near
-from ..tensors import CHUNK, LazyTensors, chunks_of, dtype_of, numel_of, shape_of
+from ..tensors import CHUNK, Computed, LazyTensors, chunks_of, dtype_of, numel_of, shape_of
 from .content import FORMAT_VERSION, INDICES, VALUES, Digest, hash_of
 
 __all__ = ["apply"]
@@ -52,7 +52,7 @@ def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[s
     return _Patched(base, data, hashes, entries, names, path)
 
 
-class _Patched(Mapping[str, Tensor]):
+class _Patched(Computed):
     """The base with a patch, read when asked for; every tensor of the base is checked before its last piece is out."""
 
     def __init__(
@@ -64,26 +64,12 @@ class _Patched(Mapping[str, Tensor]):
         names: list[str],
         path: Path,
     ) -> None:
+        super().__init__(base, {name: name for name in names})
         self._base, self._data, self._hashes, self._entries = base, data, hashes, entries
-        self._names = dict.fromkeys(names)
         self._path = path
 
-    def __getitem__(self, name: str) -> Tensor:
-        return torch.cat([*self.chunks(name), torch.zeros(0, dtype=self.dtype(name))]).view(self.shape(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
     def _whole(self, name: str) -> bool:
-        if name not in self._names:
-            raise KeyError(f"no tensor named {name!r}.{near(name, self._names)}")
-        return bool(self._entries.get(name, {}).get("encoding") == "whole")
+        return bool(self._entries.get(self._name_there(name), {}).get("encoding") == "whole")
 
     def shape(self, name: str) -> torch.Size:
         return self._data.shape(VALUES + name) if self._whole(name) else shape_of(self._base, name)

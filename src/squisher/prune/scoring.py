@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NamingError, SquisherError, near
-from ..tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+from ..tensors import CHUNK, Computed, chunks_of, dtype_of, numel_of, shape_of
 
 __all__ = ["SCORES", "Scores", "check_score", "scores"]
 
@@ -63,7 +63,7 @@ def check_score(score: str, importance: object, more: tuple[str, ...] = ()) -> N
         raise SquisherError(f"The score {score} needs an importance; only magnitude and random do without one.")
 
 
-class Scores(Mapping[str, Tensor]):
+class Scores(Computed):
     """Scores by name, computed when asked for: one piece of weights and importance in memory at a time."""
 
     def __init__(
@@ -74,32 +74,16 @@ class Scores(Mapping[str, Tensor]):
         seed: int,
         names: list[str],
     ) -> None:
+        super().__init__(weights, {name: name for name in names})
         self._weights = weights
         self._importance = importance
         self._score = score
         self._seed = seed
-        self._names = dict.fromkeys(names)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return torch.cat([*self.chunks(name), torch.zeros(0, dtype=self.dtype(name))]).view(self.shape(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without computing it."""
-        return shape_of(self._weights, self._known(name))
 
     def dtype(self, name: str) -> torch.dtype:
         """float32, or float64 where weights or importance are."""
         read = [self._weights] if self._importance is None else [self._weights, self._importance]
-        wide = self._score != "random" and any(dtype_of(r, self._known(name)) == torch.float64 for r in read)
+        wide = self._score != "random" and any(dtype_of(r, self._name_there(name)) == torch.float64 for r in read)
         return torch.float64 if wide else torch.float32
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
@@ -109,17 +93,19 @@ class Scores(Mapping[str, Tensor]):
             return
         kind = self.dtype(name)
         if self._score == "magnitude":
-            for piece in chunks_of(self._weights, self._known(name), size):
+            for piece in chunks_of(self._weights, self._name_there(name), size):
                 yield torch.from_numpy(np.abs(_array(piece, kind)))
             return
         importance = self._importance
         if importance is None:
             raise SquisherError(f"The score {self._score} needs an importance.")
         if self._score == "importance":
-            for piece in chunks_of(importance, self._known(name), size):
+            for piece in chunks_of(importance, self._name_there(name), size):
                 yield torch.from_numpy(_array(piece, kind))
             return
-        pairs = zip(chunks_of(self._weights, self._known(name), size), chunks_of(importance, name, size), strict=True)
+        pairs = zip(
+            chunks_of(self._weights, self._name_there(name), size), chunks_of(importance, name, size), strict=True
+        )
         for weight, fisher in pairs:
             theta = _array(weight, kind)
             loss = theta * theta
@@ -130,14 +116,9 @@ class Scores(Mapping[str, Tensor]):
     def _noise(self, name: str, size: int) -> Iterator[Tensor]:
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         random = np.random.default_rng(int.from_bytes(digest[:16], "big"))
-        numel = numel_of(self._weights, self._known(name))
+        numel = numel_of(self._weights, self._name_there(name))
         for start in range(0, numel, size):
             yield torch.from_numpy(random.random(min(size, numel - start), dtype=np.float32))
-
-    def _known(self, name: str) -> str:
-        if name not in self._names:
-            raise KeyError(f"no score for {name!r}.{near(name, self._names)}")
-        return name
 
 
 def _array(piece: Tensor, kind: torch.dtype) -> np.ndarray[Any, np.dtype[Any]]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import NamingError, SquisherError, near
 from ..importance import Importance
-from ..tensors import CHUNK, chunks_of, dtype_of, live_parameters, numel_of, shape_of, tied_names
+from ..tensors import CHUNK, Computed, chunks_of, dtype_of, live_parameters, numel_of, shape_of, tied_names
 from ..topk import Source, choose, per_source
 from .pattern import fits, keep_pattern, parse_pattern
 from .scoring import Scores, check_score, scores
@@ -99,12 +99,13 @@ def weights(
     return model_or_weights
 
 
-class Pruned(Mapping[str, Tensor]):
+class Pruned(Computed):
     """Weights of which some are zero, computed when asked for."""
 
     def __init__(
         self, stored: Mapping[str, Tensor], marks: Mapping[str, Source], aliases: Mapping[str, str] | None = None
     ) -> None:
+        super().__init__(stored)
         self._stored = stored
         self._marks = dict(marks)
         self._aliases = {a: name for a, name in (aliases or {}).items() if name in marks}
@@ -114,23 +115,6 @@ class Pruned(Mapping[str, Tensor]):
         if self._target(name) not in self._marks:
             return weight
         return torch.where(self.mask(name).to(weight.device), weight, torch.zeros((), dtype=weight.dtype))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._stored)
-
-    def __len__(self) -> int:
-        return len(self._stored)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._stored
-
-    def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without reading it."""
-        return shape_of(self._stored, name)
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The data type of one tensor, without reading it."""
-        return dtype_of(self._stored, name)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """One tensor in flat pieces, in order."""
@@ -241,7 +225,7 @@ def _fitted(
     if not kept:
         why = f"exclude={exclude!r} leaves nothing" if names else "there is no tensor to prune"
         raise SquisherError(f"Nothing can be pruned: {why}. There are {', '.join(list(stored)[:4])}, ….")
-    return _Renamed(stored if importance is None else importance, kept)
+    return Computed(stored if importance is None else importance, kept)
 
 
 def _tied(importance: Mapping[str, Tensor]) -> dict[str, list[str]]:
@@ -251,32 +235,6 @@ def _tied(importance: Mapping[str, Tensor]) -> dict[str, list[str]]:
         for alias, name in importance.provenance.tied.items():
             others.setdefault(name, []).append(alias)
     return others
-
-
-class _Renamed(Mapping[str, Tensor]):
-    def __init__(self, tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        self._tensors, self._own = tensors, dict(names)
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._own[name]]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
-
-    def __len__(self) -> int:
-        return len(self._own)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._own
-
-    def shape(self, name: str) -> torch.Size:
-        return shape_of(self._tensors, self._own[name])
-
-    def dtype(self, name: str) -> torch.dtype:
-        return dtype_of(self._tensors, self._own[name])
-
-    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        return chunks_of(self._tensors, self._own[name], size)
 
 
 def _of_module(
