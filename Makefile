@@ -62,8 +62,11 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 bench: $(INSTALLED) ## side-by-side runs; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
-results: $(INSTALLED) ## tables, figure and verdicts of docs/results.md from the committed runs
+results: $(INSTALLED) ## every table, figure and verdict in docs/ that comes from the committed runs of the experiments
 	$(BIN)/python -m experiments.page
+	$(BIN)/python -m experiments.ewc_page
+	$(BIN)/python -m experiments.pruning_page
+	$(BIN)/python -m experiments.trust
 
 docs: $(INSTALLED) ## run every tutorial and build the site into site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

@@ -104,6 +104,7 @@ def search(run: Run, method: str, exponent: int) -> dict[str, Any]:
     """One λ on the search seed: held-out training data is what is scored, the test set is not read."""
     train, _ = _data(run)
     contexts = _contexts(run, *hold_out(train, run.config["held_out"], seed=0), seed=0)
+    contexts = contexts[: run.config.get("search_contexts")]
     return learn_all(contexts, METHODS[method], 10.0**exponent, run.config, seed=0)
 
 

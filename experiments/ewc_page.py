@@ -1,4 +1,4 @@
-"""Writes the tables and the figure of EWC on split MNIST into docs/continual-learning.md, from the committed results.
+"""Writes the tables and the figure of EWC on split and permuted MNIST into docs/continual-learning.md, from committed results.
 
 python -m experiments.ewc_page
 """
@@ -11,10 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from experiments.ewc import PAPER
+from experiments import ewc, ewc_permuted
 from experiments.spread import mean, paired
 
-RESULTS = Path(__file__).parent / "results" / "ewc-cpu.json"
+RESULTS = Path(__file__).parent / "results"
 PAGE = Path(__file__).parents[1] / "docs" / "continual-learning.md"
 PICTURE = Path("images") / "ewc-strength.png"
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#56B4E9", "#CC79A7", "#E69F00")  # told apart by colour-blind people too
@@ -48,7 +48,7 @@ class Runs:
 
 def comparison(runs: Runs) -> str:
     """Every method with its λ on the test set, beside the paper."""
-    paper = PAPER.get(runs.case, {})
+    paper = (ewc.PAPER | ewc_permuted.PAPER).get(runs.case, {})
     rows = []
     for method in runs.seeds:
         found = runs.accuracies(method)
@@ -141,12 +141,15 @@ def draw(runs: Runs, path: Path) -> None:
 
 
 def write(document: dict[str, Any], page: Path) -> None:
-    """Puts every part between its marks in the page, and the figure beside it."""
+    """Puts every part of one benchmark between its marks in the page, and the figure beside it."""
     runs = Runs(document)
-    draw(runs, page.parent / PICTURE)
-    picture = f"![Held-out accuracy against λ for each estimator]({PICTURE.as_posix()})\n\n"
-    parts = {"comparison": comparison(runs), "curves": picture + curves(runs), "contexts": contexts(runs)}
-    parts |= {"totals": totals(runs), "times": times(runs)}
+    if runs.case == "permuted MNIST":
+        parts = {f"permuted {part.__name__}": part(runs) for part in (curves, comparison, totals)}
+    else:
+        draw(runs, page.parent / PICTURE)
+        picture = f"![Held-out accuracy against λ for each estimator]({PICTURE.as_posix()})\n\n"
+        parts = {part.__name__: part(runs) for part in (comparison, curves, contexts, totals, times)}
+        parts["curves"] = picture + parts["curves"]
     text = page.read_text()
     for name, part in parts.items():
         begin, end = f"<!-- {name}: made by experiments.ewc_page -->", f"<!-- end of {name} -->"
@@ -175,4 +178,5 @@ def _range(strengths: list[float]) -> str:
 
 
 if __name__ == "__main__":
-    write(json.loads(RESULTS.read_text()), PAGE)
+    for setting in ("ewc", "ewc_permuted"):
+        write(json.loads((RESULTS / f"{setting}-cpu.json").read_text()), PAGE)

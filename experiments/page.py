@@ -10,7 +10,7 @@ import importlib
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,8 @@ class Comparison:
     main_cases: tuple[str, ...]
     paper: Mapping[str, Mapping[str, float]]
     document: Mapping[str, Any]
+    exact: Mapping[str, Any] | None = None
+    """The same setting by the paper's own protocol, where that was run."""
 
     @property
     def values(self) -> dict[str, dict[str, dict[int, float]]]:
@@ -73,10 +75,14 @@ def comparisons(folder: Path, scale: str) -> list[Comparison]:
             found.append(
                 Comparison(
                     name, module.TITLE, module.BASELINE, module.METRIC, module.HIGHER_IS_BETTER,
-                    tuple(main), module.PAPER, document,
+                    tuple(main), module.PAPER, document, _exact(folder / f"{name}-paper.json", scale),
                 )
             )  # fmt: skip
     return found
+
+
+def _exact(path: Path, scale: str) -> Any:
+    return json.loads(path.read_text()) if scale == "cpu" and path.exists() else None
 
 
 def overview(found: Iterable[Comparison]) -> list[tuple[str, str, Mean, Mean, Mean, Difference, Difference]]:
@@ -159,10 +165,28 @@ def _section(c: Comparison) -> list[str]:
         f"{c.document['seeds']} seeds, {c.document['seconds'] / 60:.0f} minutes on one thread each, on a shared machine. {c.metric[:1].upper() + c.metric[1:]}, mean ± standard deviation:",
         *_rows(["case", *methods], rows),
     ]
+    if c.exact is not None:
+        parts += _by_the_papers_protocol(c, c.exact)
     if paper:
         parts += ["The paper's numbers (other models, other data, other budgets):"]
         parts += _rows(["paper", "Fisher", "Squisher", c.baseline], paper)
     return parts
+
+
+def _by_the_papers_protocol(c: Comparison, exact: Mapping[str, Any]) -> list[str]:
+    """The main cases of a few runs that reduce nothing, beside the same seeds of the reduced ones."""
+    full, reduced = replace(c, document=exact).values, c.values
+    rows = []
+    for case in c.main_cases:
+        seeds = sorted(set.intersection(*(set(by_seed) for by_seed in full[case].values())))
+        for name, values in (("the paper's protocol", full[case]), ("reduced", reduced[case])):
+            for seed in seeds:
+                rows.append([case, name, str(seed), *(f"{values[m][seed]:.2f}" for m in full[case])])
+    methods = list(dict.fromkeys(m for case in c.main_cases for m in full[case]))
+    return [
+        f"A check of the reduction: the paper's own protocol, {exact['seconds'] / 60:.0f} minutes on one thread each, beside the same seeds of the reduced one.",
+        *_rows(["case", "protocol", "seed", *methods], rows),
+    ]
 
 
 def _run_times(folder: Path, scale: str) -> list[str]:

@@ -145,7 +145,8 @@ def execute(
     config.pop("seeds", None)
     run = Run(setting, scale, config, data, out)
     stages = module.stages(config, range(1, count + 1))
-    clock = _Clock(sum(len(stage) for stage in stages), f"{setting} ({scale})", say)
+    keys = [unit.key for stage in stages for unit in stage]
+    clock = _Clock(len(keys), sum(run._file(key).exists() for key in keys), f"{setting} ({scale})", say)
     for stage in stages:
         _stage(run, stage, jobs, clock)
     results = {unit.key: _read(run._file(unit.key)) for stage in stages for unit in stage}
@@ -169,16 +170,15 @@ def execute(
 class _Clock:
     """Says what was done and how long the rest will take."""
 
-    def __init__(self, total: int, title: str, say: Callable[[str], None]) -> None:
-        self.total, self.title, self.say = total, title, say
-        self.done, self.fresh, self.start = 0, 0, time.perf_counter()
+    def __init__(self, total: int, kept: int, title: str, say: Callable[[str], None]) -> None:
+        self.total, self.kept, self.title, self.say = total, kept, title, say
+        self.fresh, self.start = 0, time.perf_counter()
 
-    def count(self, key: str, fresh: bool) -> None:
-        self.done += 1
-        self.fresh += fresh
-        if fresh:
-            left = (time.perf_counter() - self.start) / self.fresh * (self.total - self.done)
-            self.say(f"{self.title}: {self.done}/{self.total} {key}; about {_duration(left)} left")
+    def count(self, key: str) -> None:
+        self.fresh += 1
+        done = self.kept + self.fresh
+        left = (time.perf_counter() - self.start) / self.fresh * (self.total - done)
+        self.say(f"{self.title}: {done}/{self.total} {key}; about {_duration(left)} left")
 
 
 def _stage(run: Run, units: list[Unit], jobs: int, clock: _Clock) -> None:
@@ -191,13 +191,12 @@ def _stage(run: Run, units: list[Unit], jobs: int, clock: _Clock) -> None:
                 raise SystemExit(
                     f"{path} was made with another configuration; remove {path.parents[1]} to start again."
                 )
-            clock.count(unit.key, fresh=False)
         else:
             waiting.append(unit)
     if jobs == 1 or len(waiting) < 2:
         for unit in waiting:
             _do(run, unit)
-            clock.count(unit.key, fresh=True)
+            clock.count(unit.key)
         return
     # Fresh processes: torch's threads do not survive a fork.
     context = multiprocessing.get_context("spawn")
@@ -206,7 +205,7 @@ def _stage(run: Run, units: list[Unit], jobs: int, clock: _Clock) -> None:
         try:
             for future in concurrent.futures.as_completed(futures):
                 future.result()
-                clock.count(futures[future].key, fresh=True)
+                clock.count(futures[future].key)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

@@ -99,6 +99,19 @@ def test_the_page_is_written_between_its_marks_and_the_same_twice(documents, tmp
     assert "What was done." in once
 
 
+def test_a_run_by_the_papers_protocol_stands_beside_the_same_seed_of_the_reduced_one(documents, tmp_path):
+    scores = [
+        {"case": case, "method": method, "seed": 2, "value": value, "metric": "error"}
+        for case in ("a", "b")
+        for method, value in (("none", 7.0), ("fisher", 0.25))
+    ]
+    (tmp_path / "pretended-paper.json").write_text(json.dumps({"scores": scores, "seeds": 1, "seconds": 3600.0}))
+    (c,) = documents(fisher=[1, 2, 3], squisher=[2, 3, 4], none=[8, 8, 8])
+    text = "\n".join(page._section(c))
+    assert "60 minutes" in text
+    assert "| a | the paper's protocol | 2 | 7.00 | 0.25 |\n| a | reduced | 2 | 8.00 | 2.00 |" in text
+
+
 def test_the_figure_is_drawn(documents, tmp_path):
     page.draw(documents(fisher=[1, 2], squisher=[2, 3], none=[8, 9]), tmp_path / "a.png")
     page.draw(documents(fisher=[1, 2], squisher=[2, 3], none=[8, 9]), tmp_path / "b.png")
