@@ -45,6 +45,10 @@ CLAIMS: tuple[Claim, ...] = (
     *(Claim("The Fisher is better than the Fisher-free baseline", s, "fisher", "baseline") for s in _PLAIN),
     *(Claim("The Squisher is as good as the Fisher", s, "squisher", "fisher", alike=True) for s in _PLAIN),
     *(
+        Claim(f"At one learning rate for all, the {m.title()}'s mask is better than a random one", "fish", m, "baseline", case="average, one rate")
+        for m in ("squisher", "fisher")
+    ),
+    *(
         Claim("Rescaling is needed", s, "squisher", "squisher (without rescaling)")
         for s in ("ewc", "ewc_permuted", "merging", "ubgm")
     ),

@@ -112,6 +112,13 @@ def test_a_tiny_bert_from_end_to_end(tmp_path, monkeypatch, scale):
     assert kept["times"]["squisher"] > 0
     if scale == "paper":  # no search where there is one rate; batch 8 on RTE
         assert not [key for key in document["units"] if key.startswith("search/")]
+    else:
+        assert {("average, one rate", m) for m in fish.METHODS} <= cases
+        results = {key: unit["result"] for key, unit in document["units"].items()}
+        own = {m: results[f"rte/seed-1/{m}"] for m in fish.METHODS}
+        same = {m: results[f"rte/seed-1/{m}, one rate"] for m in fish.METHODS}
+        assert {result["rate"] for result in same.values()} == {own["fisher"]["rate"]}
+        assert same["fisher"]["rows"][0]["score"] == own["fisher"]["rows"][0]["score"]
     monkeypatch.setattr("experiments.text.load", None)  # all is there: nothing is made again
     execute("fish", scale, seeds=1, data=tmp_path / "data", out=tmp_path / "out", jobs=1, say=lambda line: None)
 
