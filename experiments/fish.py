@@ -9,8 +9,9 @@ the mask would have looked at, its accumulator is taken, and training starts aga
 What we do at scale `cpu`: MiniLM (6 layers, 22.6 million parameters; word embeddings frozen, so that 10.8 million can be chosen
 from), two tasks of short sentences (SST-2 and TREC's six classes of questions; at most 32 tokens), 120 steps of 16 sentences.
 The learning rate is chosen for each method from the same five values, on seed 0 of the first task and validation rows, and used
-for all tasks; cases "… one rate" use the Fisher's for every method, as the paper uses one. Scale `paper` is the recipe itself on seven of the eight GLUE tasks (not STS-B, which is a regression), from
-`--data` or from the Hub; validation splits stand in for the test server. Methods:
+for all tasks; cases "… one rate" use the Fisher's for every method, as the paper uses one. Scale `paper` is the recipe itself on
+seven of the eight GLUE tasks (not STS-B, which is a regression), from `--data` or from the Hub; validation splits stand in for the
+test server. Methods:
 
     fisher, squisher, random    the mask by 1024 examples, by v̂ after 1024/16 dense steps, by chance
     dense                       all parameters trained, at the rate of dense training
