@@ -34,7 +34,7 @@ _REDUCED: dict[str, Any] = {
     "held_out": 0.1,
     "search_contexts": 5,
     "methods": ["none", "fisher", "squisher", "squisher (tracked)", "squisher (without rescaling)"],
-    "exponents": {"fisher": [1, 5], "squisher": [1, 5], "squisher (tracked)": [1, 5]},
+    "exponents": {"fisher": [0, 4], "squisher": [0, 4], "squisher (tracked)": [0, 4]},
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "cpu": _REDUCED,
