@@ -14,6 +14,7 @@ from squisher import figures
 from squisher.agreement import compare
 from squisher.distribution import LOG10_EDGES
 from squisher.errors import FileError, SquisherError
+from squisher.figures import canvas, one
 from squisher.health import examine
 from squisher.importance import Importance
 from squisher.report import plot_agreement, plot_importance
@@ -97,9 +98,9 @@ def test_the_joint_histogram_counts_every_positive_pair() -> None:
 def test_the_range_shown_leaves_out_one_in_a_thousand_at_the_bottom() -> None:
     counts = [0] * 850
     counts[100], counts[300], counts[500] = 1, 998, 1
-    assert figures._filled(counts) == (300, 500)
+    assert canvas.filled(counts) == (300, 500)
     counts[100] = 2
-    assert figures._filled(counts) == (100, 500)
+    assert canvas.filled(counts) == (100, 500)
 
 
 def test_matplotlib_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -129,7 +130,7 @@ def test_an_error_while_drawing_leaves_no_file(tmp_path: Path, monkeypatch: pyte
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(figures, "_draw_depth", broken)
+    monkeypatch.setattr(one, "_draw_depth", broken)
     with pytest.raises(RuntimeError, match="broken"):
         plot_importance(imp, health, tmp_path / "x.png")
     assert not list(tmp_path.iterdir())

@@ -1,26 +1,19 @@
-"""Can this importance be trusted, and for what: statistics of its values, and diagnoses in plain sentences.
-
-`examine` reads every value once, in pieces; memory does not grow with the file. What the provenance says (steps, decay,
-pollution, precision) and what the values show (zeros, denormals, NaN) end up in one list of diagnoses.
-"""
+"""What can be wrong with an importance, or worth knowing about it, one sentence each."""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from ..distribution import Distribution
+from ..errors import ScaleError, SquisherWarning
+from ..importance import Importance
 
-from .distribution import Distribution, Tally
-from .errors import FileError, ScaleError, SquisherError, SquisherWarning
-from .importance import Importance
-from .tensors import one_thread
-
-__all__ = ["Diagnosis", "Health", "Row", "diagnose", "effective_steps", "examine"]
+__all__ = ["SEVERITIES", "Diagnosis", "Row", "effective_steps", "of_provenance", "of_values"]
 
 NOISY = 0.25
 """A larger relative error of single entries is worth a warning."""
@@ -28,12 +21,9 @@ NOISY = 0.25
 UNUSABLE = 0.7
 """An even larger one means about four independent squares or fewer."""
 
-_SEVERITIES = ("problem", "warning", "info")
+SEVERITIES = ("problem", "warning", "info")
 _LOW_PRECISION = ("bfloat16", "float16", "8bit", "int8", "uint8", "fp8", "float8", "4bit")
 _TRACK = "keep the average in float32 beside the optimizer with squisher.Tracker"
-
-Progress = Callable[[int, int], None]
-"""Called with the entries done and the entries in all."""
 
 
 @dataclass(frozen=True)
@@ -70,73 +60,6 @@ class Row:
     invalid: str = ""
 
 
-@dataclass(frozen=True)
-class Health:
-    """What `examine` found: one row per parameter, all values together, and the diagnoses, the worst first."""
-
-    rows: list[Row]
-    totals: Distribution
-    diagnoses: list[Diagnosis]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        return {
-            "tensors": len(self.rows),
-            **self.totals.to_dict(),
-            "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
-            "rows": [
-                {"name": row.name, "shape": list(row.shape), **row.values.to_dict(), "invalid": row.invalid or None}
-                for row in self.rows
-            ],
-        }
-
-
-@one_thread()
-def examine(importance: Mapping[str, Tensor], progress: Progress | None = None) -> Health:
-    """Read every value once and say what is wrong, or worth knowing, about an importance.
-
-    Args:
-        importance: An importance, or a mapping of tensors (which has no provenance to diagnose).
-        progress: Called with the entries done and the entries in all.
-
-    Returns:
-        Statistics per parameter and overall, and the diagnoses.
-
-    Raises:
-        FileError: A file cannot be read. Invalid values raise nothing: they are a diagnosis.
-    """
-    known = importance if isinstance(importance, Importance) else Importance(importance)
-    work = sum(math.prod(known.shape(name)) for name in known)
-    done = 0
-    overall, rows = Tally(), []
-    for name in known:
-        own, invalid = Tally(), ""
-        try:
-            for piece in known.chunks(name):
-                own.add(piece)
-                done += piece.numel()
-                if progress:
-                    progress(done, work)
-        except FileError:
-            raise
-        except SquisherError as error:
-            invalid = str(error)
-        overall.include(own)
-        rows.append(Row(name, tuple(known.shape(name)), own.distribution(), invalid))
-    if progress and done < work:
-        progress(work, work)
-    totals = overall.distribution()
-    found = [*_of_values(rows, totals)]
-    if isinstance(importance, Importance):
-        found += [*_of_provenance(importance)]
-    return Health(rows, totals, sorted(found, key=lambda diagnosis: _SEVERITIES.index(diagnosis.severity)))
-
-
-def diagnose(importance: Mapping[str, Tensor], progress: Progress | None = None) -> list[Diagnosis]:
-    """The diagnoses of `examine` alone."""
-    return examine(importance, progress).diagnoses
-
-
 def effective_steps(beta2: float, steps: float) -> float:
     """How many equally weighted squares an exponential average over `steps` steps is worth.
 
@@ -146,7 +69,8 @@ def effective_steps(beta2: float, steps: float) -> float:
     return (1 + beta2) * (1 - left) / ((1 - beta2) * (1 + left))
 
 
-def _of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]:
+def of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]:
+    """What the values show."""
     bad = [row for row in rows if row.invalid]
     if bad:
         more = f" So have {len(bad) - 1} other parameters." if len(bad) > 1 else ""
@@ -192,7 +116,8 @@ def _of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]
         )
 
 
-def _of_provenance(importance: Importance) -> Iterator[Diagnosis]:
+def of_provenance(importance: Importance) -> Iterator[Diagnosis]:
+    """What the provenance says."""
     p = importance.provenance
     if p.kind == "squisher":
         yield from _noise(importance)
