@@ -59,6 +59,10 @@ CLAIMS: tuple[Claim, ...] = (
         "With the best checkpoints the Fisher is better than the Squisher", "merging", "fisher", "squisher",
         case="average, best checkpoint",
     ),
+    *(
+        Claim("Early in training the Squisher is not yet as good: the Fisher is better", "merging", "fisher", "squisher", case=case)
+        for case in ("average, short training", "MNIST rotations: average, short training")
+    ),
     Claim(
         "After a shorter training of the base the Squisher is as good as the Fisher", "pruning", "squisher", "fisher",
         alike=True, case="75% pruned, base 10 epochs",
