@@ -184,7 +184,7 @@ def _by_the_papers_protocol(c: Comparison, exact: Mapping[str, Any]) -> list[str
                 rows.append([case, name, str(seed), *(f"{values[m][seed]:.2f}" for m in full[case])])
     methods = list(dict.fromkeys(m for case in c.main_cases for m in full[case]))
     return [
-        f"A check of the reduction: the paper's own protocol, {exact['seconds'] / 60:.0f} minutes on one thread each, beside the same seeds of the reduced one.",
+        f"A check of the reduction: the paper's own protocol, {exact['seconds'] / 60:.0f} minutes in all on one thread, beside the same seeds of the reduced one.",
         *_rows(["case", "protocol", "seed", *methods], rows),
     ]
 
