@@ -75,8 +75,9 @@ def test_a_folder_that_is_missing_and_a_wrong_ending(tmp_path):
 
 
 KILLED = """
-import sys, time, torch
+import signal, sys, time, torch
 import squisher
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background has it ignored
 from squisher import archive
 class Slow(dict):
     def chunks(self, name, size):
