@@ -6,7 +6,8 @@ iterations a context, batch 128, Adam with rate 1e-4 that is never reset; the ex
 **Here.** Scale `cpu` is reduced: 1,500 iterations a context instead of 5,000 and a Fisher of 5,000 images instead of 60,000. λ is
 searched for as in `experiments.ewc`, whose methods these are: one search seed, held-out training data, the same powers of ten for
 both estimators, but on the first five contexts alone; then fresh seeds and all ten. Scale `paper` is the paper's protocol, without a
-search: λ is 100 for both estimators, what the work that the paper follows uses for its Fisher. One seed of it was run as a check.
+search: λ is 100 for both estimators, what the work that the paper follows uses for its Fisher. One seed of it was run as a check;
+it differs from the reduced one in λ as well.
 """
 
 from __future__ import annotations

@@ -185,6 +185,14 @@ def test_a_miniature_run_from_end_to_end(monkeypatch, tmp_path):
     assert page.read_text() == once
 
 
+@pytest.mark.parametrize("setting", ["ewc", "ewc_permuted"])
+def test_the_page_is_what_the_committed_results_make(setting, tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text(ewc_page.PAGE.read_text())
+    ewc_page.write(json.loads((ewc_page.RESULTS / f"{setting}-cpu.json").read_text()), page)
+    assert page.read_text() == ewc_page.PAGE.read_text()
+
+
 def test_fixed_strengths_need_no_search(tmp_path):
     run = Run("ewc_permuted", "paper", {"strengths": {"fisher": 100.0, "squisher": 3.0}}, None, tmp_path)
     assert ewc_permuted.evaluate is ewc.evaluate
