@@ -40,7 +40,7 @@ def make(path: Path, parameters: int) -> None:
 
 def copy_needed_bytes(source: Path, target: Path) -> None:
     """The limit: where the bytes are is taken as known, and one buffer carries them over."""
-    from squisher.pickles import read
+    from squisher.storage.torch_files import read
 
     ranges = [entry["exp_avg_sq"].byte_range() for entry in read(source)["state"].values()]
     buffer = memoryview(bytearray(1 << 20))

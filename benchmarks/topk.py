@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from benchmarks import harness
-from squisher.archive import open_archive, save
-from squisher.tensors import CHUNK, chunks_of
-from squisher.topk import Selection, threshold
+from squisher.order import Selection, threshold
+from squisher.storage.archive import open_archive, save
+from squisher.storage.tensors import CHUNK, chunks_of
 
 PEERS = ("torch.topk", "torch.kthvalue", "torch.sort", "numpy.partition")
 OURS = ("squisher: threshold", "squisher: threshold and marks")

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 from experiments.claims import CLAIMS, judge
 from experiments.spread import mean
-from squisher.report.page import Column, Part, figure, note, page, section, table
+from squisher.report.page import (
+    Column,
+    Part,
+    figure,
+    note,
+    page,
+    section,
+    table,
+)
 from squisher.report.scales import Axis, domain_of
 from squisher.report.svg import Series, points_with_error_bars
 

@@ -29,10 +29,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from squisher import pickles
 from squisher.errors import SquisherError
-from squisher.pickles import Array, Span, StoredTensor
-from squisher.pickles.known import BUILDERS, VALUES
+from squisher.storage import torch_files as pickles
+from squisher.storage.torch_files import Array, Span, StoredTensor
+from squisher.storage.torch_files.known import BUILDERS, VALUES
 
 SECONDS = 5.0
 MEMORY = 100 << 20  # bytes that the inputs may add to the highest use of memory

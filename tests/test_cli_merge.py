@@ -16,7 +16,7 @@ from torch import nn
 
 import squisher
 from squisher import merge
-from squisher.bridges.folders import open_model
+from squisher.integrations.folders import open_model
 
 SQUISHER = Path(sys.executable).with_name("squisher")
 
@@ -244,8 +244,8 @@ def test_errors_are_one_paragraph_and_leave_nothing(models, tmp_path, arguments,
 def test_a_full_disk_is_refused_before_anything_is_written(models, tmp_path, monkeypatch):
     import shutil
 
-    from squisher.bridges.merging import merge_folders
     from squisher.errors import FileError
+    from squisher.integrations.merging import merge_folders
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
@@ -286,7 +286,7 @@ def test_tied_weights_are_written_once(tmp_path):
 
 
 def test_large_outputs_are_sharded_with_an_index(models, tmp_path):
-    from squisher.bridges.merging import merge_folders
+    from squisher.integrations.merging import merge_folders
 
     merge_folders("average", [models / "a", models / "b"], tmp_path / "out", shard_bytes=300)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

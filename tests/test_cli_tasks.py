@@ -7,8 +7,8 @@ import torch
 
 import squisher
 from squisher import embed
-from squisher.figures import clustered
 from squisher.importance import Importance
+from squisher.report.figures import clustered
 from tests.test_cli import run
 
 

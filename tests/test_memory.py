@@ -10,7 +10,7 @@ MEASURE = """
 import json, sys, pathlib
 sys.path.insert(0, {root!r})
 import torch
-import squisher, squisher.recycle, squisher.agreement, squisher.health
+import squisher, squisher.recycle, squisher.analysis.agreement, squisher.analysis.health
 from benchmarks.harness import PeakMemory
 folder = pathlib.Path({folder!r})
 source, target = folder / "source.safetensors", folder / "target.safetensors"

@@ -37,7 +37,7 @@ def test_every_block_belongs_to_a_section_that_is_run():
 
 
 def test_transformers(tmp_path, monkeypatch):
-    from tests.bridges.trainers import Tokens, llama, trainer
+    from tests.integrations.trainers import Tokens, llama, trainer
 
     monkeypatch.chdir(tmp_path)
     Path("out").mkdir()
@@ -55,8 +55,8 @@ def test_trl(tmp_path):
     from datasets import Dataset
     from peft import LoraConfig
 
-    from tests.bridges.test_trl import TEXTS, word_tokenizer
-    from tests.bridges.trainers import llama
+    from tests.integrations.test_trl import TEXTS, word_tokenizer
+    from tests.integrations.trainers import llama
 
     settings = {"output_dir": str(tmp_path), "report_to": [], "use_cpu": True, "max_steps": 2, "bf16": False}
     lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
@@ -95,7 +95,7 @@ def test_lightning(tmp_path, monkeypatch):
 
 
 def test_accelerate(tmp_path, monkeypatch):
-    from tests.bridges.trainers import Tokens, llama
+    from tests.integrations.trainers import Tokens, llama
 
     monkeypatch.chdir(tmp_path)
     model = llama()

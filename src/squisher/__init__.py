@@ -23,8 +23,8 @@ _HOMES = {
     "Importance": "importance",
     "load": "importance",
     # what is learnt from it
-    "compare": "agreement",
-    "examine": "health",
+    "compare": "analysis.agreement",
+    "examine": "analysis.health",
     # what is done with it
     "merge": "merge",
     "prune": "prune",
@@ -56,10 +56,10 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import embed, mask, merge, prune
-    from .agreement import compare
+    from .analysis.agreement import compare
+    from .analysis.health import examine
     from .consolidate import EWC
     from .errors import SquisherError, SquisherWarning
-    from .health import examine
     from .importance import Importance, load
     from .measure import fisher
     from .recycle import extract

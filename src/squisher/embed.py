@@ -17,7 +17,14 @@ from torch import Tensor
 
 from .errors import NamingError, SquisherError, near
 from .importance import Importance, on_common_scale
-from .tensors import CHUNK, chunks_of, name_pattern, numel_of, one_thread, shape_of
+from .storage.tensors import (
+    CHUNK,
+    chunks_of,
+    name_pattern,
+    numel_of,
+    one_thread,
+    shape_of,
+)
 
 __all__ = ["distance", "distances", "embedding", "evaluate", "rank"]
 

@@ -7,10 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from squisher import archive, mask
+from squisher import mask
 from squisher.errors import FileError, SquisherError
 from squisher.mask.packed import pack
-from squisher.tensors import chunks_of
+from squisher.storage import archive
+from squisher.storage.tensors import chunks_of
 
 
 def random_mask(shape, share, seed=0):
@@ -72,7 +73,7 @@ def test_round_trip_through_a_file(tmp_path):
 
 def test_loading_reads_no_tensor(tmp_path, monkeypatch):
     mask.Mask(MASKS).save(tmp_path / "mask.safetensors")
-    monkeypatch.setattr("squisher.tensors.stored.read_into", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr("squisher.storage.tensors.stored.read_into", lambda *_: pytest.fail("read"))
     back = mask.load(tmp_path / "mask.safetensors")
     assert back.kept == sum(int(m.sum()) for m in MASKS.values())
 

@@ -3,7 +3,7 @@ import torch
 
 from squisher import mask
 from squisher.errors import NamingError
-from squisher.tensors import chunks_of
+from squisher.storage.tensors import chunks_of
 
 
 def test_inside_the_tuned_and_outside_the_base():

@@ -18,7 +18,7 @@ import squisher
 from squisher.errors import SquisherError
 from squisher.importance import Importance
 from squisher.measure import fisher
-from squisher.tensors import tied_names
+from squisher.storage.tensors import tied_names
 from tests.measure.zoo import build
 
 torch.manual_seed(0)

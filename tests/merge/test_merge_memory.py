@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import squisher
-from squisher import archive
+from squisher.storage import archive
 
 SIDE = 1024
 
@@ -18,7 +18,7 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from benchmarks.harness import PeakMemory
-from squisher.bridges.merging import merge_folders
+from squisher.integrations.merging import merge_folders
 folder = Path({folder!r})
 merge_folders("fisher", [folder / "warm"] * 2, folder / "warmed-{which}-{count}")
 with PeakMemory() as memory:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import squisher
 from squisher import merge
 from squisher.errors import ScaleError, SquisherError, SquisherWarning
-from squisher.tensors import CHUNK, chunks_of, dtype_of, shape_of
+from squisher.storage.tensors import CHUNK, chunks_of, dtype_of, shape_of
 
 SHAPES = {"body.weight": (40, 30), "body.bias": (40,), "norm.scale": (), "none": (0, 3)}
 

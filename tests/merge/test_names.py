@@ -158,7 +158,7 @@ def test_tied_names_are_merged_once_and_stay_tied():
     assert merged.merged == ("embed.weight", "layer.weight", "layer.bias")
     loaded = dict(merged)
     assert loaded["lm_head.weight"] is loaded["embed.weight"]
-    assert squisher.tensors.tied_names(loaded) == {"lm_head.weight": "embed.weight"}
+    assert squisher.storage.tensors.tied_names(loaded) == {"lm_head.weight": "embed.weight"}
     result = Tied(5)
     result.load_state_dict(merged)
     torch.testing.assert_close(result.lm_head.weight.data, (models[0]["embed.weight"] + models[1]["embed.weight"]) / 2)
@@ -244,7 +244,7 @@ def test_shapes_of_importances_are_checked():
 
 
 def test_asking_for_names_reads_nothing():
-    class Unread(squisher.tensors.LazyTensors):
+    class Unread(squisher.storage.tensors.LazyTensors):
         def __getitem__(self, name):
             raise AssertionError("read")
 

@@ -5,9 +5,10 @@ import json
 import pytest
 import torch
 
-from squisher import archive, patch
+from squisher import patch
 from squisher.errors import FileError, NamingError, SquisherError
-from squisher.tensors import chunks_of
+from squisher.storage import archive
+from squisher.storage.tensors import chunks_of
 
 
 def models(share=0.02, seed=0):

@@ -3,7 +3,7 @@ import torch
 
 from squisher import prune
 from squisher.errors import NamingError, SquisherError
-from squisher.tensors import chunks_of
+from squisher.storage.tensors import chunks_of
 
 WEIGHTS = {
     "a": torch.randn(6, 5),

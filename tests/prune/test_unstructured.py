@@ -8,9 +8,10 @@ import torch.nn.utils.prune as torch_prune
 from torch import nn
 
 import squisher
-from squisher import archive, prune
+from squisher import prune
 from squisher.errors import NamingError, SquisherError
-from squisher.tensors import chunks_of
+from squisher.storage import archive
+from squisher.storage.tensors import chunks_of
 
 
 def example(seed=0):

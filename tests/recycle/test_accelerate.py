@@ -10,7 +10,7 @@ from torch import nn
 
 import squisher
 from squisher.errors import FileError, NamingError
-from squisher.recycle.accelerate import is_accelerate_folder
+from squisher.recycle.formats.accelerate import is_accelerate_folder
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "accelerate"
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from squisher.errors import NoAccumulatorError
-from squisher.recycle.accumulators import TABLE, identify, optimizer_name, reading, step_of
 from squisher.recycle.assembly import values
+from squisher.recycle.optimizers.accumulators import TABLE, identify, optimizer_name, reading, step_of
 from squisher.recycle.states import stored
 
 SHAPE = (4, 3)

@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import nn
 
-from squisher.recycle.adapters import adapter_orders
+from squisher.recycle.naming.adapters import adapter_orders
 from squisher.recycle.weights import Weights
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from squisher.errors import FileError, NamingError, SquisherError
 from squisher.importance import Importance
 from squisher.recycle import extract
-from squisher.tensors import chunks_of
+from squisher.storage.tensors import chunks_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 SHARDED = ["fsdp2", "fsdp1_sharded", "tensor_parallel", "ddp_raw_ids"]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from safetensors.torch import save_file
 
-from squisher.recycle.frozen import by_evidence
+from squisher.recycle.naming.frozen import by_evidence
 from squisher.recycle.states import Candidate, Piece
 from squisher.recycle.weights import open_weights
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from squisher.errors import FileError, NamingError, SquisherError
-from squisher.recycle.hf_model import built_by, meta_model, read_json
+from squisher.recycle.naming.hf_model import built_by, meta_model, read_json
 
 
 class Pretrained(nn.Module):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from squisher.errors import FileError, NamingError
-from squisher.recycle.naming import _fits, clean_names, given_names, resolve
+from squisher.recycle.naming.solver import _fits, clean_names, given_names, resolve
 from squisher.recycle.states import Candidate, Entry, OptimizerState
 
 

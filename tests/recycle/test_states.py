@@ -8,7 +8,7 @@ import torch
 from squisher.errors import NoAccumulatorError
 from squisher.recycle.assembly import assemble
 from squisher.recycle.states import Entry, Facts, Piece
-from squisher.tensors import chunks_of
+from squisher.storage.tensors import chunks_of
 
 GROUP = {"betas": (0.9, 0.999), "weight_decay": 0.0}
 

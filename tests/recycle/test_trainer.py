@@ -14,8 +14,8 @@ from torch import nn
 
 import squisher
 from squisher.errors import FileError, NamingError, SquisherError
-from squisher.recycle import model_source, trainer
-from squisher.tensors import adapter_file_name
+from squisher.recycle.formats.registry import model_source, trainer
+from squisher.storage.tensors import adapter_file_name
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "trainer"
 BIN = FIXTURES / "bert_pytorch_model.bin"

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from squisher.errors import FileError, NoAccumulatorError, ScaleError, SquisherError
 from squisher.importance import Importance
 from squisher.recycle import extract
-from squisher.tensors import chunks_of
+from squisher.storage.tensors import chunks_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 ZERO = FIXTURES / "zero"
@@ -529,7 +529,7 @@ def test_bytes_changed_at_random_never_give_a_python_error(tmp_path, variant):
 
 
 def test_what_is_not_needed_is_not_read(tmp_path, monkeypatch):
-    from squisher.pickles import Span
+    from squisher.storage.torch_files import Span
 
     folder = write(tmp_path / "run", [{"a": torch.ones(1000, 30), "b": torch.ones(5)}], 3, 2)
     read = []

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from squisher.errors import SquisherError
+from squisher.order import threshold
 from squisher.report.concentration import concentration
-from squisher.topk import threshold
 
 
 def sorted_values(tensors):

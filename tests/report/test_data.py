@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import save_file
 
 import squisher
-from squisher.agreement import compare
-from squisher.correlation import spearman
-from squisher.distribution import LOG10_EDGES
+from squisher.analysis.agreement import compare
+from squisher.analysis.correlation import spearman
+from squisher.analysis.distribution import LOG10_EDGES
+from squisher.analysis.health import examine
 from squisher.embed import distances, embedding
 from squisher.errors import SquisherError
-from squisher.figures import joint_counts
-from squisher.health import examine
 from squisher.report import Subject, collect
 from squisher.report.data import FRACTIONS, SHARES
+from squisher.report.figures import joint_counts
 from squisher.report.model import SPARSITIES
 
 from . import examples

@@ -11,7 +11,15 @@ import pytest
 
 from squisher.report.heat import density, heat_map
 from squisher.report.scales import STEPS, Axis, colour_steps, domain_of
-from squisher.report.svg import Mark, Series, bars_with_error_bars, histogram, lines, points_with_error_bars, scatter
+from squisher.report.svg import (
+    Mark,
+    Series,
+    bars_with_error_bars,
+    histogram,
+    lines,
+    points_with_error_bars,
+    scatter,
+)
 
 EVIL = "<script>alert('x')</script>&\"'"
 X, Y = Axis("x", 0, 10), Axis("y", 0, 100)

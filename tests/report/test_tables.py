@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console, RenderableType
 
-from squisher.agreement import compare
-from squisher.health import examine
+from squisher.analysis.agreement import compare
+from squisher.analysis.health import examine
 from squisher.importance import Importance
 from squisher.report import compare_json, compare_tables, inspect_json, inspect_tables
 
@@ -145,7 +145,7 @@ def test_compare_says_how_far_they_agree() -> None:
 def test_compare_marks_overlaps_that_reach_into_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.zeros(100)
     values[:20] = torch.arange(1.0, 21.0)
-    monkeypatch.setattr("squisher.agreement.comparing.EXACT_LIMIT", 10)
+    monkeypatch.setattr("squisher.analysis.agreement.comparing.EXACT_LIMIT", 10)
     text = rendered(compare_tables(compare({"x": values}, {"x": values})))
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "*" not in lines["10%"]

@@ -75,8 +75,8 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Also d
 
 def open_importance(path: Path) -> Importance:
     """An importance file as it is; anything else is extracted on the fly."""
-    from .. import archive
     from ..importance import FILE_NAME, load
+    from ..storage import archive
 
     if path.suffix in (".safetensors", ".json") or (path.is_dir() and archive.exists(path / FILE_NAME)):
         return load(path)

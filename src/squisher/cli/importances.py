@@ -7,7 +7,17 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import Json, Plot, app, check_target, console, open_importance, print_json, progress_bar, whole
+from .app import (
+    Json,
+    Plot,
+    app,
+    check_target,
+    console,
+    open_importance,
+    print_json,
+    progress_bar,
+    whole,
+)
 
 if TYPE_CHECKING:
     from ..importance import Importance
@@ -108,8 +118,8 @@ def fisher(
     as_json: Json = False,
 ) -> None:
     """Measure the Fisher diagonal of a Hugging Face model on a file of text."""
-    from ..bridges.text import load_text_model, text_batches
     from ..importance import FILE_NAME
+    from ..integrations.text import load_text_model, text_batches
     from ..measure import fisher as measure
 
     target = out / FILE_NAME if out.is_dir() else out
@@ -148,7 +158,7 @@ def inspect(
     plot: Plot = None,
 ) -> None:
     """Show what an importance is, how healthy it is, and how it is distributed."""
-    from ..health import examine
+    from ..analysis.health import examine
     from ..report import inspect_json, inspect_tables
 
     importance = open_importance(file)
@@ -172,7 +182,7 @@ def compare(
     plot: Plot = None,
 ) -> None:
     """Compare two importances: rank correlation, scale, and overlap of the largest entries."""
-    from ..agreement import compare as measure
+    from ..analysis.agreement import compare as measure
     from ..report import compare_json, compare_tables
 
     first, second = open_importance(a), open_importance(b)

@@ -50,7 +50,7 @@ def merge(
 
     Without --importance, squisher.safetensors beside each model is used, then its optimizer state.
     """
-    from ..bridges.merging import merge_folders
+    from ..integrations.merging import merge_folders
 
     with progress_bar("merging") as progress, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SquisherWarning)
@@ -90,7 +90,7 @@ def mergekit(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
 ) -> None:
     """Run mergekit with the method squisher_fisher: Fisher merging inside its own pipeline."""
-    from ..bridges.mergekit import run
+    from ..integrations.mergekit import run
 
     run(config, out)
     typer.echo(f"{out}: merged.")

@@ -36,7 +36,7 @@ def report(
         _check_page(out)
     models = _one_each(model or [], files)
 
-    from ..bridges.folders import open_model
+    from ..integrations.folders import open_model
     from ..report import Subject, collect, report_page, write
 
     subjects = [

@@ -45,9 +45,9 @@ def prune(
 
     The zeros make the model neither smaller nor faster by themselves; formats and processors that use them do.
     """
-    from ..bridges.folders import open_model, write_model
+    from ..integrations.folders import open_model, write_model
     from ..prune import weights as prune_weights
-    from ..tensors import tied_names
+    from ..storage.tensors import tied_names
 
     opened = open_model(model)
     found = _importance_of(model, importance, needed=score in ("fisher", "importance"))
@@ -70,7 +70,7 @@ def prune(
         counts = pruned.counts(progress)
     kept, total = (sum(pair[k] for pair in counts.values()) for k in (0, 1))
     if plot is not None:
-        from ..figures import plot_sparsity
+        from ..report.figures import plot_sparsity
 
         zeros = {name: (size - stays, size) for name, (stays, size) in counts.items()}
         plot_sparsity(zeros, plot, "set to zero")
@@ -98,7 +98,7 @@ def mask(
     plot: Plot = None,
 ) -> None:
     """Choose the entries that a sparse fine-tune may move: the most important ones."""
-    from ..bridges.folders import open_model
+    from ..integrations.folders import open_model
     from ..mask import top_k
 
     check_target(out)
@@ -107,7 +107,7 @@ def mask(
         chosen = top_k(open_importance(file), keep, always, model=weights, minimum=minimum, progress=progress)
     chosen.save(out)
     if plot is not None:
-        from ..figures import plot_sparsity
+        from ..report.figures import plot_sparsity
 
         plot_sparsity({name: (chosen.count(name), chosen.shape(name).numel()) for name in chosen}, plot, "kept")
     typer.echo(f"{out}: {chosen.kept:,} of {chosen.total:,} entries in {len(chosen)} tensors may train.")
@@ -128,7 +128,7 @@ def patch_make(
     ] = False,
 ) -> None:
     """Write what a fine-tune changed: the entries whose bits differ, and their new values."""
-    from ..bridges.folders import open_model
+    from ..integrations.folders import open_model
     from ..mask import load
     from ..patch import make
 
@@ -159,7 +159,7 @@ def patch_apply(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")],
 ) -> None:
     """Give the fine-tuned model back from its base and a patch; another base is refused."""
-    from ..bridges.folders import open_model, write_model
+    from ..integrations.folders import open_model, write_model
     from ..patch import apply
 
     patched = apply(open_model(base).weights, patch)
@@ -173,8 +173,8 @@ def _importance_of(model: Path, given: Path | None, needed: bool) -> Importance 
     if given is not None:
         return open_importance(given)
     if not needed:
-        from .. import archive
         from ..importance import FILE_NAME
+        from ..storage import archive
 
         if not (model.is_dir() and archive.exists(model / FILE_NAME)):
             return None

@@ -8,7 +8,15 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import Json, Plot, app, check_target, console, open_importance, print_json
+from .app import (
+    Json,
+    Plot,
+    app,
+    check_target,
+    console,
+    open_importance,
+    print_json,
+)
 
 
 @app.command(epilog="Example: squisher embed squisher.safetensors --out task.safetensors --by row")

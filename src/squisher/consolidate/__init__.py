@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
 from ..importance import Importance, on_common_scale
-from ..tensors import live_parameters, name_pattern, numel_of, shape_of
+from ..storage.tensors import live_parameters, name_pattern, numel_of, shape_of
 from .parabola import Energy, add_force_, energy
 
 __all__ = ["EWC", "strength_like"]

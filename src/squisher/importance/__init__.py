@@ -6,9 +6,9 @@ embed, consolidate). The scale rule lives here, once: `Importance.as_fisher` and
 
 from __future__ import annotations
 
-from ..provenance import Provenance
 from .checks import check_values, structure_hash
 from .core import FILE_NAME, Importance, load
+from .provenance import Provenance
 from .scale import on_common_scale
 
 __all__ = ["FILE_NAME", "Importance", "Provenance", "check_values", "load", "on_common_scale", "structure_hash"]

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import shards
+from .. import ranks
 from ..errors import NamingError, SquisherError, near
 
 __all__ = ["check_all", "check_values", "checked_dtype", "short", "structure_hash", "tensors_only"]
@@ -27,7 +27,7 @@ def check_all(tensors: Mapping[str, Tensor]) -> None:
             check_values(name, tensor)
     except SquisherError as error:
         failure = error
-    shards.agree(failure, tensors.values())
+    ranks.agree_on(failure, tensors.values())
 
 
 def check_values(name: str, values: Tensor) -> None:
@@ -36,7 +36,7 @@ def check_values(name: str, values: Tensor) -> None:
     Raises:
         SquisherError: A value is NaN, infinite or negative; the message names the parameter.
     """
-    values = shards.local_of(values)
+    values = ranks.local_of(values)
     if not values.dtype.is_floating_point:
         raise SquisherError(
             f"The importance of {name!r} has the type {values.dtype}; it must be a floating-point tensor."

@@ -14,12 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import __version__, archive, shards
-from ..errors import FileError, NamingError, ScaleError, SquisherError, SquisherWarning, near
-from ..provenance import KINDS, Provenance, fisher_factor, scale_differences
-from ..tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+from .. import __version__, ranks
+from ..errors import (
+    FileError,
+    NamingError,
+    ScaleError,
+    SquisherError,
+    SquisherWarning,
+    near,
+)
+from ..storage import archive
+from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
 from .checks import check_all, check_values, checked_dtype, short, tensors_only
 from .mean import Mean, same_tensors, tokens_of, weights_of
+from .provenance import KINDS, Provenance, fisher_factor, scale_differences
 
 __all__ = ["FILE_NAME", "Importance", "load"]
 
@@ -271,8 +279,8 @@ class Importance(Mapping[str, Tensor]):
             )
 
         held = {name: self._tensors[name] for name in self} if isinstance(self._tensors, dict) else {}
-        if any(map(shards.is_sharded, held.values())):
-            shards.write_once(shards.Gathered(self, held), write)
+        if any(map(ranks.is_sharded, held.values())):
+            ranks.write_once(ranks.Gathered(self, held), write)
         else:
             write(self)
 

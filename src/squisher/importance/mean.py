@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ..errors import NamingError, SquisherError, near
-from ..provenance import Provenance
-from ..tensors import CHUNK, Computed
+from ..storage.tensors import CHUNK, Computed
+from .provenance import Provenance
 
 if TYPE_CHECKING:
     from .core import Importance

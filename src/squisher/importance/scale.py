@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..errors import ScaleError, SquisherError
-from ..provenance import scale_differences
 from .core import Importance
+from .provenance import scale_differences
 
 __all__ = ["on_common_scale"]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from .. import ranks
 from ..errors import NamingError, SquisherError, SquisherWarning, near
 from ..importance import Importance, structure_hash
-from ..tensors import chunks_of, live_parameters, shape_of
-from ..topk import choose
+from ..order import choose
+from ..storage.tensors import chunks_of, live_parameters, shape_of
 from .packed import Mask, pack
 
 __all__ = ["top_k"]

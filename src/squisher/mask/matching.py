@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NamingError, SquisherError, near
-from ..tensors import chunks_of, live_parameters, shape_of
+from ..storage.tensors import chunks_of, live_parameters, shape_of
 from .packed import Mask
 
 __all__ = ["Kept", "match"]

@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import __version__, archive
+from .. import __version__
 from ..errors import FileError, SquisherError, near
-from ..tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of
+from ..storage import archive
+from ..storage.tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of
 
 __all__ = ["FORMAT_VERSION", "Mask", "Packed", "load", "pack"]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NamingError, near
-from ..tensors import CHUNK, Computed, chunks_of, dtype_of, shape_of
+from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, shape_of
 
 __all__ = ["reset_outside"]
 

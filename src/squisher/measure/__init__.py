@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from .. import ranks
 from ..errors import NamingError, SquisherError, near
 from ..importance import Importance, structure_hash
-from ..shards import is_sharded, local_of, sharded_like
-from ..tensors import LiveParameter, live_parameters
+from ..ranks import is_sharded, local_of, sharded_like
+from ..storage.tensors import LiveParameter, live_parameters
 from .batches import Batch, batches_of, parse
 from .capture import Capture
 from .joint import Joint

@@ -14,7 +14,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .pieces import ConvolutionPiece, ConvolutionSettings, Dense, Outer, Piece, Rows
+from .pieces import (
+    ConvolutionPiece,
+    ConvolutionSettings,
+    Dense,
+    Outer,
+    Piece,
+    Rows,
+)
 
 __all__ = ["Broadcast", "Convolution", "Linear", "Lookup", "Rule"]
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..shards import local_of
+from ..ranks import local_of
 from .batches import Batch
 from .likelihood import Objective
 

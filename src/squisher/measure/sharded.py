@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..errors import SquisherError
-from ..shards import is_sharded
+from ..ranks import is_sharded
 from .batches import batches_of, leaves_of
 
 __all__ = ["in_step", "is_spread", "whole_gradients"]

@@ -9,7 +9,7 @@ from types import TracebackType
 
 from torch import Tensor
 
-from ..tensors import CHUNK, Computed, chunks_of, numel_of
+from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of
 from .lazy import Merged
 
 __all__ = ["Ahead"]

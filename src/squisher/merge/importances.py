@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
 from ..importance import Importance, check_values, on_common_scale
-from ..tensors import CHUNK, Computed, chunks_of, numel_of, shape_of
+from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of, shape_of
 
 __all__ = ["Graded", "graded", "matched", "tied_in"]
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError, near
-from ..tensors import CHUNK, chunks_of, dtype_of, room_for, shape_of
+from ..storage.tensors import CHUNK, chunks_of, dtype_of, room_for, shape_of
 from .names import Plan
 
 __all__ = ["Merged", "Rule"]

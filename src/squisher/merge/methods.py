@@ -8,7 +8,17 @@ from collections.abc import Sequence
 import torch
 
 from ..errors import SquisherError
-from .arguments import Floor, Weights, as_dtype, as_floors, as_many, as_number, as_numbers, as_work, taking_part
+from .arguments import (
+    Floor,
+    Weights,
+    as_dtype,
+    as_floors,
+    as_many,
+    as_number,
+    as_numbers,
+    as_work,
+    taking_part,
+)
 from .importances import graded, matched, tied_in
 from .lazy import Merged
 from .names import plan

@@ -15,7 +15,14 @@ import torch
 from torch import Tensor
 
 from ..errors import NamingError, SquisherError, SquisherWarning, near
-from ..tensors import chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
+from ..storage.tensors import (
+    chunks_of,
+    dtype_of,
+    name_pattern,
+    numel_of,
+    shape_of,
+    tied_names,
+)
 
 __all__ = ["Plan", "plan"]
 

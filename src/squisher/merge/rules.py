@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..tensors import numel_of
+from ..storage.tensors import numel_of
 from .arithmetic import Term, differences, gradient_matched, weighted
 from .importances import Graded
 

@@ -11,9 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import archive
 from ..errors import FileError, NamingError, SquisherError, near
-from ..tensors import CHUNK, Computed, LazyTensors, chunks_of, dtype_of, numel_of, shape_of
+from ..storage import archive
+from ..storage.tensors import (
+    CHUNK,
+    Computed,
+    LazyTensors,
+    chunks_of,
+    dtype_of,
+    numel_of,
+    shape_of,
+)
 from .content import FORMAT_VERSION, INDICES, VALUES, Digest, hash_of
 
 __all__ = ["apply"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..tensors import chunks_of, dtype_of, shape_of
+from ..storage.tensors import chunks_of, dtype_of, shape_of
 
 __all__ = ["FORMAT_VERSION", "INDICES", "VALUES", "Digest", "hash_of"]
 

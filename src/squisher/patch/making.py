@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import __version__, archive
+from .. import __version__
 from ..errors import NamingError, SquisherError, near
-from ..tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+from ..storage import archive
+from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
 from .content import FORMAT_VERSION, INDICES, VALUES, Digest, hash_of
 
 __all__ = ["Summary", "make"]

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 
 from ..errors import NamingError, SquisherError, near
-from ..tensors import CHUNK, Computed, chunks_of, dtype_of, numel_of, shape_of
+from ..storage.tensors import (
+    CHUNK,
+    Computed,
+    chunks_of,
+    dtype_of,
+    numel_of,
+    shape_of,
+)
 
 __all__ = ["SCORES", "Scores", "check_score", "scores"]
 

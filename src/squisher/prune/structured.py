@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NamingError, SquisherError, near
-from ..tensors import live_parameters, shape_of
+from ..storage.tensors import live_parameters, shape_of
 from .scoring import check_score
 
 __all__ = ["channels"]

@@ -14,8 +14,17 @@ from torch import Tensor, nn
 
 from ..errors import NamingError, SquisherError, near
 from ..importance import Importance
-from ..tensors import CHUNK, Computed, chunks_of, dtype_of, live_parameters, numel_of, shape_of, tied_names
-from ..topk import Source, choose, per_source
+from ..order import Source, choose, per_source
+from ..storage.tensors import (
+    CHUNK,
+    Computed,
+    chunks_of,
+    dtype_of,
+    live_parameters,
+    numel_of,
+    shape_of,
+    tied_names,
+)
 from .pattern import fits, keep_pattern, parse_pattern
 from .scoring import Scores, check_score, scores
 

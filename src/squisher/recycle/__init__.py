@@ -12,16 +12,23 @@ from torch import nn
 
 from ..errors import NamingError, SquisherError
 from ..importance import Importance
-from .accumulators import GIVEN_BETA2
+from ..storage.hub import fetch, is_hub_id
 from .assembly import assemble
-from .candidates import candidates_of_module
-from .formats import read_source
-from .hf_rules import trainer_rules
-from .hub import fetch, is_hub_id
+from .formats.registry import read_source
 from .live import from_optimizers, from_tracker, unwrapped
-from .naming import RULES, given_names, matching, resolve
-from .quantized import check_precision
-from .states import Candidate, Entry, Facts, OptimizerState, Options, check_usable
+from .naming.candidates import candidates_of_module
+from .naming.hf_rules import trainer_rules
+from .naming.solver import RULES, given_names, matching, resolve
+from .optimizers.accumulators import GIVEN_BETA2
+from .optimizers.quantized import check_precision
+from .states import (
+    Candidate,
+    Entry,
+    Facts,
+    OptimizerState,
+    Options,
+    check_usable,
+)
 from .tracker import Tracker
 
 __all__ = ["Tracker", "extract"]

@@ -12,9 +12,16 @@ from torch import Tensor
 
 from ..errors import NoAccumulatorError
 from ..importance import Importance, structure_hash
-from ..tensors import CHUNK
-from .accumulators import Reading, optimizer_name, reading
-from .states import EMPTY, Entry, Facts, Piece, is_tensor, stored
+from ..storage.tensors import CHUNK
+from .optimizers.accumulators import Reading, optimizer_name, reading
+from .states import (
+    EMPTY,
+    Entry,
+    Facts,
+    Piece,
+    is_tensor,
+    stored,
+)
 
 __all__ = ["Recycled", "assemble", "values"]
 

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from ..errors import NamingError, NoAccumulatorError, SquisherWarning
 from ..importance import Importance
-from ..tensors import LiveParameter, live_parameters
+from ..storage.tensors import LiveParameter, live_parameters
 from .assembly import assemble
-from .quantized import check_precision, decoded
+from .optimizers.quantized import check_precision, decoded
 from .states import Entry, Facts
 from .tracker import Tracker
 

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import NoAccumulatorError
-from ..tensors import TensorSource
-from .accumulators import TABLE, identify
-from .factored import join
+from ..storage.tensors import TensorSource
+from .optimizers.accumulators import TABLE, identify
+from .optimizers.factored import join
 
 __all__ = [
     "Candidate",

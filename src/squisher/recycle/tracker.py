@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from squisher.errors import NamingError, SquisherError, SquisherWarning, near
-from squisher.recycle.averaging import all_finite, average_squares_
+from ..errors import NamingError, SquisherError, SquisherWarning, near
+from .optimizers.averaging import all_finite, average_squares_
 
 __all__ = ["Tracker"]
 

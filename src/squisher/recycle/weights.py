@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import FileError, NamingError
-from ..pickles import read
-from ..stream import open_safetensors
-from ..tensors import TensorSource
+from ..storage.safetensors import open_safetensors
+from ..storage.tensors import TensorSource
+from ..storage.torch_files import read
+from .formats.torch_file import find_weights
 from .states import Candidate, OptimizerState
-from .torch_file import find_weights
 
 __all__ = ["Weights", "open_weights", "pinned", "sorted_by_name"]
 

@@ -8,8 +8,8 @@ Charts (`svg`, `heat`), tables and the page itself (`page`) know nothing of impo
 
 from __future__ import annotations
 
-from ..figures import plot_agreement, plot_distances, plot_importance
 from .data import Subject, collect
+from .figures import plot_agreement, plot_distances, plot_importance
 from .page import write
 from .sections import report_page
 from .tables import compare_json, compare_tables, distance_table, inspect_json, inspect_tables

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError
-from ..tensors import chunks_of, one_thread
+from ..storage.tensors import chunks_of, one_thread
 
 __all__ = ["Held", "concentration"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ..analysis.health import Health, examine
 from ..errors import FileError, SquisherError, SquisherWarning
-from ..health import Health, examine
 from ..importance import Importance
 from .atlas import Place, grid, labels, layers_in_order, place
 from .concentration import concentration

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..errors import NamingError, ScaleError, near
 from ..importance import Importance
 from ..prune import scores
-from ..tensors import numel_of, shape_of
+from ..storage.tensors import numel_of, shape_of
 from .concentration import concentration
 
 __all__ = ["SPARSITIES", "on_model"]

@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from ..agreement import Agreement, compare
-from ..correlation import Rounded
-from ..distribution import LOG10_EDGES
+from ..analysis.agreement import Agreement, compare
+from ..analysis.correlation import Rounded
+from ..analysis.distribution import LOG10_EDGES
 from ..embed import distances, embedding
 from ..errors import SquisherError
-from ..figures import joint_counts
 from ..importance import Importance
-from ..tensors import numel_of, one_thread
+from ..storage.tensors import numel_of, one_thread
 from .atlas import Place, grid, labels, layers_in_order, place
+from .figures import joint_counts
 
 __all__ = ["agreement_of", "distances_between"]
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .page import Column, Part, figure, page, section, table
+from .page import (
+    Column,
+    Part,
+    figure,
+    page,
+    section,
+    table,
+)
 from .scales import Axis
 from .single import KEPT_CAPTION, importance_parts, kept_chart, padded
 from .svg import Series, lines

@@ -8,7 +8,15 @@ from typing import Any
 
 from .heat import heat_map
 from .numbers import number, share, whole
-from .page import Column, Part, facts_list, figure, note, section, table
+from .page import (
+    Column,
+    Part,
+    facts_list,
+    figure,
+    note,
+    section,
+    table,
+)
 from .scales import Axis, domain_of
 from .svg import Mark, Series, bars_with_error_bars, histogram, lines
 from .words import counted, listed

@@ -11,7 +11,14 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .drawing import HEIGHT, SERIES, Chart, attribute, px, text_at
+from .drawing import (
+    HEIGHT,
+    SERIES,
+    Chart,
+    attribute,
+    px,
+    text_at,
+)
 from .numbers import formatted
 from .scales import Axis
 

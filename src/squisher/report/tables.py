@@ -15,10 +15,10 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from ..agreement import Agreement
-from ..figures import clustered
-from ..health import Diagnosis, Health
+from ..analysis.agreement import Agreement
+from ..analysis.health import Diagnosis, Health
 from ..importance import Importance
+from .figures import clustered
 
 __all__ = ["compare_json", "compare_tables", "distance_table", "facts", "inspect_json", "inspect_tables"]
 

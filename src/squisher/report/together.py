@@ -8,7 +8,15 @@ from typing import Any
 
 from .heat import density, heat_map
 from .numbers import fixed, number, share, whole
-from .page import Column, Part, facts_list, figure, note, section, table
+from .page import (
+    Column,
+    Part,
+    facts_list,
+    figure,
+    note,
+    section,
+    table,
+)
 from .scales import Axis
 from .svg import Series, lines
 from .words import counted, listed

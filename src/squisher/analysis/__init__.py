@@ -1,0 +1,1 @@
+"""What can be learnt from an importance: its health, its agreement with another, its distribution."""

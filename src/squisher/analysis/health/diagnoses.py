@@ -1,0 +1,295 @@
+"""What can be wrong with an importance, or worth knowing about it, one sentence each."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...errors import ScaleError, SquisherWarning
+from ...importance import Importance
+from ..distribution import Distribution
+
+__all__ = ["SEVERITIES", "Diagnosis", "Row", "effective_steps", "of_provenance", "of_values"]
+
+NOISY = 0.25
+"""A larger relative error of single entries is worth a warning."""
+
+UNUSABLE = 0.7
+"""An even larger one means about four independent squares or fewer."""
+
+SEVERITIES = ("problem", "warning", "info")
+_LOW_PRECISION = ("bfloat16", "float16", "8bit", "int8", "uint8", "fp8", "float8", "4bit")
+_TRACK = "keep the average in float32 beside the optimizer with squisher.Tracker"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """One finding.
+
+    Attributes:
+        code: A short fixed name, for programs.
+        severity: `problem` (the numbers are unusable), `warning` (they mean less than they seem to) or `info`.
+        sentence: What was found.
+        advice: What it means and what to do.
+        parameters: The names that it concerns; empty where it concerns all.
+        numbers: What the sentence is based on.
+    """
+
+    code: str
+    severity: str
+    sentence: str
+    advice: str = ""
+    parameters: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One parameter: its name and shape, how its values are distributed, and what is invalid in them, in a sentence.
+
+    Where a value is invalid, reading stops there, and the distribution is that of the values before it.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: Distribution
+    invalid: str = ""
+
+
+def effective_steps(beta2: float, steps: float) -> float:
+    """How many equally weighted squares an exponential average over `steps` steps is worth.
+
+    (Σw)²/Σw² = (1+β)(1−βᵗ) / ((1−β)(1+βᵗ)) for the weights w = βᵗ⁻ⁱ: t for few steps, (1+β)/(1−β) for many.
+    """
+    left = beta2**steps
+    return (1 + beta2) * (1 - left) / ((1 - beta2) * (1 + left))
+
+
+def of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]:
+    """What the values show."""
+    bad = [row for row in rows if row.invalid]
+    if bad:
+        more = f" So have {len(bad) - 1} other parameters." if len(bad) > 1 else ""
+        yield Diagnosis(
+            "invalid",
+            "problem",
+            bad[0].invalid.split(". ")[0].rstrip(".") + "." + more,
+            "Nothing can be computed from it. The run may have diverged, or the file is damaged: take an earlier checkpoint.",
+            [row.name for row in bad],
+        )
+    empty = [row.name for row in rows if row.values.numel and row.values.zeros == row.values.numel]
+    if empty:
+        yield Diagnosis(
+            "all_zero",
+            "warning",
+            f"{_parameters(len(empty))} {'is' if len(empty) == 1 else 'are'} exactly 0 everywhere.",
+            "No gradient ever reached them, or it underflowed. They say nothing about importance: pruning takes them first, "
+            "and merging averages them.",
+            empty,
+            {"tensors": len(empty)},
+        )
+    if totals.zeros:
+        share = totals.zeros / totals.numel
+        mostly = [row.name for row in rows if row.values.zeros > row.values.numel / 2 and row.name not in set(empty)]
+        yield Diagnosis(
+            "zeros",
+            "warning" if share > 0.5 else "info",
+            f"{100 * share:.3g}% of all entries are exactly 0 ({totals.zeros:,} of {totals.numel:,}).",
+            "Usually rows of an embedding that the data never used, and dead units. They tie: among them, a top-k takes "
+            "the first by position.",
+            mostly,
+            {"share": share, "zeros": totals.zeros, "tensors_mostly_zero": len(mostly)},
+        )
+    if totals.denormals:
+        share = totals.denormals / totals.numel
+        yield Diagnosis(
+            "denormals",
+            "warning" if share > 0.1 else "info",
+            f"{100 * share:.3g}% of all entries are below 1.2e-38 but not 0 ({totals.denormals:,} of {totals.numel:,}).",
+            "Squares of gradients below 1e-19 have lost their digits. They are kept in the file; applications take them as 0.",
+            [row.name for row in rows if row.values.denormals],
+            {"share": share, "denormals": totals.denormals},
+        )
+
+
+def of_provenance(importance: Importance) -> Iterator[Diagnosis]:
+    """What the provenance says."""
+    p = importance.provenance
+    if p.kind == "squisher":
+        yield from _noise(importance)
+        yield from _pollution(p.optimizer or {}, p.extra)
+        yield from _steps_differ(p.steps or {}, bool(p.bias_corrected))
+        yield from _scale(importance)
+    elif p.examples is not None:
+        yield _error_of_mean(p.examples)
+    source = p.dtype_of_source or ""
+    if any(mark in source for mark in _LOW_PRECISION):
+        yield _low_precision(source, p.kind)
+    if p.absent:
+        reasons = Counter(p.absent.values()).most_common()
+        listed = "; ".join(f"{count} × {reason}" for reason, count in reasons[:3]) + ("; …" if len(reasons) > 3 else "")
+        yield Diagnosis(
+            "absent",
+            "info",
+            f"{_parameters(len(p.absent))} of the model {'has' if len(p.absent) == 1 else 'have'} no importance: {listed}.",
+            "Merging averages them, a mask never trains them.",
+            list(p.absent),
+            {"parameters": len(p.absent)},
+        )
+
+
+def _noise(importance: Importance) -> Iterator[Diagnosis]:
+    """What averaging over few steps, or with a short memory, costs."""
+    p = importance.provenance
+    optimizer, steps = p.optimizer or {}, p.steps or {}
+    each = steps.get("per_parameter") or {}
+    cases: dict[tuple[float | None, int], list[str]] = {}
+    groups = {name: group for group in optimizer.get("groups") or [] for name in group.get("parameters") or []}
+    for name in importance:
+        facts = {**optimizer, **groups.get(name, {})}
+        taken, beta2 = each.get(name, steps.get("min")), facts.get("beta2")
+        if taken is not None and (beta2 is not None or facts.get("meaning") == "sum"):
+            cases.setdefault((beta2, int(taken)), []).append(name)
+    if not cases:
+        return
+    sizes = {case: float(case[1]) if case[0] is None else effective_steps(case[0], case[1]) for case in cases}
+    (beta2, taken), worth = min(sizes.items(), key=lambda item: item[1])
+    error = math.sqrt(2 / worth) if worth else math.inf
+    concerned = [name for case, names in cases.items() if sizes[case] == worth for name in names]
+    numbers = {"beta2": beta2, "steps": taken, "effective_steps": worth, "relative_error": error if worth else None}
+    severity = "problem" if error > UNUSABLE else "warning" if error > NOISY else "info"
+    still_filling = beta2 is None or beta2**taken > 0.05
+    average = f"β₂ = {beta2:g} and {taken:,} steps" if beta2 is not None else f"{taken:,} steps"
+    what = (
+        f"{average} average about {worth:.3g} squared gradients: the expected relative error of one entry is {error:.2g} "
+        "if batch gradients are Gaussian, and more if they have heavy tails."
+    )
+    if severity == "info":
+        advice = (
+            "That is enough to rank entries."
+            if error < 0.1
+            else "Ranks of single entries are noisy; sums over many are not."
+        )
+    elif still_filling:
+        advice = "Train longer before extracting, or use it for sums over many entries only."
+    else:
+        advice = f"More steps do not help, because β₂ forgets: use a larger β₂, or {_TRACK} (beta2=0.999)."
+    yield Diagnosis(
+        "noise" if severity == "info" else "few_steps" if still_filling else "short_memory",
+        severity,
+        what,
+        advice,
+        concerned if len(concerned) < len(importance) else [],
+        numbers,
+    )
+    if p.bias_corrected is False and beta2 is not None:
+        factor = -math.expm1(taken * math.log(beta2)) if beta2 else 1.0
+        yield Diagnosis(
+            "not_corrected",
+            "warning" if factor < 0.95 else "info",
+            f"The values are not corrected for their start at 0: they are {factor:.3g} of the mean squared gradient.",
+            "Ranks within one importance are right; do not combine it with others. Extract it again with bias correction.",
+            numbers={"factor": factor, "beta2": beta2, "steps": taken},
+        )
+
+
+def _error_of_mean(examples: int) -> Diagnosis:
+    error = math.sqrt(2 / examples) if examples else math.inf
+    return Diagnosis(
+        "examples",
+        "problem" if error > UNUSABLE else "warning" if error > NOISY else "info",
+        f"It was measured on {examples:,} examples: the expected relative error of one entry is {error:.2g} if gradients "
+        "are Gaussian, and more if they have heavy tails.",
+        "" if error <= NOISY else "Measure on more examples.",
+        numbers={"examples": examples, "relative_error": error if examples else None},
+    )
+
+
+def _pollution(optimizer: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[Diagnosis]:
+    sentences = list(optimizer.get("pollution") or [])
+    groups = optimizer.get("groups") or []
+    sentences += [s for g in groups for s in g.get("pollution") or [] if s not in sentences]
+    advice = {
+        "l2": "Entries with little gradient rank by their size instead. Use AdamW, whose decay is not in the gradient, or "
+        "keep the data's gradient apart with squisher.Tracker.",
+        "clipping": "Steps with large gradients count less, and the scale is smaller than it seems; ranks hardly change. "
+        "A squisher.Tracker that observes before clipping is free of it.",
+        "amsgrad": "The running average is meant, not its maximum: check that the key is exp_avg_sq.",
+        "pollution": "Keep the data's gradient apart with squisher.Tracker, if it matters.",
+    }
+    for sentence in dict.fromkeys(sentences):
+        code = _kind_of(sentence)
+        names = [n for g in groups if sentence in (g.get("pollution") or []) for n in g.get("parameters") or []]
+        decay = optimizer.get("weight_decay")
+        numbers = {"weight_decay": decay} if code == "l2" and decay is not None else {}
+        yield Diagnosis(code, "warning" if code == "l2" else "info", sentence, advice[code], names, numbers)
+    codes = {_kind_of(sentence) for sentence in sentences}
+    if "clipping" not in codes and (optimizer.get("after_clipping") or extra.get("after_clipping")):
+        text = "The squared gradients were taken after clipping."
+        yield Diagnosis("clipping", "info", text, advice["clipping"])
+    if "amsgrad" not in codes and optimizer.get("amsgrad"):
+        text = "The optimizer ran with AMSGrad, which also keeps a running maximum."
+        key = str(optimizer.get("key", ""))
+        yield Diagnosis("amsgrad", "warning" if "max" in key else "info", text, advice["amsgrad"], numbers={"key": key})
+
+
+def _kind_of(sentence: str) -> str:
+    lower = sentence.lower()
+    marks = {"l2": ("weight decay", "l2", "weight_decay"), "clipping": ("clip",), "amsgrad": ("amsgrad",)}
+    return next((code for code, words in marks.items() if any(word in lower for word in words)), "pollution")
+
+
+def _steps_differ(steps: Mapping[str, Any], corrected: bool) -> Iterator[Diagnosis]:
+    low, high = steps.get("min"), steps.get("max")
+    if low is None or high is None or low == high:
+        return
+    each = steps.get("per_parameter") or {}
+    fewer = [name for name, taken in each.items() if taken is not None and taken < high]
+    yield Diagnosis(
+        "steps_differ",
+        "info" if corrected else "warning",
+        f"Parameters have taken between {low:,} and {high:,} steps.",
+        "Those with fewer were frozen or unused for a while; each is corrected with its own number, so the scales agree."
+        if corrected
+        else "Without bias correction their scales differ: extract it again with it.",
+        fewer,
+        {"min": low, "max": high, "parameters": len(fewer)},
+    )
+
+
+def _scale(importance: Importance) -> Iterator[Diagnosis]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SquisherWarning)  # low precision has a diagnosis of its own
+            importance.as_fisher()
+    except ScaleError as error:
+        yield Diagnosis(
+            "scale_unknown",
+            "info",
+            "It cannot be brought to the scale of a Fisher: " + str(error),
+            "Pruning, masks and rank comparisons need no scale; merging models of different batch size, EWC and embeddings do.",
+        )
+
+
+def _low_precision(source: str, kind: str) -> Diagnosis:
+    if kind == "fisher":
+        text = f"It was measured with a model in {source}: gradients below its resolution are rounded."
+        return Diagnosis("low_precision", "info", text, "Measure in float32 where single entries matter.")
+    return Diagnosis(
+        "low_precision",
+        "warning",
+        f"The optimizer kept its average in {source}, which cannot hold it: an average that moves by a thousandth of itself a "
+        "step is rounded away.",
+        "With β₂ = 0.999, 3000 equal gradients c leave 0.39·c² in bfloat16 (0.27 to 0.54, depending on c), because the average "
+        "stalls; with Gaussian gradients it is 1.8 times too large, because it never decays. Use ranks, not the scale, "
+        f"or {_TRACK}.",
+        numbers={"dtype": source},
+    )
+
+
+def _parameters(number: int) -> str:
+    return "1 parameter" if number == 1 else f"{number:,} parameters"

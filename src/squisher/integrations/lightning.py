@@ -1,0 +1,341 @@
+"""Callbacks for Lightning, `lightning` and `pytorch_lightning` alike: record the importance, EWC, training under a mask.
+
+    Trainer(callbacks=[SquisherCallback(), ...])
+
+They are called by name and need no base class, so that this module imports nothing of Lightning and fits both packages.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..consolidate import EWC
+from ..errors import SquisherError
+from ..importance import FILE_NAME, Importance
+from ..importance.provenance import LOSS_REDUCTIONS
+from ..mask import train_only
+from ..recycle import Tracker
+from ..recycle.states import Candidate
+from .batch_counts import BatchCounts, examples_in, over_processes, tokens_in
+from .recording import (
+    RunFacts,
+    beta2_of,
+    check_accumulator,
+    inner_optimizers,
+    recorded,
+    stored_candidates,
+    written_by_one,
+)
+
+__all__ = ["EWCCallback", "MaskCallback", "SquisherCallback"]
+
+_SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
+
+
+class _Hooks:
+    """Answers every hook of a Lightning Trainer; those that a class does not define do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_") or name in ("setup", "teardown"):
+            return _nothing
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def state_key(self) -> str:
+        """Under this key Lightning keeps the callback's state in checkpoints."""
+        return f"squisher.{type(self).__name__}"
+
+    _legacy_state_key = state_key
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing to keep."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing to take up."""
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+class SquisherCallback(_Hooks):
+    """Writes an importance beside every checkpoint: `step=100.squisher.safetensors` beside `step=100.ckpt`.
+
+    The number of examples per step is counted, over micro-batches and processes. Lightning does not know the loss: it is taken
+    for a mean over examples, as torch's losses are, unless you say otherwise. What the optimizer squares has been clipped if
+    `gradient_clip_val` is set; that is recorded. Files go when their checkpoints do.
+
+    Only the first process writes. DeepSpeed and FSDP spread the state over processes and are refused: their checkpoints are
+    read by `squisher extract`.
+
+    Args:
+        path: Write once, when training ends, to this file or folder, instead of beside checkpoints.
+        track: Record the gradient before clipping, by a tracker whose state is kept in checkpoints, instead of what the
+            optimizer has. The optimizer may then be one that keeps no average of its own.
+        loss_reduction: `mean`, `sum` or `token_mean`; None if it is none of them.
+        tokens: For `token_mean`: the number of tokens of a batch that carry a loss. By default labels that are not -100, but
+            for the first of each row, as in causal language models.
+        submodule: The part of the module that is meant, such as `"model"`; names are then those of this part.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        track: bool = False,
+        loss_reduction: str | None = "mean",
+        tokens: Callable[[Any], int] | None = None,
+        submodule: str | None = None,
+    ) -> None:
+        if loss_reduction is not None and loss_reduction not in LOSS_REDUCTIONS:
+            raise SquisherError(f"loss_reduction is one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}.")
+        self.path = None if path is None else Path(path)
+        self.track, self.loss_reduction, self.submodule = track, loss_reduction, submodule
+        self.tracker: Tracker | None = None
+        self.counts = BatchCounts()
+        self._tokens = tokens
+        self._trainer: Any = None
+        self._model: nn.Module | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._candidates: Sequence[Candidate] = ()
+        self._pending: list[tuple[int | None, Tensor | int | None]] = []
+        self._resumed: Mapping[str, Any] = {}
+        self._step = 0
+        self._checked = False
+        self._written: dict[Path, Path] = {}
+
+    def importance(self) -> Importance:
+        """What has been accumulated up to now, under the names that the module's weight file has.
+
+        Raises:
+            SquisherError: Training has not begun.
+            NoAccumulatorError: No step has been taken, or the optimizer keeps no squared gradient.
+        """
+        return self._recorded(self._candidates)
+
+    def live_importance(self) -> Importance:
+        """The same under the names of the running module, which is what `EWC.consolidate` and `mask.train_only` know."""
+        return self._recorded(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Counts, and the tracker's average if there is one."""
+        state: dict[str, Any] = {"counts": self.counts.state()}
+        if self.tracker is not None:
+            state["tracker"] = self.tracker.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a checkpoint when training begins."""
+        self._resumed = dict(state)
+
+    # -- hooks ---------------------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, module: Any, stage: str) -> None:
+        """Lets the callback know where checkpoints are written."""
+        _refuse_sharding(trainer, type(self).__name__)
+        if stage == "fit" and self.path is None and trainer is not self._trainer:
+            original = trainer.save_checkpoint
+            trainer.save_checkpoint = functools.wraps(original)(functools.partial(self._save_beside, original))
+        self._trainer = trainer
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Begins, or goes on counting where a checkpoint stopped."""
+        self._model = module.get_submodule(self.submodule) if self.submodule else module
+        self._optimizers = inner_optimizers(list(trainer.optimizers))
+        self._candidates = stored_candidates(self._model)
+        self._pending, self._step, self._checked = [], trainer.global_step, False
+        self.counts = BatchCounts.from_state(self._resumed.get("counts"))
+        if self.track:
+            (optimizer,) = _only(self._optimizers, type(self).__name__)
+            self.tracker = Tracker(self._model, optimizer, beta2=beta2_of(optimizer))
+            if "tracker" in self._resumed:
+                self.tracker.load_state_dict(self._resumed["tracker"])
+        self._resumed = {}
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        """Counts a micro-batch."""
+        tokens: Tensor | int | None = None
+        if self.loss_reduction == "token_mean":
+            tokens = tokens_in(batch, shifted=True) if self._tokens is None else self._tokens(batch)
+        self._pending.append((examples_in(batch), tokens))
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        """Sees gradients that are accumulated, reduced and unscaled, and not yet clipped."""
+        if self.tracker is not None:
+            self.tracker.observe()
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Counts the step, if this batch ended one."""
+        if trainer.global_step == self._step:
+            return
+        self._step = trainer.global_step
+        step = over_processes([n for n, _ in self._pending], [n for _, n in self._pending], module.device)
+        if step is not None:
+            self.counts.add(*step, full=None)
+        self._pending = []
+        if not self._checked and self.tracker is None:
+            check_accumulator(self._optimizers)
+            self._checked = True
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """Writes if that is when to."""
+        if self.path is not None:
+            self._write(self.path)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        """Nothing is saved any more."""
+        self._tidy()
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _save_beside(self, original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(filepath, *args, **kwargs)
+        if self._model is not None and self.counts.steps:  # none yet if somebody saves before training
+            checkpoint = Path(filepath)
+            beside = checkpoint.with_name(checkpoint.name.removesuffix(".ckpt") + ".squisher.safetensors")
+            self._write(beside)
+            self._written[beside] = checkpoint
+            self._tidy()
+        return out
+
+    def _tidy(self) -> None:
+        """Removes files whose checkpoints Lightning has removed, which it does after it has saved the next one."""
+        for old in [f for f, owner in self._written.items() if not owner.exists()]:
+            del self._written[old]
+            if self._trainer.is_global_zero:
+                old.unlink(missing_ok=True)
+
+    def _pollution(self) -> list[str]:
+        clip = self._trainer.gradient_clip_val
+        if self.tracker is not None or not clip:
+            return []
+        how = str(self._trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower()
+        return [f"Gradients were clipped to the {how} {float(clip)} before they were squared."]
+
+    def _facts(self) -> RunFacts:
+        trainer, counts, reduction = self._trainer, self.counts, self.loss_reduction
+        training = {
+            "trainer": "lightning",
+            "gradient_accumulation_steps": trainer.accumulate_grad_batches,
+            "processes": trainer.world_size,
+            "precision": str(trainer.precision),
+            "counted": counts.state(),
+        }
+        return RunFacts(
+            batch_size=counts.largest or None,
+            batch_tokens=counts.mean_tokens if reduction == "token_mean" else None,
+            loss_reduction=reduction,
+            unit=None if reduction is None else "token" if reduction == "token_mean" else "example",
+            clipped=bool(trainer.gradient_clip_val),
+            pollution=self._pollution(),
+            training=training,
+        )
+
+    def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
+        if self._model is None:
+            raise SquisherError("There is no importance yet: call trainer.fit(...) first.")
+        source = self.tracker if self.tracker is not None else self._optimizers
+        return recorded(source, self._model, self._facts(), candidates)
+
+    def _write(self, path: Path) -> None:
+        file = path if path.suffix == ".safetensors" else path / FILE_NAME
+        written_by_one(self.importance, file, self._trainer.is_global_zero)
+
+
+class EWCCallback(SquisherCallback):
+    """Elastic weight consolidation in Lightning.
+
+    Before every step and before clipping: the tracker observes the data's gradients, then the penalty's gradient is added. So
+    the importance of the task that is being learnt, and the file beside each checkpoint, are of its data alone. The penalty is
+    logged as `ewc_penalty`, every `log_every_n_steps`.
+
+    Args:
+        ewc: With the tasks before consolidated, made of this very module or of a part of it.
+        path: As for `SquisherCallback`.
+        track: False leaves the tracker out and records the optimizer's own state, which has the square of the penalty's
+            gradient in it: from task to task such importances may grow without bound.
+        **more: As for `SquisherCallback`.
+    """
+
+    def __init__(
+        self, ewc: EWC, path: str | os.PathLike[str] | None = None, *, track: bool = True, **more: Any
+    ) -> None:
+        if not isinstance(ewc, EWC):
+            raise SquisherError(f"EWCCallback expects a squisher.EWC, but got a {type(ewc).__name__}.")
+        super().__init__(path, track=track, **more)
+        self.ewc = ewc
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Checks that this is the module whose parameters are held."""
+        super().on_train_start(trainer, module)
+        _only(self._optimizers, type(self).__name__)
+        if not self.ewc.is_of(module):
+            raise SquisherError(
+                "The EWC holds parameters of another module than the one that is trained: make it of the module that "
+                "trainer.fit is called with."
+            )
+
+    def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
+        """Observes the data's gradients, then adds the penalty's."""
+        super().on_before_optimizer_step(trainer, module, optimizer)
+        penalty = self.ewc.add_gradient_(value=(trainer.global_step + 1) % trainer.log_every_n_steps == 0)
+        if penalty is not None:
+            module.log("ewc_penalty", penalty, batch_size=1)
+
+    def _pollution(self) -> list[str]:
+        own = ["The gradient of an EWC penalty was squared with the data's."] if self.tracker is None else []
+        return own + super()._pollution()
+
+
+class MaskCallback(_Hooks):
+    """Lets training move only the entries that a mask keeps; all others stay as they are to the bit, weight decay or not.
+
+    Args:
+        mask: As `squisher.mask.top_k` makes it: True where training may move an entry.
+        submodule: The part of the module whose names the mask has.
+    """
+
+    def __init__(self, mask: Mapping[str, Tensor], submodule: str | None = None) -> None:
+        self.mask, self.submodule = mask, submodule
+        self._handle: Any = None
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        """Masks gradients and steps, before the first one."""
+        _refuse_sharding(trainer, type(self).__name__)
+        (optimizer,) = _only(inner_optimizers(list(trainer.optimizers)), type(self).__name__)
+        self.remove()
+        model = module.get_submodule(self.submodule) if self.submodule else module
+        self._handle = train_only(model, optimizer, self.mask)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """Takes the mask away."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Takes the mask away now."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+
+def _only(optimizers: list[torch.optim.Optimizer], who: str) -> list[torch.optim.Optimizer]:
+    if len(optimizers) != 1:
+        raise SquisherError(f"{who} expects a module with one optimizer, and this one has {len(optimizers)}.")
+    return optimizers
+
+
+def _refuse_sharding(trainer: Any, who: str) -> None:
+    name = type(trainer.strategy).__name__
+    if name in _SHARDED:
+        raise SquisherError(
+            f"{who} does not work under {name}, which spreads parameters and states over processes. Leave it out and read "
+            "the checkpoints afterwards: squisher extract CHECKPOINT --out squisher.safetensors"
+        )

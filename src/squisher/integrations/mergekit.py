@@ -1,0 +1,210 @@
+"""Fisher merging inside mergekit: the method `squisher_fisher`, with the importance of each model beside it or as a parameter.
+
+merge_method: squisher_fisher
+models:
+- model: first
+parameters: {weight: 1.0}
+- model: second
+parameters: {weight: 0.5, importance: second-importance.safetensors}
+parameters: {floor: relative, normalize: none, scale: auto, missing: error}
+dtype: bfloat16
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..errors import FileError, SquisherError
+from ..importance import FILE_NAME, Importance, load
+from ..merge import average, fisher
+from ..merge.importances import graded, matched, tied_in
+from ..storage.safetensors import sync_folder
+from .folders import open_model
+
+__all__ = ["METHOD", "register", "run"]
+
+METHOD = "squisher_fisher"
+
+
+class _Settings(NamedTuple):
+    models: tuple[str, ...]
+    importances: tuple[str, ...]
+    floor: str
+    normalize: str
+    scale: str
+    missing: str
+
+
+class _Ready(NamedTuple):
+    """The importances of a merge on one scale and normalized: their values need no more than a floor and a coefficient."""
+
+    importances: list[Importance]
+    names: list[dict[str, str]]
+    averaged: dict[str, str]
+    floor: str | list[float]
+
+
+def run(config: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """Runs a mergekit configuration with `squisher_fisher` registered; the output appears whole or not at all.
+
+    Raises:
+        SquisherError: mergekit is missing, or the configuration asks for what would give wrong importances.
+    """
+    config, out = Path(config), Path(out)
+    try:
+        import yaml
+        from mergekit.config import MergeConfiguration
+        from mergekit.merge import run_merge
+        from mergekit.options import MergeOptions
+    except ImportError as error:
+        raise SquisherError("squisher mergekit takes mergekit: pip install 'torch-squisher[mergekit]'.") from error
+    register()
+    try:
+        source = config.read_text("utf-8")
+        merge_config = MergeConfiguration.model_validate(yaml.safe_load(source))
+    except OSError as error:
+        raise FileError(f"Cannot read {config}: {error.strerror or error}.") from error
+    except (ValueError, yaml.YAMLError) as error:  # a ValidationError of pydantic is a ValueError
+        raise FileError(f"{config} is not a mergekit configuration: {' '.join(str(error).split())}") from error
+    if merge_config.merge_method == METHOD:
+        _check(merge_config)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise FileError(f"{out} exists already: choose a new folder, or remove it.")
+    if not out.resolve().parent.is_dir():
+        raise FileError(f"There is no folder {out.parent} to write {out.name} into.")
+    # mergekit names the model after the folder, so that the folder has its name and only the one above is temporary.
+    partial = out.resolve().with_name(f".{out.resolve().name}.{os.getpid()}.partial")
+    inner = partial / out.resolve().name
+    try:
+        inner.mkdir(parents=True)
+        run_merge(merge_config, str(inner), MergeOptions(quiet=True), config_source=source)
+        os.replace(inner, out)
+        sync_folder(out.resolve().parent)
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        cause = error.__cause__ if isinstance(error.__cause__, SquisherError) else error
+        raise SquisherError(f"mergekit could not merge: {' '.join(str(cause).split())}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _check(config: Any) -> None:
+    for key, why in (
+        ("slices", "the layers of the result are others than those of the importances"),
+        ("modules", "importances are matched by the names of one whole model"),
+        ("tokenizer", "the rows of embeddings would move and those of the importances not"),
+        ("tokenizer_source", "the rows of embeddings would move and those of the importances not"),
+    ):
+        if getattr(config, key, None):
+            raise SquisherError(f"{METHOD} does not take {key} in a mergekit configuration: {why}.")
+
+
+def register() -> None:
+    """Makes `squisher_fisher` known to mergekit; harmless when repeated.
+
+    Raises:
+        SquisherError: mergekit is missing, or is a release without `register`.
+    """
+    try:
+        from mergekit.merge_methods import PerInput, TensorGroup, merge_method, registered_methods
+        from mergekit.merge_methods import register as add
+    except ImportError as error:
+        raise SquisherError("This takes mergekit 0.1.5 or later: pip install 'torch-squisher[mergekit]'.") from error
+    if any(method.spec.name == METHOD for method in registered_methods()):
+        return
+
+    def squisher_fisher(
+        group: Any,
+        importance: Any = "",
+        weight: Any = 1.0,
+        floor: float | str = "relative",
+        normalize: str = "none",
+        scale: str = "auto",
+        missing: str = "error",
+    ) -> Tensor:
+        entries = sorted(group.entries, key=lambda entry: str(entry.id))  # the same bytes, in whatever order they come
+        settings = _Settings(
+            tuple(_folder(entry.id) for entry in entries),
+            tuple(str(importance[entry.id]) for entry in entries),
+            str(floor),
+            normalize,
+            scale,
+            missing,
+        )
+        return _merged(group.metadata.name, [entry.tensor for entry in entries], weight.values_for(entries), settings)
+
+    # mergekit reads the annotations, which name its own types and so exist only once it is imported.
+    squisher_fisher.__annotations__ |= {
+        "group": TensorGroup,
+        "importance": PerInput[str],
+        "weight": PerInput[float],
+        "floor": float | str,
+        "normalize": str,
+        "scale": str,
+        "missing": str,
+        "return": Tensor,
+    }
+    options = {"pretty_name": "Fisher (squisher)", "reference_url": "https://arxiv.org/abs/2111.09832"}
+    add(merge_method(name=METHOD, uses_accelerator=False, **options)(squisher_fisher))
+
+
+def _folder(reference: Any) -> str:
+    if getattr(reference, "lora", None):
+        raise SquisherError(f"{METHOD} does not take models with a LoRA adapter: fold it into its base first.")
+    return str(reference.local_path() if hasattr(reference, "local_path") else reference)
+
+
+def _merged(name: str, tensors: Sequence[Tensor], weights: Sequence[float], settings: _Settings) -> Tensor:
+    ready = _prepared(settings)
+    models = [{name: tensor.cpu()} for tensor in tensors]
+    if not tensors[0].dtype.is_floating_point:
+        return tensors[0]
+    if name in ready.averaged or len(models) == 1:
+        return average(models, weights)[name].to(tensors[0].device)
+    own: list[Mapping[str, Tensor]] = []
+    for imp, names in zip(ready.importances, ready.names, strict=True):
+        stored = names.get(name, name)
+        own.append({name: imp[stored]} if stored in imp else {})
+    return fisher(models, own, weights, scale="stored", floor=ready.floor)[name].to(tensors[0].device)
+
+
+@lru_cache(maxsize=4)
+def _prepared(settings: _Settings) -> _Ready:
+    """Checks names and scale for the whole models once, reading nothing but headers."""
+    models = [open_model(path).weights for path in settings.models]
+    given = zip(settings.models, settings.importances, strict=True)
+    importances = [_load(model, importance) for model, importance in given]
+    floating = [name for name in models[0] if models[0].dtype(name).is_floating_point]
+    who = [f"the importance of {Path(path).name}" for path in settings.models]
+    names, averaged = matched(models[0], floating, tied_in(importances), importances, settings.missing, who)
+    ready = graded(importances, names, settings.scale, who)
+    norms = [1.0 for _ in ready]
+    if settings.normalize in ("mean", "l2"):
+        norms = [g.norm(list(g), settings.normalize) for g in ready]
+    elif settings.normalize not in ("none", ""):
+        raise SquisherError(f"normalize is mean, l2 or none, not {settings.normalize!r}.")
+    scaled = [imp * (g.factor / norm) for imp, g, norm in zip(importances, ready, norms, strict=True)]
+    if settings.floor == "relative":
+        return _Ready(scaled, names, averaged, "relative")
+    try:
+        floors = [float(settings.floor) / norm for norm in norms]
+    except ValueError:
+        raise SquisherError(f"floor is relative or a number, not {settings.floor!r}.") from None
+    return _Ready(scaled, names, averaged, floors)
+
+
+def _load(model: str, importance: str) -> Importance:
+    try:
+        return load(importance or model)
+    except FileError as error:
+        if importance:
+            raise
+        raise FileError(
+            f"There is no importance for {model}: put {FILE_NAME} beside it, or name one with the parameter importance of this model."
+        ) from error

@@ -1,0 +1,298 @@
+"""Merging what lies on disk: model folders, weight files, LoRA adapters; with their importances, into a new folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .. import __version__
+from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, near
+from ..importance import FILE_NAME, Importance, load
+from ..merge import Merged, average, fisher, task_arithmetic, ubgm
+from ..recycle import extract
+from ..storage import archive
+from ..storage.tensors import dtype_of
+from . import peft
+from .folders import Model, open_model, write_model
+
+__all__ = ["METHODS", "Report", "merge_folders"]
+
+METHODS = ("average", "fisher", "ubgm", "task-arithmetic")
+_WEIGHTED = ("fisher", "ubgm")
+_FROM_BASE = ("ubgm", "task-arithmetic")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a merge did, for the card and for `--json`."""
+
+    method: str
+    models: list[str]
+    coefficients: list[float]
+    importances: list[str] = field(default_factory=list)
+    base: str | None = None
+    base_importance: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    merged: int = 0
+    kept: dict[str, str] = field(default_factory=dict)
+    averaged: dict[str, str] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    adapters: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that is there."""
+        return {key: value for key, value in vars(self).items() if value not in (None, [], {})}
+
+    def card(self) -> str:
+        """A model card: method, inputs, importances, coefficients; no path, host or date."""
+        lines = ["---", "tags:", "- merge", "- squisher", "---", "", "# Merged model", ""]
+        lines += [f"Merged with torch-squisher {__version__}, method `{self.method}`.", ""]
+        if self.adapters:
+            lines += [f"{self.adapters}", ""]
+        lines += ["| model | coefficient | importance |", "|---|---|---|"]
+        for k, name in enumerate(self.models):
+            used = self.importances[k] if self.importances else "–"
+            lines.append(f"| {name} | {self.coefficients[k]:g} | {used} |")
+        if self.base:
+            lines.append(f"| {self.base} (base) | – | {self.base_importance or '–'} |")
+        if self.options:
+            lines += ["", "Options: " + ", ".join(f"{key} {value}" for key, value in self.options.items()) + "."]
+        lines += ["", f"{self.merged} tensors were merged."]
+        for what, names in (
+            ("kept as in the first model", self.kept),
+            ("without an importance, weighted by the coefficients alone", self.averaged),
+        ):
+            if names:
+                shown = ", ".join(f"`{name}` ({why})" for name, why in list(names.items())[:20])
+                lines += ["", f"{len(names)} tensors {what}: {shown}{', …' if len(names) > 20 else ''}."]
+        if self.copied:
+            lines += ["", f"{len(self.copied)} buffers were copied from the first model."]
+        return "\n".join(lines) + "\n"
+
+
+def merge_folders(
+    method: str,
+    models: Sequence[Path],
+    out: Path,
+    *,
+    importances: Sequence[Path] = (),
+    base: Path | None = None,
+    base_importance: Path | None = None,
+    coefficients: Sequence[float] | None = None,
+    sizes: Sequence[float] | None = None,
+    base_size: float | None = None,
+    scale: str = "auto",
+    normalize: str | None = None,
+    floor: str = "relative",
+    missing: str = "error",
+    exclude: str | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = archive.SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Merges models on disk into a new folder (or a `.safetensors` file) that appears whole or not at all.
+
+    Args:
+        method: `average`, `fisher`, `ubgm` or `task-arithmetic`.
+        models: Folders of models or of LoRA adapters, or weight files.
+        out: The folder to make.
+        importances: One a model, in their order: importance files, or checkpoints to extract from. Without any,
+            `squisher.safetensors` beside each model is looked for, then an optimizer state.
+        base: What the models started from; for adapters, the model that they adapt.
+        base_importance: The base's.
+        coefficients: One a model.
+        sizes: For ubgm: the number of training examples of each model.
+        base_size: For ubgm: that of the base.
+        scale: `auto`, `as_fisher` or `stored`.
+        normalize: `mean` or `l2`.
+        floor: `relative`, a number, or `+` and a number; for ubgm it is δ.
+        missing: `error` or `average`.
+        exclude: A regular expression: names that are not merged.
+        dtype: The type to write; by default the first model's.
+        shard_bytes: Larger weights become shards with an index.
+        progress: Called with the bytes written so far and in all.
+
+    Raises:
+        SquisherError: With one sentence on what is wrong; nothing is then left behind.
+    """
+    if method not in METHODS:
+        raise SquisherError(f"The method is {', '.join(METHODS)}, not {method!r}.{near(method, METHODS)}")
+    _check_options(method, importances, base_importance, sizes, base_size, normalize)
+    if importances and len(importances) != len(models):
+        raise SquisherError(
+            f"There are {len(models)} models and {len(importances)} importances: give --importance once a model."
+        )
+    given = list(coefficients) if coefficients else [1.0] * len(models)
+    if len(given) != len(models):
+        raise SquisherError(
+            f"There are {len(models)} models and {len(given)} coefficients: give --coefficient once a model."
+        )
+    opened, first, base_weights, space = _open(method, models, base, coefficients=given)
+    imps = [_importance(path, importances, k) for k, path in enumerate(models)] if method in _WEIGHTED else []
+    own = _base_importance(base, base_importance, base_size) if method == "ubgm" else None
+    common: dict[str, Any] = {"exclude": exclude, "dtype": dtype}
+    weighting = {"scale": scale, "missing": missing}
+    merged: Merged
+    if method == "average":
+        merged = average(opened, given, **common)
+    elif method == "fisher":
+        merged = fisher(opened, imps, given, normalize=normalize, floor=floor, **weighting, **common)
+    elif base_weights is None:
+        raise SquisherError(f"{method} needs --base: the model that the others started from.")
+    elif method == "ubgm":
+        size = 1.0 if base_size is None else base_size
+        merged = ubgm(base_weights, opened, own, imps, given, sizes, size, delta=floor, **weighting, **common)
+    else:
+        merged = task_arithmetic(base_weights, opened, given, **common)
+    options = {
+        "scale": scale if method in _WEIGHTED and scale != "auto" else None,
+        "normalize": normalize,
+        "floor": floor if method in _WEIGHTED and floor != "relative" else None,
+        "exclude": exclude,
+        "sizes": None if not sizes else ", ".join(f"{s:g}" for s in sizes),
+        "base size": base_size,
+        "dtype": dtype,
+    }
+    report = Report(
+        method=method,
+        models=[path.resolve().name for path in models],
+        coefficients=given,
+        importances=[_described(imp) for imp in imps],
+        base=None if base is None else base.resolve().name,
+        base_importance=None if own is None else _described(own),
+        options={key: value for key, value in options.items() if value is not None},
+        merged=len(merged.merged),
+        kept=merged.kept,
+        averaged=merged.averaged,
+        copied=list(merged.copied),
+        tied=merged.tied,
+        adapters=space,
+    )
+    in_factors = isinstance(first, peft.Adapter)
+    write_model(
+        out,
+        merged,
+        first.path,
+        card=report.card(),
+        dtype=None if dtype is None else dtype_of(merged, merged.merged[0]),
+        leave_out=merged.tied,
+        file_name=peft.WEIGHTS if in_factors else "model.safetensors",
+        extra_files=(peft.CONFIG,) if in_factors else (),
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
+    return report
+
+
+def _check_options(
+    method: str,
+    importances: Sequence[Path],
+    base_importance: Path | None,
+    sizes: Sequence[float] | None,
+    base_size: float | None,
+    normalize: str | None,
+) -> None:
+    unused = {
+        "--importance": bool(importances) and method not in _WEIGHTED,
+        "--normalize": normalize is not None and method != "fisher",
+        "--base-importance": base_importance is not None and method != "ubgm",
+        "--size": bool(sizes) and method != "ubgm",
+        "--base-size": base_size is not None and method != "ubgm",
+    }
+    for option, wrong in unused.items():
+        if wrong:
+            raise SquisherError(f"{option} has no meaning for {method}.")
+
+
+def _open(
+    method: str, models: Sequence[Path], base: Path | None, coefficients: Sequence[float]
+) -> tuple[list[Mapping[str, Tensor]], Model | peft.Adapter, Mapping[str, Tensor] | None, str | None]:
+    """The weights to merge, whose folder the result is to be like, the base, and how adapters were merged."""
+    adapted = [peft.is_adapter(path) for path in models]
+    if not any(adapted):
+        opened = [open_model(path) for path in models]
+        if base is not None and method not in _FROM_BASE:
+            raise SquisherError(f"--base has no meaning for {method} of whole models.")
+        start = None if base is None else open_model(base).weights
+        return [m.weights for m in opened], opened[_first(coefficients)], start, None
+    if not all(adapted):
+        odd = models[adapted.index(False)]
+        raise SquisherError(
+            f"{odd} is no LoRA adapter, but others are: fold those into their base first, or merge only adapters."
+        )
+    adapters = [peft.open_adapter(path) for path in models]
+    apart = peft.why_not_together(adapters) if method not in _FROM_BASE else f"{method} starts from the base's weights"
+    if apart is None:
+        weights: list[Mapping[str, Tensor]] = [a.weights for a in adapters]
+        return (
+            weights,
+            adapters[_first(coefficients)],
+            None,
+            "LoRA adapters, merged factor by factor: they share one start.",
+        )
+    if method in _WEIGHTED:
+        raise SquisherError(
+            f"These adapters cannot be merged factor by factor ({apart}), and folded into the base their importances, which are "
+            "those of the factors, have no meaning: use average or task-arithmetic."
+        )
+    named = str(adapters[0].config.get("base_model_name_or_path") or "")
+    place = base or (Path(named) if named and Path(named).is_dir() else None)
+    if place is None:
+        raise SquisherError(
+            f"These adapters are to be folded into their base ({apart}): give the folder of {named or 'the base model'} with --base."
+        )
+    whole = open_model(place)
+    folded: list[Mapping[str, Tensor]] = [peft.Folded(whole.weights, a) for a in adapters]
+    return folded, whole, whole.weights, f"LoRA adapters, folded into their base: {apart}."
+
+
+def _first(coefficients: Sequence[float]) -> int:
+    return next((k for k, c in enumerate(coefficients) if c), 0)
+
+
+def _importance(model: Path, given: Sequence[Path], k: int) -> Importance:
+    if given:
+        return _open_importance(given[k])
+    folder = model if model.is_dir() else model.parent
+    if archive.exists(folder / FILE_NAME) and model.is_dir():
+        return load(folder)
+    try:
+        return extract(model)
+    except (FileError, NoAccumulatorError) as error:
+        raise FileError(
+            f"There is no importance for {model}: no {FILE_NAME} beside it, and no optimizer state to extract one from. Give one "
+            "with --importance, once a model."
+        ) from error
+    except NamingError as error:
+        raise NamingError(f"The optimizer state of {model} cannot be used as it is: {error}") from error
+
+
+def _base_importance(base: Path | None, given: Path | None, size: float | None) -> Importance | None:
+    if given is not None:
+        return _open_importance(given)
+    return None if base is None or size == 0 else _importance(base, (), 0)
+
+
+def _open_importance(path: Path) -> Importance:
+    """An importance file as it is; anything else is extracted on the fly."""
+    if path.suffix in (".safetensors", ".json") or (path.is_dir() and archive.exists(path / FILE_NAME)):
+        return load(path)
+    return extract(path)
+
+
+def _described(imp: Importance) -> str:
+    p = imp.provenance
+    if p.kind == "fisher":
+        labels = (p.estimator or {}).get("labels")
+        parts = ["Fisher", f"{labels} labels" if labels else "", f"{p.examples} examples" if p.examples else ""]
+    else:
+        steps = (p.steps or {}).get("max")
+        name = (p.optimizer or {}).get("class")
+        parts = [f"Squisher{f' of {name}' if name else ''}", f"{steps} steps" if steps else ""]
+        parts.append(f"batch size {p.batch_size:g}" if p.batch_size else "")
+    return ", ".join(part for part in parts if part)

@@ -1,0 +1,232 @@
+"""LoRA adapters as weights to merge: in the space of their factors where that means something, otherwise folded into the base.
+
+The mean of factors is not the mean of what they do. It comes close only where all adapters started from the same A and B, so
+that is checked.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import FileError, NamingError, SquisherError, near
+from ..recycle.weights import open_weights
+from ..storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, tied_names
+
+__all__ = ["CONFIG", "WEIGHTS", "Adapter", "Folded", "is_adapter", "open_adapter", "why_not_together"]
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+
+_PREFIX = "base_model.model."
+_REFUSED = {  # settings that change what the factors mean; each is off by default
+    "lora_bias": "a bias in lora_B",
+    "use_qalora": "QA-LoRA",
+    "layer_replication": "replicated layers",
+    "target_parameters": "LoRA on bare parameters",
+    "alora_invocation_tokens": "activated LoRA",
+    "arrow_config": "Arrow routing",
+    "megatron_config": "Megatron layers",
+}
+_CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "mica")  # these initialisations change the base weights themselves
+_ALIKE = 0.5  # cosine; independent starts have 0 within a few hundredths
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter on disk."""
+
+    path: Path
+    weights: LazyTensors
+    config: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """What it is called in a report."""
+        return self.path.resolve().name
+
+
+def is_adapter(path: Path) -> bool:
+    """Whether a folder holds an adapter."""
+    return (path / CONFIG).is_file()
+
+
+def open_adapter(path: Path) -> Adapter:
+    """Opens an adapter folder, lazily.
+
+    Raises:
+        FileError: It is damaged or holds no weights.
+        SquisherError: It is of a kind that is not merged; the message names it.
+    """
+    try:
+        config = json.loads((path / CONFIG).read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise FileError(f"{path / CONFIG} cannot be read as JSON.") from error
+    kind = config.get("peft_type")
+    if kind != "LORA":
+        raise SquisherError(
+            f"{path} is a {kind} adapter; only LoRA adapters (with rsLoRA, DoRA and biases) are merged."
+        )
+    for key, what in _REFUSED.items():
+        if config.get(key):
+            raise SquisherError(
+                f"{path} uses {what} ({key}), which is not merged: fold it into its base with PEFT first."
+            )
+    start = str(config.get("init_lora_weights"))
+    if start.lower().startswith(_CHANGED_BASE):
+        raise SquisherError(
+            f"{path} was initialised with {start}, which changes the base weights too: convert it to a plain LoRA adapter first "
+            "(save_pretrained(path_initial_model_for_weight_conversion=...))."
+        )
+    found = open_weights(path)
+    if found is None or not any(".lora_" in name for name in found.tensors):
+        raise FileError(f"{path} holds no LoRA weights ({WEIGHTS}).")
+    return Adapter(path, LazyTensors(found.tensors), config)
+
+
+def why_not_together(adapters: Sequence[Adapter]) -> str | None:
+    """Why adapters cannot be merged factor by factor; None if they can be.
+
+    They can be if they adapt the same modules of the same base in the same way and every A of one is like the same A of the
+    others, as it is after training from one start and practically never after two.
+    """
+    first = adapters[0]
+    for other in adapters[1:]:
+        for key in (
+            "r",
+            "lora_alpha",
+            "use_rslora",
+            "use_dora",
+            "rank_pattern",
+            "alpha_pattern",
+            "fan_in_fan_out",
+            "bias",
+        ):
+            if (first.config.get(key) or None) != (other.config.get(key) or None):
+                return (
+                    f"{first.name} and {other.name} differ in {key} ({first.config.get(key)}, {other.config.get(key)})"
+                )
+        bases = [str(a.config.get("base_model_name_or_path")).rstrip("/\\").split("/")[-1] for a in (first, other)]
+        if bases[0] != bases[1]:
+            return f"{first.name} and {other.name} adapt different bases ({bases[0]}, {bases[1]})"
+        if set(first.weights) != set(other.weights):
+            return f"{first.name} and {other.name} adapt different modules"
+        for name in first.weights:
+            if first.weights.shape(name) != other.weights.shape(name):
+                return f"{name!r} has another shape in {other.name} than in {first.name}"
+            if "lora_A" in name or "lora_embedding_A" in name:
+                cosine = _cosine(first.weights, other.weights, name)
+                if cosine < _ALIKE:
+                    return (
+                        f"{first.name} and {other.name} did not start from the same A ({name!r}: cosine {cosine:.2f})"
+                    )
+    return None
+
+
+def _cosine(a: LazyTensors, b: LazyTensors, name: str) -> float:
+    dots = np.zeros(3)
+    for x, y in zip(a.chunks(name, 1 << 15), b.chunks(name, 1 << 15), strict=True):
+        u, v = x.double().numpy(), y.double().numpy()
+        dots += (u @ v, u @ u, v @ v)
+    return float(dots[0] / math.sqrt(dots[1] * dots[2])) if dots[1] and dots[2] else 0.0
+
+
+class Folded(Computed):
+    """The base's weights with an adapter folded in, under the base's names; computed when asked for.
+
+    A weight that the adapter changes comes in float32, whatever the type that `dtype` says it is to be written in.
+    """
+
+    def __init__(self, base: LazyTensors, adapter: Adapter):
+        super().__init__(base)
+        self._base = base
+        self._adapter = adapter
+        self.tied = tied_names(base)
+        self._parts: dict[str, dict[str, str]] = {}  # name in the base: role to name in the adapter
+        for name in adapter.weights:
+            module, role = _split(name)
+            self._parts.setdefault(_base_name(module, role, base, adapter), {})[role] = name
+        for name, parts in self._parts.items():
+            _check_parts(name, parts, adapter)
+
+    def __getitem__(self, name: str) -> Tensor:
+        parts = self._parts.get(name)
+        if parts is None:
+            return self._base[name]
+        if "whole" in parts:
+            return self._adapter.weights[parts["whole"]]
+        return self._folded(name, parts)
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat pieces: straight from the base where the adapter does not change it."""
+        return chunks_of(self._base if name not in self._parts else {name: self[name]}, name, size)
+
+    def _folded(self, name: str, parts: Mapping[str, str]) -> Tensor:
+        weights, config = self._adapter.weights, self._adapter.config
+        embedding = "lora_embedding_A" in parts
+        a = weights[parts["lora_embedding_A" if embedding else "lora_A"]].float()
+        b = weights[parts["lora_embedding_B" if embedding else "lora_B"]].float()
+        base = self._base[name].float()
+        delta = b.flatten(1) @ a.flatten(1) * _scaling(parts, config, a.shape[0])
+        turned = embedding or (
+            tuple(delta.shape) != tuple(base.shape)
+            if delta.shape[0] != delta.shape[1]
+            else bool(config.get("fan_in_fan_out"))
+        )
+        turned = turned and base.ndim == 2
+        delta = (delta.T if turned else delta).reshape(base.shape)
+        if "lora_magnitude_vector" not in parts:
+            return base + delta
+        if base.ndim != 2 or embedding:
+            raise SquisherError(
+                f"{self._adapter.path} uses DoRA on {name!r}, which is not a linear layer: fold it with PEFT."
+            )
+        magnitude = weights[parts["lora_magnitude_vector"]].float().flatten()
+        whole = base + delta
+        norm = torch.linalg.norm(whole.T if turned else whole, dim=1)
+        factor = (magnitude / norm).view(-1, 1)
+        return whole * (factor.T if turned else factor)
+
+
+_ROLE = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_magnitude_vector)(\.weight)?$")
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The name in the model, and what the tensor is there: a factor, or a whole tensor that replaces the base's."""
+    bare = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
+    match = _ROLE.search(bare)
+    return (bare[: match.start()] + ".weight", match[1]) if match else (bare, "whole")
+
+
+def _base_name(name: str, role: str, base: LazyTensors, adapter: Adapter) -> str:
+    if name in base:
+        return name
+    # A weight file may leave out or add the outermost module: `h.0.…` for `transformer.h.0.…`.
+    close = [own for own in base if own.endswith("." + name) or name.endswith("." + own)]
+    if len(close) != 1:
+        what = "has no weight" if not close else "has several weights"
+        raise NamingError(f"The base {what} that fits {name!r} of the adapter {adapter.path}.{near(name, base)}")
+    return close[0]
+
+
+def _check_parts(name: str, parts: Mapping[str, str], adapter: Adapter) -> None:
+    pairs = ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"})
+    if set(parts) != {"whole"} and set(parts) - {"lora_magnitude_vector"} not in pairs:
+        raise NamingError(f"The adapter {adapter.path} has only {', '.join(sorted(parts))} for {name!r}.")
+
+
+def _scaling(parts: Mapping[str, str], config: Mapping[str, Any], rank: int) -> float:
+    module = _split(next(iter(parts.values())))[0].removesuffix(".weight")
+    alpha = config.get("lora_alpha", 8)
+    for pattern, value in (config.get("alpha_pattern") or {}).items():
+        if re.match(rf"(.*\.)?({pattern})$", module):
+            alpha = value
+            break
+    return float(alpha / math.sqrt(rank) if config.get("use_rslora") else alpha / rank)

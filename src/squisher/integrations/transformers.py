@@ -1,0 +1,338 @@
+"""Callbacks for the Trainer of transformers and those made of it (TRL's): record the importance, EWC, training under a mask.
+
+    SquisherCallback().attach(trainer)
+    EWCCallback(ewc).attach(trainer)
+    MaskCallback(mask).attach(trainer)
+
+They are told events by name and need no base class, so that this module imports nothing of transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from ..consolidate import EWC
+from ..errors import SquisherError
+from ..importance import FILE_NAME, Importance
+from ..importance.provenance import LOSS_REDUCTIONS
+from ..mask import train_only
+from ..recycle import Tracker
+from ..recycle.states import Candidate
+from .batch_counts import BatchCounts
+from .recording import (
+    RunFacts,
+    beta2_of,
+    check_accumulator,
+    inner_optimizers,
+    recorded,
+    stored_candidates,
+    written_by_one,
+)
+from .trainer_facts import batch_size, loss_of, pollution, precision, refuse_sharding
+from .trainer_watch import TrainerWatch
+
+__all__ = ["EWCCallback", "MaskCallback", "SquisherCallback"]
+
+STATE = "squisher"
+"""Under this key counts are kept in trainer_state.json, and a tracker's average in optimizer.pt."""
+
+_READ_LATER = (
+    "Leave it out, let the Trainer save the optimizer's state (save_only_model=False), and run: squisher extract "
+    "checkpoint-N --out squisher.safetensors"
+)
+
+Self = TypeVar("Self", bound="_Events")
+
+
+class _Events:
+    """Answers every event of a Trainer; those that a class does not define do nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_"):
+            return _nothing
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def attach(self: Self, trainer: Any) -> Self:
+        """Adds the callback to a Trainer, before `trainer.train()`."""
+        trainer.add_callback(self)
+        return self
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+class SquisherCallback(_Events):
+    """Writes `squisher.safetensors` into every checkpoint, before the optimizer is thrown away (`save_only_model` too).
+
+    Batch size, tokens, loss reduction, clipping and precision go into the file. `trainer.add_callback(SquisherCallback())`
+    works as well, but a callback alone is not told batches and loss: tokens and the reduction are then not recorded.
+
+    What the optimizer squares has been clipped if `max_grad_norm` is above 0, which is the default of the Trainer; that is
+    recorded. `track=True` keeps an average of the gradient before clipping beside the optimizer: with it the optimizer may
+    also be one that keeps no average of its own. It takes 4 bytes per trained parameter and is kept in `optimizer.pt`.
+
+    Only the first process writes. DeepSpeed and FSDP spread the state over processes and are refused: their checkpoints are
+    read by `squisher extract`.
+
+    Args:
+        at_end_only: Write once, into `output_dir`, when training ends.
+        track: Record the gradient before clipping, instead of what the optimizer has.
+        loss_reduction: `mean`, `sum` or `token_mean`, where the loss is your own. By default what the model's class says.
+    """
+
+    def __init__(self, *, at_end_only: bool = False, track: bool = False, loss_reduction: str | None = None) -> None:
+        if loss_reduction is not None and loss_reduction not in LOSS_REDUCTIONS:
+            raise SquisherError(f"loss_reduction is one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}.")
+        self.at_end_only, self.track, self.loss_reduction = at_end_only, track, loss_reduction
+        self.tracker: Tracker | None = None
+        self.counts = BatchCounts()
+        self._watch: TrainerWatch | None = None
+        self._args: Any = None
+        self._local_batch: int | None = None
+        self._model: nn.Module | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._candidates: Sequence[Candidate] = ()
+        self._checked = False
+
+    def attach(self: Any, trainer: Any) -> Any:
+        """Adds the callback to a Trainer, before `trainer.train()`, and lets it see what callbacks are not told.
+
+        Raises:
+            SquisherError: This is no Trainer, or it has such a callback already.
+        """
+        if self._watch is not None:
+            raise SquisherError(f"This {type(self).__name__} is attached to a Trainer already: make another one.")
+        handler = getattr(trainer, "callback_handler", None)
+        if any(isinstance(c, SquisherCallback) for c in getattr(handler, "callbacks", ())):
+            raise SquisherError(
+                "This Trainer has a SquisherCallback or an EWCCallback already. One is enough: EWCCallback writes "
+                "squisher.safetensors too."
+            )
+        self._watch = TrainerWatch(
+            trainer, on_optimizer=self._take_optimizer, on_gradients=self._see_gradients, extra_logs=self._logs
+        )
+        trainer.add_callback(self)
+        return self
+
+    def importance(self) -> Importance:
+        """What has been accumulated up to now, under the names that the model's weight file has.
+
+        Raises:
+            SquisherError: Training has not begun.
+            NoAccumulatorError: No step has been taken, or the optimizer keeps no squared gradient.
+        """
+        return self._recorded(self._candidates)
+
+    def live_importance(self) -> Importance:
+        """The same under the names of the running model, which is what `EWC.consolidate` and `mask.train_only` know."""
+        return self._recorded(None)
+
+    # -- events --------------------------------------------------------------------------------------------------------
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Checks what can be checked before hours of training, and goes on counting where a checkpoint stopped."""
+        refuse_sharding(args, optimizer, type(self).__name__, _READ_LATER)
+        if self.at_end_only and args.load_best_model_at_end:
+            raise SquisherError(
+                "at_end_only does not go with load_best_model_at_end: the optimizer's last state is not that of the best "
+                "model. Leave at_end_only out; every checkpoint then has its own squisher.safetensors."
+            )
+        if self._needs_attaching and self._watch is None:
+            raise SquisherError(
+                f"The Trainer clips gradients before callbacks see them: use {type(self).__name__}(...).attach(trainer) "
+                "instead of trainer.add_callback(...)."
+            )
+        self._args, self._model, self._optimizers = args, model, inner_optimizers(optimizer)
+        self._candidates, self._checked = stored_candidates(model), False
+        self._local_batch = state.train_batch_size or args.train_batch_size
+        resumed = (state.stateful_callbacks or {}).get(STATE) if state.global_step else None
+        self.counts = BatchCounts.from_state(resumed)
+        if self._watch is not None:
+            self._watch.begin()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Sees gradients now where nothing was clipped before."""
+        if self._watch is not None and not self._watch.gradients_were_seen() and self.tracker is not None:
+            self.tracker.after_clipping = True
+
+    def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
+        """Counts the step; in the Trainer's own state, so that every checkpoint has it."""
+        pending = self._watch.pending if self._watch is not None else None
+        if pending is not None and not getattr(optimizer, "step_was_skipped", False):
+            self.counts.add(*pending, full=batch_size(args, self._local_batch))
+        state.stateful_callbacks[STATE] = self.counts.state()
+        if not self._checked and self.tracker is None and not getattr(optimizer, "step_was_skipped", False):
+            check_accumulator(self._optimizers)
+            self._checked = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Writes into the checkpoint that the Trainer has just saved."""
+        if not self.at_end_only:
+            self._write(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Writes into `output_dir` if that is when to."""
+        if self.at_end_only:
+            self._write(Path(args.output_dir))
+
+    # -- inside --------------------------------------------------------------------------------------------------------
+
+    @property
+    def _needs_attaching(self) -> bool:
+        return self.track
+
+    def _take_optimizer(self, optimizer: Any, model: nn.Module) -> None:
+        """Makes the tracker as soon as there is an optimizer, and lets it travel with the optimizer's state."""
+        (inner,) = inner_optimizers(optimizer)
+        if not self.track or (self.tracker is not None and self.tracker.optimizer is inner):
+            return
+        tracker = self.tracker = Tracker(model, inner, beta2=beta2_of(inner))
+
+        def save(_: Any, state: dict[str, Any]) -> None:
+            state[STATE] = tracker.state_dict()
+
+        def load(_: Any, state: dict[str, Any]) -> None:
+            if STATE in state:
+                tracker.load_state_dict(state[STATE])
+
+        inner.register_state_dict_post_hook(save)
+        inner.register_load_state_dict_pre_hook(load)
+
+    def _see_gradients(self) -> None:
+        if self.tracker is not None:
+            self.tracker.observe()
+
+    def _logs(self) -> Mapping[str, float]:
+        return {}
+
+    def _pollution(self) -> list[str]:
+        return pollution(self._args, before_clipping=self.tracker is not None)
+
+    def _facts(self) -> RunFacts:
+        args, counts = self._args, self.counts
+        reduction, unit, factor = self.loss_reduction, None, 1.0
+        if reduction is not None:
+            unit = "token" if reduction == "token_mean" else "example"
+        elif self._watch is not None:
+            reduction, unit, factor = loss_of(self._watch, self._model)
+        training: dict[str, Any] = {
+            "trainer": "transformers",
+            "per_device_batch_size": self._local_batch,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "processes": args.world_size,
+            "precision": precision(args),
+            "counted": counts.state(),
+        }
+        if factor != 1:
+            training["gradients_were_times"] = factor
+        if self.tracker is not None and self.tracker.skipped:
+            training["steps_not_finite"] = self.tracker.skipped
+        return RunFacts(
+            batch_size=batch_size(args, self._local_batch),
+            batch_tokens=counts.mean_tokens if reduction == "token_mean" else None,
+            loss_reduction=reduction,
+            unit=unit,
+            clipped=bool(args.max_grad_norm),
+            pollution=self._pollution(),
+            factor=factor,
+            training=training,
+        )
+
+    def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
+        if self._model is None:
+            raise SquisherError("There is no importance yet: call trainer.train() first.")
+        source = self.tracker if self.tracker is not None else self._optimizers
+        return recorded(source, self._model, self._facts(), candidates)
+
+    def _write(self, folder: Path) -> None:
+        written_by_one(self.importance, folder / FILE_NAME, self._args.should_save)
+
+
+class EWCCallback(SquisherCallback):
+    """Elastic weight consolidation in a Trainer, with or without PEFT.
+
+    At every step, once gradients are accumulated, reduced and unscaled: the tracker observes them, then the penalty's gradient
+    is added, then the Trainer clips the sum. So the importance of the task that is being learnt is of its data alone, and a
+    checkpoint's `squisher.safetensors` is too. The penalty is logged beside the loss as `ewc_penalty`.
+
+    With PEFT the penalty is on the adapter's factors A and B, not on their product. The EWC must be made of `trainer.model`,
+    since trainers may put the adapter on themselves.
+
+    Args:
+        ewc: With the tasks before consolidated; `strength` as you chose it.
+        track: False leaves the tracker out and records the optimizer's own state, which has the square of the penalty's
+            gradient in it: from task to task such importances may grow without bound.
+        at_end_only: Write `squisher.safetensors` once, into `output_dir`, when training ends.
+        loss_reduction: As for `SquisherCallback`.
+    """
+
+    def __init__(
+        self, ewc: EWC, *, track: bool = True, at_end_only: bool = False, loss_reduction: str | None = None
+    ) -> None:
+        if not isinstance(ewc, EWC):
+            raise SquisherError(f"EWCCallback expects a squisher.EWC, but got a {type(ewc).__name__}.")
+        super().__init__(at_end_only=at_end_only, track=track, loss_reduction=loss_reduction)
+        self.ewc = ewc
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **more: Any) -> None:
+        """Checks that this is the model whose parameters are held."""
+        super().on_train_begin(args, state, control, model=model, **more)
+        if not self.ewc.is_of(model):
+            raise SquisherError(
+                "The EWC holds parameters of another model than the one that is trained. Make it after the Trainer, of the "
+                "model that the Trainer has: squisher.EWC(trainer.model, ...)."
+            )
+
+    @property
+    def _needs_attaching(self) -> bool:
+        return True
+
+    def _see_gradients(self) -> None:
+        super()._see_gradients()
+        self.ewc.add_gradient_()
+
+    def _logs(self) -> Mapping[str, float]:
+        with torch.no_grad():
+            return {"ewc_penalty": float(self.ewc.penalty())}
+
+    def _pollution(self) -> list[str]:
+        own = ["The gradient of an EWC penalty was squared with the data's."] if self.tracker is None else []
+        return own + super()._pollution()
+
+
+class MaskCallback(_Events):
+    """Lets a Trainer move only the entries that a mask keeps; all others stay as they are to the bit, weight decay or not.
+
+    Args:
+        mask: As `squisher.mask.top_k` makes it: True where training may move an entry.
+    """
+
+    def __init__(self, mask: Mapping[str, Tensor]) -> None:
+        self.mask = mask
+        self._handle: Any = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Masks gradients and steps, before the first one."""
+        refuse_sharding(args, optimizer, "MaskCallback", "Train with one process, or with DDP.")
+        self.remove()
+        self._handle = train_only(model, optimizer, self.mask)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Takes the mask away."""
+        self.remove()
+
+    def remove(self) -> None:
+        """Takes the mask away now."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None

@@ -1,0 +1,1 @@
+"""One file per on-disk format of optimizer states."""

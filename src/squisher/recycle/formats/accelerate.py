@@ -1,0 +1,96 @@
+"""Folders of Accelerate's `save_state`: optimizer.bin, optimizer_1.bin, … and the models beside them, which nothing pairs up."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import FileError
+from ..naming.hf_rules import trainer_rules
+from ..naming.solver import RULES, exact, matching
+from ..states import Candidate, Found, OptimizerState, Options
+from ..weights import Weights, open_weights, pinned, sorted_by_name
+from .model_source import with_model
+from .torch_file import candidates_of, read_torch_file
+from .trainer import optimizer_file
+
+__all__ = ["is_accelerate_folder", "read_accelerate"]
+
+Sources = list[tuple[str, Sequence[Candidate]]]
+
+
+def is_accelerate_folder(path: Path) -> bool:
+    """Whether a folder has optimizer files as Accelerate writes them, and not those of FSDP or DeepSpeed."""
+    file = optimizer_file(path)
+    return file is not None and file.name == "optimizer.bin"
+
+
+def read_accelerate(folder: Path, options: Options) -> Found:
+    """The optimizers of a `save_state` folder, each with the models that fit it.
+
+    Weights in safetensors are sorted by name: they name an optimizer's parameters only if every shape occurs once.
+
+    Raises:
+        FileError: A file is missing or damaged.
+        NamingError: The model that was given cannot name them.
+    """
+    optimizers = [read_one(file) for file in _numbered(folder, r"optimizer(?:_(\d+))?\.bin")]
+    if options.model is not None:
+        return with_model(Found(optimizers), options)
+    weights = [opened for file in _weight_files(folder) if (opened := open_weights(file)) is not None]
+    ordered: Sources = []
+    tied: dict[str, str] = {}
+    for one in weights:
+        if one.in_module_order:
+            candidates, aliases = candidates_of(one.tensors)
+            ordered.append((f"the order of {one.label}", candidates))
+            tied.update(aliases)
+    if not options.named:
+        by_name = [one for one in weights if not one.in_module_order]
+        optimizers = [replace(one, models=_own_models(one, ordered, by_name, options)) for one in optimizers]
+    return Found(optimizers, ordered, {"tied": tied} if tied else {})
+
+
+def read_one(file: Path) -> OptimizerState:
+    """The one optimizer in a file.
+
+    Raises:
+        FileError: There is none, or more than one.
+    """
+    found = read_torch_file(file).optimizers
+    if len(found) != 1:
+        raise FileError(f"{file} holds {len(found)} optimizers, but Accelerate writes one to a file.")
+    return replace(found[0], place=file.name)
+
+
+def _numbered(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder that a pattern matches, by their number; the first has none."""
+    found = [(int(m[1] or 0), p) for p in folder.iterdir() if p.is_file() and (m := re.fullmatch(pattern, p.name))]
+    files = [path for _, path in sorted(found)]
+    numbers = [number for number, _ in sorted(found)]
+    if numbers != list(range(len(numbers))):
+        raise FileError(f"The folder {folder} has {', '.join(p.name for p in files)}: one between them is missing.")
+    return files
+
+
+def _weight_files(folder: Path) -> Iterator[Path]:
+    for pattern in (
+        r"model(?:_(\d+))?\.safetensors",
+        r"model(?:_(\d+))?\.safetensors\.index\.json",
+        r"pytorch_model(?:_(\d+))?\.bin",
+        r"pytorch_model(?:_(\d+))?\.bin\.index\.json",
+    ):
+        yield from sorted(p for p in folder.iterdir() if p.is_file() and re.fullmatch(pattern, p.name))
+
+
+def _own_models(optimizer: OptimizerState, ordered: Sources, by_name: Sequence[Weights], options: Options) -> Sources:
+    """Where an optimizer's names may come from: the models that have just its parameters before those that have more."""
+    if options.trainable is not None:
+        ordered = [(label, matching(candidates, options.trainable)) for label, candidates in ordered]
+    every = [c for _, candidates in ordered for c in candidates]
+    models = [*exact(optimizer, ordered, [*RULES, *trainer_rules(every)]), *pinned(optimizer, by_name)] or ordered
+    if not models and by_name and not all(entry.name is not None for entry in optimizer.entries):
+        raise sorted_by_name(by_name[0], optimizer.place)
+    return models

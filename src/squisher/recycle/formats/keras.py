@@ -1,0 +1,253 @@
+"""Keras 3: `.keras` archives, `.weights.h5` and legacy `.h5` files.
+
+Names are the variables' paths as Keras shows them, joined with "/" (`dense/kernel`). A legacy file records them. In the others
+the optimizer's variables are only numbered: config.json gives the order of the layers, each layer's variables have a fixed order,
+and the shapes must fit. A `.weights.h5` alone has no config.json, so its names must be given, and β₂ too.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from ...errors import FileError, NoAccumulatorError
+from ...storage.torch_files import Span, zip_entries
+from ..states import Entry, Found, OptimizerState, Options
+from .hdf5 import attribute, is_hdf5, open_hdf5, tensor_at
+from .keras_names import candidates_of_config, snake_case, text
+
+__all__ = ["is_keras", "read_keras"]
+
+# For each variable of the model, in turn: the optimizer's variables; then whole blocks, each under the option that adds it.
+_LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
+    "Adam": (("momentum", "velocity"), (("amsgrad", "velocity_hat"),)),
+    "AdamW": (("momentum", "velocity"), (("amsgrad", "velocity_hat"),)),
+    "Nadam": (("momentum", "velocity"), ()),
+    "Lamb": (("momentum", "velocity"), ()),
+    "RMSprop": (("velocity",), (("momentum", "momentum"), ("centered", "average_gradient"))),
+    "Adagrad": (("accumulator",), ()),
+    "Adadelta": (("accumulated_grad", "accumulated_delta_var"), ()),
+    "Adafactor": (("r", "c", "velocity"), ()),
+}
+_BEFORE = (("use_ema", "average"), ("gradient_accumulation_steps", "gradient_accumulator"))
+_KEPT = {"Adagrad": "accumulator", "Adadelta": "accumulated_grad"}  # the others call it velocity
+_REFUSED = {
+    "SGD": "keeps at most a moving average of the gradient",
+    "Lion": "keeps a moving average of the gradient",
+    "Muon": "keeps a moving average of the gradient for most weights",
+    "Adamax": "keeps a decayed maximum of |g|",
+    "Ftrl": "keeps a sum that its own steps changed",
+    "ScheduleFreeAdamW": "is not verified",
+    "LossScaleOptimizer": "is not verified; extract from the inner optimizer",
+}
+
+
+def is_keras(path: Path) -> bool:
+    """Whether a file is a Keras archive or an HDF5 file."""
+    return path.is_file() and (path.suffix == ".keras" or is_hdf5(path))
+
+
+def read_keras(path: Path, options: Options) -> Found:
+    """The optimizer of a Keras file.
+
+    Raises:
+        FileError: It is damaged, or holds no optimizer.
+        NoAccumulatorError: Its optimizer keeps no average of the squared gradient.
+    """
+    if is_hdf5(path):
+        span, config = Span.of(path), {}
+    else:
+        entries = zip_entries(path)
+        if "model.weights.h5" not in entries or "config.json" not in entries:
+            raise FileError(f"{path} is no Keras archive: it must hold config.json and model.weights.h5, uncompressed.")
+        span, config = entries["model.weights.h5"], _json(entries["config.json"].read(), f"config.json in {path}")
+    with open_hdf5(span) as file:
+        if "optimizer_weights" in file:
+            return _legacy(span, file)
+        if "optimizer" not in file or "vars" not in file["optimizer"]:
+            raise FileError(
+                f"{path} holds weights but no optimizer state. Save the whole compiled model: model.save('model.keras')."
+            )
+        return _numbered(span, file, config)
+
+
+def _json(text: bytes | str, what: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{what} cannot be read: {error}.") from error
+    return value if isinstance(value, dict) else {}
+
+
+# -- numbered variables ------------------------------------------------------------------------------------------------
+
+
+def _numbered(span: Span, file: Any, config: Mapping[str, Any]) -> Found:
+    group = file["optimizer"]["vars"]
+    numbers = sorted((key for key in group if key.isdecimal()), key=int)
+    if [int(number) for number in numbers] != list(range(len(numbers))):
+        raise FileError(f"{span.label} lacks some of the optimizer's variables: it has {', '.join(numbers[:8])}, …")
+    tensors = [tensor_at(span, file, f"optimizer/vars/{number}") for number in numbers]
+    saved = (config.get("compile_config") or {}).get("optimizer") or {}
+    known = saved.get("config") if isinstance(saved, dict) else None
+    settings = known if isinstance(known, dict) else {}
+    name = saved.get("class_name") if settings else _class_by_name(str(attribute(group, "name", "")))
+    _refuse(name, span)
+    iteration, chosen = _layout(str(name), tensors, settings, span)
+    steps = _steps(int(iteration.load()), settings)
+    entries = [Entry(_state(str(name), source, steps), _group(str(name), settings)) for source in chosen]
+    models = [("the layers in config.json", candidates)] if (candidates := candidates_of_config(config, file)) else []
+    return Found([OptimizerState(entries, str(name), "optimizer")], models, _facts(settings))
+
+
+def _class_by_name(name: str) -> str:
+    """An optimizer without a config has the name that Keras gives to the first of its class, unless the user chose one."""
+    plain = re.sub(r"_\d+$", "", name)
+    for known in (*_LAYOUTS, *_REFUSED):
+        if snake_case(known) == plain:
+            return known
+    return name
+
+
+def _refuse(name: Any, span: Span) -> None:
+    if name in _REFUSED:
+        raise NoAccumulatorError(
+            f"{span.label} was trained with Keras's {name}, which {_REFUSED[name]}, so it holds no usable average of the "
+            "squared gradient. Train with Adam or AdamW."
+        )
+    if name not in _LAYOUTS:
+        raise NoAccumulatorError(
+            f"{span.label} has the optimizer {str(name)!r}, which is not one that is known: {', '.join(_LAYOUTS)}. Give the "
+            ".keras file, which records the class."
+        )
+
+
+def _layout(name: str, tensors: Sequence[Any], settings: Mapping[str, Any], span: Span) -> tuple[Any, list[Any]]:
+    """The iteration, and the squared-gradient variables in the model's order; shapes must prove the layout."""
+    each, blocks = _LAYOUTS[name]
+    header = 2 if len(tensors) > 1 and tensors[1].shape == () else 1  # a learning-rate schedule is no variable
+    rest = list(tensors[header:])
+    if name == "Nadam" and rest:
+        rest.pop()  # the product of its momentum factors
+    flags = [key for key, _ in (*_BEFORE, *blocks)]
+    switches = [[bool(settings.get(key))] if settings else [False, True] for key in flags]
+    found: dict[tuple[int, ...], list[Any]] = {}
+    for states in product(*switches):
+        on = dict(zip(flags, states, strict=True))
+        before = sum(on[key] for key, _ in _BEFORE)
+        after = sum(on[key] for key, _ in blocks)
+        count, left = divmod(len(rest), len(each) + before + after)
+        if left or not count:
+            continue
+        start, end = before * count, (before + len(each)) * count
+        main = rest[start:end]
+        place = each.index(_KEPT.get(name, "velocity"))
+        chosen = main[place :: len(each)]
+        shapes = [tensor.shape for tensor in chosen]
+        fits = all(
+            rest[k + j].shape == shapes[j]
+            for k in (*range(0, start, count), *range(end, len(rest), count))
+            for j in range(count)
+        )
+        if name != "Adafactor":
+            fits = fits and all(tensor.shape == shapes[k // len(each)] for k, tensor in enumerate(main))
+        if fits:
+            found.setdefault(tuple(id(tensor) for tensor in chosen), chosen)
+    if len(found) != 1 or not tensors or tensors[0].shape != ():
+        how = "do not fit" if not found else "fit in several ways"
+        raise FileError(
+            f"{span.label}: the {len(tensors)} variables of the Keras optimizer {name} {how} to what is known of it. "
+            "Give the .keras file, or one of a version that is known (Keras 3)."
+        )
+    return tensors[0], next(iter(found.values()))
+
+
+# -- legacy ------------------------------------------------------------------------------------------------------------
+
+
+def _legacy(span: Span, file: Any) -> Found:
+    training = _json(attribute(file, "training_config", "{}"), f"training_config in {span.label}")
+    saved = training.get("optimizer_config") or {}
+    name, settings = saved.get("class_name"), saved.get("config") or {}
+    _refuse(name, span)
+    weights = file.get("model_weights", {})
+    paths = [text(path) for layer in weights for path in attribute(weights[layer], "weight_names", ())]
+    by_stem = {path.replace("/", "_"): path for path in paths}
+    suffix = "_" + _KEPT.get(str(name), "velocity")
+    recorded = [text(n) for n in attribute(file["optimizer_weights"], "weight_names", ())]
+    found, steps = {}, None
+    for full in recorded:
+        stem = full.partition("/")[2] or full
+        if stem in ("iteration", "iter"):
+            steps = int(tensor_at(span, file, f"optimizer_weights/{full}").load())
+        elif stem.endswith(suffix):
+            path = by_stem.get(stem.removesuffix(suffix), stem.removesuffix(suffix))
+            found[path] = tensor_at(span, file, f"optimizer_weights/{full}")
+    if not found or len(by_stem) != len(paths):
+        raise FileError(
+            f"{span.label} records no {suffix[1:]} of the Keras optimizer {name}, or its names are not distinct."
+        )
+    group, steps = _group(str(name), settings), _steps(steps, settings)
+    entries = [Entry(_state(str(name), source, steps), group, 0, path) for path, source in found.items()]
+    return Found([OptimizerState(entries, str(name), "optimizer_weights")], (), _facts(settings))
+
+
+def _steps(iteration: int | None, settings: Mapping[str, Any]) -> int | None:
+    """Optimizer steps: the iteration counts every batch, also those whose gradients are only accumulated."""
+    every = settings.get("gradient_accumulation_steps")
+    return iteration // every if iteration is not None and isinstance(every, int) and every > 0 else iteration
+
+
+# -- what it means -----------------------------------------------------------------------------------------------------
+
+
+def _state(name: str, source: Any, steps: int | None) -> dict[str, Any]:
+    """The state under the keys that the table of accumulators knows."""
+    key = {"RMSprop": "square_avg", "Adadelta": "square_avg", "Adagrad": "sum"}.get(name, "exp_avg_sq")
+    return {key: source, "step": steps, **({"acc_delta": None} if name == "Adadelta" else {})}
+
+
+def _group(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings under the names that the table of accumulators knows; decay is decoupled in every Keras optimizer."""
+    group: dict[str, Any] = {
+        "weight_decay": settings.get("weight_decay"),
+        "eps": settings.get("epsilon"),
+        "decoupled_weight_decay": True,
+    }
+    if name == "Adagrad":
+        if "initial_accumulator_value" not in settings:
+            raise NoAccumulatorError(
+                "This Keras file does not record Adagrad's initial_accumulator_value, so the sum cannot be turned into a mean. "
+                "Give the .keras file."
+            )
+        group["initial_accumulator_value"] = settings["initial_accumulator_value"]
+    elif name == "Adafactor":
+        group["decay_rate"] = settings.get("beta_2_decay")
+    elif name in ("RMSprop", "Adadelta"):
+        group["alpha" if name == "RMSprop" else "rho"] = settings.get("rho")
+    else:
+        group["betas"] = (settings.get("beta_1"), settings.get("beta_2"))
+        group["amsgrad"] = bool(settings.get("amsgrad"))
+    return group
+
+
+def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    if not settings:
+        return {}
+    said = [
+        f"The gradients were clipped before they were squared ({key} {settings[key]:g})."
+        for key in ("clipnorm", "global_clipnorm", "clipvalue")
+        if isinstance(settings.get(key), (int, float))
+    ]
+    facts: dict[str, Any] = {"pollution": tuple(said), "after_clipping": bool(said)}
+    every = settings.get("gradient_accumulation_steps")
+    if isinstance(every, int) and every > 1:
+        facts["pollution"] = (
+            *said,
+            f"Each step squares the mean gradient of {every} batches (gradient_accumulation_steps).",
+        )
+    return facts

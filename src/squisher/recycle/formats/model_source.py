@@ -1,0 +1,66 @@
+"""What `--model` names: a folder with a config.json, or a torch weight file, which keeps the order of its module."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ...errors import FileError, NamingError
+from ..naming.candidates import Candidates, candidates_of_module
+from ..naming.hf_model import MissingPackage, built_by, meta_model
+from ..states import Found, Options
+from ..weights import Weights, open_weights
+from .torch_file import candidates_of
+
+__all__ = ["model_candidates", "with_model"]
+
+
+def with_model(found: Found, options: Options) -> Found:
+    """What a reader found, with the names of the model that the user gave, if one was given."""
+    if options.model is None or options.named:
+        return found
+    label, trained, every = model_candidates(options.model)
+    facts = {**found.facts, "tied": every.tied}
+    return replace(found, models=[(label, trained.parameters)], facts=facts, parameters=every.parameters)
+
+
+def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, Candidates, Candidates]:
+    """The parameters of a model from a folder with a config.json, or in the order of a torch weight file.
+
+    Args:
+        path: The folder or file.
+        weights: Checked against; by default those of the folder itself.
+
+    Returns:
+        A label, the parameters that a new model of this kind would train, and all of them.
+
+    Raises:
+        NamingError: Its order cannot be known.
+        MissingPackage: transformers is needed and not installed.
+    """
+    if not path.exists():
+        raise FileError(f"There is no model {path}.")
+    own = open_weights(path) if path.is_file() or not (path / "config.json").is_file() else None
+    if own is not None and own.in_module_order:
+        candidates = Candidates(*candidates_of(own.tensors))
+        return f"the order of {own.label}", candidates, candidates
+    if not (path / "config.json").is_file():
+        what = (
+            "is sorted by name, so its order says nothing" if own is not None else "has neither config.json nor weights"
+        )
+        raise NamingError(
+            f"{path} cannot name an optimizer's parameters: it {what}. Give a folder with config.json, or a torch weight file."
+        )
+    beside = open_weights(path)
+    weights = weights or beside
+    try:
+        model = meta_model(path)
+    except MissingPackage:
+        if beside is None or not beside.in_module_order:
+            raise
+        candidates = Candidates(*candidates_of(beside.tensors))
+        return f"the order of {beside.label}", candidates, candidates
+    every = candidates_of_module(model, weights, frozen_too=True)
+    trained = candidates_of_module(model, weights)
+    note = f" ({every.note})" if every.note else ""
+    return f"the model of config.json{built_by(path)}{note}", trained, every

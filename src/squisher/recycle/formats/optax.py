@@ -1,0 +1,187 @@
+"""optax states in flax msgpack files and Orbax checkpoints.
+
+The tree does not say which transformation wrote what, and chains, wrappers and masks put it at any depth, so the accumulator is
+searched for: a subtree `nu` (Adam and its kin, RMSprop), `sum_of_squares` (Adagrad), or `v_row`, `v_col` and `v` (Adafactor).
+Names are the path below it, joined with "/" as flax does: the same as the path below `params`. The step is the `count` beside
+it. β₂ is in a file only under `inject_hyperparams`; otherwise it must be given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import FileError, NoAccumulatorError
+from ..optimizers.factored import Factored
+from ..states import Entry, Found, OptimizerState, Options
+from .flax_msgpack import read_msgpack
+from .orbax import read_orbax
+
+__all__ = ["read_flax", "read_orbax_folder"]
+
+Tree = Mapping[str, Any]
+
+_ALIKE = (
+    "optax writes the same tree for adam, adamw, nadam and radam as for adabelief, yogi and adamax, whose accumulators are other "
+    "things: this is right only for the former."
+)
+_BEFORE = (
+    "Another transformation comes before it in the chain: if that clips or changes the gradients, these are the squares of the "
+    "result."
+)
+
+
+def read_flax(path: Path, options: Options) -> Found:
+    """The optax states in a msgpack file.
+
+    Raises:
+        FileError: It is damaged, or holds no optax state.
+    """
+    return _found(read_msgpack(path), path)
+
+
+def read_orbax_folder(path: Path, options: Options) -> Found:
+    """The optax states in an Orbax checkpoint.
+
+    Raises:
+        FileError: It is damaged, or holds no optax state.
+    """
+    return _found(read_orbax(path), path)
+
+
+def _found(tree: Tree, path: Path) -> Found:
+    notes: dict[str, None] = {}
+    states = [s for place, node, settings in _walk(tree, (), {}) for s in _states(place, node, settings, tree, notes)]
+    if states:
+        return Found(states, (), {"pollution": tuple(notes)})
+    moments = [".".join(place) for place, node, _ in _walk(tree, (), {}) if {"mu", "trace"} & node.keys()]
+    if moments:
+        raise NoAccumulatorError(
+            f"{path} holds only a moving average of the gradient (under {moments[0] or 'its root'!r}: lion, sgd with momentum or the "
+            "like), whose square is not the average of the squares. Train with optax.adamw."
+        )
+    raise FileError(
+        f"{path} holds no optax state with a squared gradient (nu, sum_of_squares or v_row): save the optimizer state too, not "
+        "only the parameters."
+    )
+
+
+def _walk(node: Tree, place: tuple[str, ...], settings: Tree) -> Iterator[tuple[tuple[str, ...], Tree, Tree]]:
+    """Every dictionary of the tree, with the hyperparameters that hold there."""
+    injected = node.get("hyperparams")
+    if isinstance(injected, dict):
+        settings = {**settings, **injected}
+    yield place, node, settings
+    for key, child in node.items():
+        if isinstance(child, dict) and key not in ("nu", "mu", "hyperparams"):
+            yield from _walk(child, (*place, key), settings)
+
+
+def _states(
+    place: tuple[str, ...], node: Tree, settings: Tree, tree: Tree, notes: dict[str, None]
+) -> Iterator[OptimizerState]:
+    known = {key: _number(value) for key, value in settings.items()}
+    group: dict[str, Any] = {
+        "eps": known.get("eps"),
+        "weight_decay": known.get("weight_decay"),
+        "decoupled_weight_decay": True,
+    }
+    step, named = _number(node.get("count")), "/".join(place)
+    if _holds(node, "nu"):
+        momenta = dict(_leaves(node.get("mu", {})))
+        if momenta and step is not None:
+            group["betas"], key = (known.get("b1"), known.get("b2")), "exp_avg_sq"
+            notes[_ALIKE] = None
+        else:
+            group["alpha"], key = known.get("decay"), "square_avg"
+        if _has_predecessor(place, tree):
+            notes[_BEFORE] = None
+        entries = []
+        for name, value in _leaves(node["nu"]):
+            first = {"exp_avg": momenta[name]} if name in momenta else {}
+            entries.append(Entry({key: value, "step": step, **first}, group, 0, name))
+        yield from _one(entries, "adam (optax)" if key == "exp_avg_sq" else "rmsprop (optax)", named)
+    if _holds(node, "sum_of_squares"):
+        entries = [
+            Entry({"sum": value, "step": None}, group, 0, name) for name, value in _leaves(node["sum_of_squares"])
+        ]
+        yield from _one(entries, "adagrad (optax)", named)
+    if {"v_row", "v_col", "v"} <= node.keys():
+        yield from _one(list(_factored(node, {**group, "decay_rate": None}, step, tree)), "adafactor (optax)", named)
+
+
+def _one(entries: Sequence[Entry], class_name: str, place: str) -> Iterator[OptimizerState]:
+    names = [entry.name or "" for entry in entries]
+    if names and all(name.endswith("/value") for name in names):  # nnx keeps each array as the value of a variable
+        entries = [replace(entry, name=name.removesuffix("/value")) for entry, name in zip(entries, names, strict=True)]
+    if entries:
+        yield OptimizerState(entries, class_name, place)
+
+
+def _leaves(node: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
+    """The arrays of a subtree by their path; what a mask left out is empty."""
+    if _is_array(node):
+        yield "/".join(place), node
+    elif isinstance(node, dict):
+        for key, child in node.items():
+            yield from _leaves(child, (*place, key))
+
+
+def _has_predecessor(place: tuple[str, ...], tree: Tree) -> bool:
+    """Whether an empty state stands before it in some chain: a transformation that keeps nothing, such as clipping."""
+    at: Any = tree
+    for key in place:
+        if key.isdecimal() and isinstance(at, dict) and any(k.isdecimal() and int(k) < int(key) for k in at):
+            return True
+        at = at[key]
+    return False
+
+
+def _factored(node: Tree, group: dict[str, Any], step: int | None, tree: Tree) -> Iterator[Entry]:
+    rows, columns, plain = (dict(_leaves(node[key])) for key in ("v_row", "v_col", "v"))
+    shapes = {name: tuple(value.shape) for name, value in _leaves(_parameters(tree))}
+    for name, value in plain.items():
+        source: Any = value
+        if name in rows and tuple(rows[name].shape) != (1,) and tuple(value.shape) == (1,):
+            source = _product(rows[name], columns.get(name), shapes.get(name))
+        yield Entry({"exp_avg_sq": source, "step": step}, group, 0, name)
+
+
+def _product(row: Any, column: Any, shape: tuple[int, ...] | None) -> Any:
+    """Optax averages over the largest axis for the row and over the second largest for the column."""
+    if shape is None or len(shape) < 2 or column is None:
+        return "factor, and the parameters that tell its shape are not in the file"
+    order = sorted(range(len(shape)), key=lambda axis: shape[axis])
+    second, largest = order[-2], order[-1]
+    without = [tuple(n for axis, n in enumerate(shape) if axis != left_out) for left_out in (largest, second)]
+    if [tuple(row.shape), tuple(column.shape)] != without:
+        return "factor that does not fit its parameter"
+    return Factored(row, column, second, largest, shape)
+
+
+def _parameters(tree: Tree) -> Any:
+    """The parameters beside the state, where the whole training state was saved."""
+    params = tree.get("params", {})
+    inner = params.get("params") if isinstance(params, dict) else None
+    return inner if isinstance(inner, dict) and len(params) == 1 else params
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, dict) and set(value) == {"value"}:
+        value = value["value"]
+    if _is_array(value):
+        if tuple(value.shape) not in ((), (1,)):
+            return None
+        value = value.load().item()
+    return value if isinstance(value, (int, float)) else None
+
+
+def _is_array(value: Any) -> bool:
+    # Not by the protocol: asking an array in a store for its shape opens it.
+    return hasattr(type(value), "read_flat")
+
+
+def _holds(node: Tree, key: str) -> bool:
+    return isinstance(node.get(key), dict) or _is_array(node.get(key))

@@ -1,0 +1,171 @@
+"""Folders with a torch file from every rank: the DTensors of FSDP2 put together again."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ...errors import FileError, NamingError
+from ...storage.pieces import Block, Blocks, Verified
+from ...storage.torch_files import Record, StoredTensor, read
+from ..naming.solver import clean_names
+from ..optimizers.accumulators import step_of
+from ..states import Candidate, Found, Options
+from .model_source import with_model
+from .per_rank import mesh_size
+from .torch_file import find_optimizers, optimizer_state
+
+__all__ = ["is_rank_folder", "read_ranks"]
+
+_RANK = re.compile(r"(?P<before>.*rank[-_]?)(?P<rank>\d+)(?P<after>.*\.(?:pt|pth|bin|ckpt))")
+
+
+def is_rank_folder(path: Path) -> bool:
+    """Whether a folder holds torch files that are named by rank, two or more of one kind."""
+    return path.is_dir() and any(len(files) > 1 for files in _sets(path))
+
+
+def read_ranks(path: Path, options: Options) -> Found:
+    """The optimizer states of all ranks, joined.
+
+    Raises:
+        FileError: Ranks are missing or do not belong together, or it cannot be said which part of what they hold.
+    """
+    found: list[tuple[list[Any], dict[int, Path]]] = []
+    models: list[tuple[str, list[Candidate]]] = []
+    for files in _sets(path):
+        trees = [read(file) for file in files.values()]
+        models += _models(trees[0])
+        if find_optimizers(trees[0]):
+            found.append((trees, files))
+    if len(found) != 1:
+        raise FileError(
+            f"{path} holds files of several ranks, {len(found) or 'none'} of them optimizer states; give the file or folder of one."
+        )
+    trees, files = found[0]
+    states = [find_optimizers(tree) for tree in trees]
+    if len({len(state) for state in states}) > 1:
+        raise FileError(
+            f"The files of the ranks in {path} do not hold the same optimizers: they do not belong together."
+        )
+    optimizers = []
+    for same in zip(*states, strict=True):
+        joined = _joined([value for _, value in same], list(files), path)
+        optimizers.append(optimizer_state(joined, same[0][0]))
+    return with_model(Found(optimizers, models), options)
+
+
+def _sets(path: Path) -> list[dict[int, Path]]:
+    """Files by rank, for each way of naming them."""
+    found: dict[tuple[str, str], dict[int, Path]] = {}
+    for file in sorted(path.iterdir()):
+        match = _RANK.fullmatch(file.name)
+        if match and file.is_file():
+            found.setdefault((match["before"], match["after"]), {})[int(match["rank"])] = file
+    return [dict(sorted(files.items())) for files in found.values()]
+
+
+def _joined(values: Sequence[Any], ranks: Sequence[int], path: Path) -> dict[str, Any]:
+    """One optimizer's state dict, with a tensor for what the ranks have shares of."""
+    if not all(isinstance(value, dict) for value in values):
+        raise FileError(
+            f"The files of the ranks in {path} hold pickled optimizers, whose parameters cannot be matched. Save state dicts."
+        )
+    first = values[0]
+    state = {}
+    for member, own in first["state"].items():
+        others = [value["state"].get(member) for value in values]
+        if not all(isinstance(other, dict) and set(other) == set(own) for other in others):
+            raise _strangers(path)
+        if len({step_of(other, {}) for other in others}) > 1:
+            raise FileError(
+                f"{path} mixes the files of several steps: the ranks count differently for parameter {member}."
+            )
+        state[member] = {key: _tensor([other[key] for other in others], ranks, path) for key in own}
+    if any(set(value["state"]) != set(state) for value in values):
+        raise _strangers(path)
+    return {"state": state, "param_groups": first["param_groups"]}
+
+
+def _strangers(path: Path) -> FileError:
+    return FileError(
+        f"The ranks in {path} do not hold a share of the same parameters each: flat shards of FSDP1, whose parameters cannot be "
+        "told, or files that do not belong together. Save FSDP.optim_state_dict(model, optimizer) or with torch.distributed.checkpoint."
+    )
+
+
+def _tensor(parts: Sequence[Any], ranks: Sequence[int], path: Path) -> Any:
+    first = parts[0]
+    if not isinstance(first, Record) or not first.name.endswith("DTensor"):
+        if isinstance(first, StoredTensor) and len(first.shape):
+            raise _strangers(path)
+        return first
+    shape, spec = first.get("shape"), first.get("_spec")
+    placements = spec.get("placements") if isinstance(spec, Record) else None
+    world = mesh_size(spec.get("mesh")) if isinstance(spec, Record) else None
+    if world is not None and list(ranks) != list(range(world)):
+        raise FileError(
+            f"{path} holds the files of the ranks {', '.join(map(str, ranks))}, but the state was sharded over {world}."
+        )
+    split = placements[0] if isinstance(placements, (tuple, list)) and len(placements) == 1 else None
+    if not isinstance(split, Record) or not split.name.endswith(".Shard") or not isinstance(shape, tuple):
+        raise FileError(
+            f"The state in {path} is sharded over more than one dimension of ranks, which is read from torch.distributed.checkpoint only."
+        )
+    dimension = split.get("dim")
+    blocks: list[Block] = []
+    place = 0
+    for rank, part in zip(ranks, parts, strict=True):
+        local = part.get("_local_tensor") if isinstance(part, Record) else None
+        written_by = _written_by(part)
+        if written_by not in (None, rank):
+            raise FileError(f"{path} is mixed up: the file of rank {rank} was written by rank {written_by}.")
+        fits = isinstance(local, StoredTensor) and local.dtype == first.get("dtype") and len(local.shape) == len(shape)
+        if local is None or not fits or not isinstance(dimension, int) or not 0 <= dimension < len(shape):
+            raise FileError(
+                f"The ranks in {path} do not agree about the shape or type of a state: they do not belong together."
+            )
+        offsets = [place if d == dimension else 0 for d in range(len(shape))]
+        blocks.append(Block(shape, offsets, local.shape, Verified(local)))
+        place += local.shape[dimension]
+    whole = Blocks(shape, first.get("dtype"), blocks)
+    if whole.gap:
+        raise FileError(f"The shares of the ranks in {path} do not make the whole: {whole.gap}.")
+    return whole
+
+
+def _written_by(part: Any) -> int | None:
+    """The rank that a share itself says that it is of."""
+    spec = part.get("_spec") if isinstance(part, Record) else None
+    mesh = spec.get("mesh") if isinstance(spec, Record) else None
+    rank = mesh.get("_rank") if isinstance(mesh, Record) else None
+    return rank if isinstance(rank, int) else None
+
+
+def _models(tree: Any) -> list[tuple[str, list[Candidate]]]:
+    """Dictionaries of named weights, sharded or whole, in module order."""
+    models = []
+    named = [("", tree), *tree.items()] if isinstance(tree, dict) else []
+    for place, value in named:
+        if not isinstance(value, dict) or len(value) < 2 or not all(isinstance(name, str) for name in value):
+            continue
+        shapes: dict[str, tuple[int, ...]] = {}
+        for name, weight in value.items():
+            shape = weight.get("shape") if isinstance(weight, Record) else getattr(weight, "shape", None)
+            if isinstance(shape, tuple):
+                shapes[name] = shape
+        if len(shapes) == len(value):
+            try:
+                names = clean_names(list(shapes))
+            except NamingError:
+                names = list(shapes)
+            pairs = zip(names, shapes.items(), strict=True)
+            models.append(
+                (
+                    f"the weights under {place!r}" if place else "the weights",
+                    [Candidate(n, shape, live_name=live) for n, (live, shape) in pairs],
+                )
+            )
+    return models

@@ -1,0 +1,93 @@
+"""Which reader a file or folder belongs to. A new format is one module and one row here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from ...errors import FileError
+from ..states import Found, Options
+from .accelerate import is_accelerate_folder, read_accelerate
+from .dcp import is_dcp, read_dcp
+from .flax_msgpack import is_msgpack
+from .keras import is_keras, read_keras
+from .lightning import is_lightning_file, read_lightning
+from .model_source import with_model
+from .optax import read_flax, read_orbax_folder
+from .orbax import is_orbax
+from .rank_files import is_rank_folder, read_ranks
+from .sb3 import is_sb3, read_sb3
+from .torch_file import read_torch_file
+from .trainer import is_trainer_folder, read_trainer
+from .zero import is_zero, read_zero
+
+__all__ = ["READERS", "Reader", "read_source"]
+
+
+class Reader(NamedTuple):
+    """One format: how it is recognised, without reading more than a few bytes, and what reads it."""
+
+    name: str
+    accepts: Callable[[Path], bool]
+    read: Callable[[Path, Options], Found]
+
+
+READERS: list[Reader] = [
+    Reader("torch.distributed.checkpoint folder", is_dcp, read_dcp),
+    Reader("DeepSpeed ZeRO checkpoint", is_zero, read_zero),
+    Reader("Hugging Face Trainer folder", is_trainer_folder, read_trainer),
+    Reader("Accelerate save_state folder", is_accelerate_folder, read_accelerate),
+    Reader("a folder with a torch optimizer file", lambda path: _optimizer_file(path) is not None, lambda path, options: with_model(_in_folder(path), options)),
+    Reader("a folder with a torch file of every rank", is_rank_folder, read_ranks),
+    Reader("Lightning checkpoint", is_lightning_file, read_lightning),
+    Reader("Keras file", is_keras, read_keras),
+    Reader("stable-baselines3 archive", is_sb3, read_sb3),
+    Reader("Orbax checkpoint", is_orbax, read_orbax_folder),
+    Reader("flax msgpack file", lambda path: path.is_file() and is_msgpack(path), read_flax),
+    Reader("a folder with one torch file", lambda path: len(_torch_files(path)) == 1, lambda path, options: read_source(_torch_files(path)[0], options)),
+    # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.
+    Reader("torch.save file", Path.is_file, lambda path, options: with_model(read_torch_file(path), options)),
+]  # fmt: skip
+
+
+def read_source(path: Path, options: Options) -> Found:
+    """Finds the format and calls its one reader.
+
+    Raises:
+        FileError: Nothing is there, or it is of no format that is read.
+    """
+    if not path.exists():
+        raise FileError(f"There is no file or folder {path}.")
+    for reader in READERS:
+        if reader.accepts(path):
+            return reader.read(path, options)
+    several = [file.name for file in _torch_files(path)]
+    if several:
+        raise FileError(
+            f"The folder {path} holds {len(several)} torch files ({', '.join(several[:6])}): give one of them."
+        )
+    inside = sorted(p.name for p in path.iterdir())[:6]
+    raise FileError(
+        f"The folder {path} holds no optimizer state of a known format; it has {', '.join(inside) or 'nothing'}. Give the "
+        "folder or file that training saved with the optimizer (a checkpoint, not only the weights)."
+    )
+
+
+def _torch_files(folder: Path) -> list[Path]:
+    """The checkpoints that a training script of one's own leaves in a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt", ".tar") and p.is_file())
+
+
+def _optimizer_file(folder: Path) -> Path | None:
+    files = [folder / name for name in ("optimizer.pt", "optimizer.bin")]
+    return next((file for file in files if file.is_file()), None)
+
+
+def _in_folder(folder: Path) -> Found:
+    file = _optimizer_file(folder)
+    if file is None:
+        raise FileError(f"The folder {folder} no longer holds an optimizer file.")
+    return read_torch_file(file)

@@ -1,0 +1,114 @@
+"""stable-baselines3 archives: torch files inside a zip, one for the policy and one for each of its optimizers.
+
+`policy.pth` keeps the module order. `actor.optimizer` trains what is named `actor.…`, `critic.optimizer` what is named
+`critic.…`, `policy.optimizer` everything; targets (`critic_target.…`) are never trained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import FileError
+from ...storage.torch_files import Span, read, zip_entries
+from ..states import Candidate, Found, OptimizerState, Options
+from .torch_file import candidates_of, find_optimizers, optimizer_state
+
+__all__ = ["is_sb3", "read_sb3"]
+
+_LARGEST = 1 << 28  # bytes of settings
+
+
+def is_sb3(path: Path) -> bool:
+    """Whether a file is a zip archive with a policy in it."""
+    if not path.is_file():
+        return False
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"PK\x03\x04" and "policy.pth" in zip_entries(path)
+    except (OSError, FileError):
+        return False
+
+
+def read_sb3(path: Path, options: Options) -> Found:
+    """The optimizers of a stable-baselines3 archive.
+
+    Raises:
+        FileError: It is damaged, or was saved without its optimizers.
+    """
+    entries = zip_entries(path)
+    policy = read(entries["policy.pth"])
+    if not isinstance(policy, dict):
+        raise FileError(f"policy.pth in {path} holds no weights by name.")
+    weights = {
+        name: tensor for name, tensor in policy.items() if isinstance(name, str) and hasattr(tensor, "read_flat")
+    }
+    candidates, tied = candidates_of(weights)
+    trained = [c for c in candidates if not re.search(r"_target(\.|$)", c.name.partition(".")[0])]
+    settings = _settings(entries)
+    optimizers = []
+    for name, span in entries.items():
+        match = re.fullmatch(r"(?:(policy|actor|critic)\.optimizer|(\w+)_optimizer)\.pth", name)
+        if match is None:
+            continue
+        models = _own(match[1], match[2], trained, entries)
+        for _, value in find_optimizers(read(span)):
+            state = optimizer_state(value, name.removesuffix(".pth"))
+            optimizers.append(_with_class(replace(state, models=models), settings))
+    if not optimizers:
+        raise FileError(
+            f"{path} holds a policy but no optimizer: it was saved with exclude=['policy.optimizer'] or the like."
+        )
+    return Found(optimizers, [("policy.pth", trained)], {**_facts(settings), **({"tied": tied} if tied else {})})
+
+
+def _own(
+    module: str | None, variable: str | None, trained: list[Candidate], entries: Mapping[str, Span]
+) -> list[tuple[str, list[Candidate]]]:
+    """Where an optimizer's names come from: a part of the policy, or a variable beside it (`ent_coef_optimizer`)."""
+    if variable is not None:
+        loose = read(entries["pytorch_variables.pth"]) if "pytorch_variables.pth" in entries else {}
+        found = {
+            name: tensor
+            for name, tensor in (loose.items() if isinstance(loose, dict) else ())
+            if hasattr(tensor, "read_flat") and str(name).endswith(variable)
+        }
+        return [("pytorch_variables.pth", [Candidate(str(n), tuple(t.shape)) for n, t in found.items()])]
+    if module == "policy":
+        return [("policy.pth", trained)]
+    return [(f"{module} in policy.pth", [c for c in trained if c.name.startswith(f"{module}.")])]
+
+
+def _settings(entries: Mapping[str, Span]) -> dict[str, Any]:
+    """What `data` says in plain JSON; the pickles in it are left alone."""
+    if "data" not in entries or entries["data"].length > _LARGEST:
+        return {}
+    try:
+        data = json.loads(entries["data"].read())
+    except (ValueError, RecursionError):
+        return {}
+    return data if isinstance(data, dict) else {}
+
+
+def _with_class(state: OptimizerState, settings: Mapping[str, Any]) -> OptimizerState:
+    """The class of the policy's optimizers, which tells RMSpropTFLike, whose average starts at one, from RMSprop."""
+    policy = settings.get("policy_kwargs")
+    said = policy.get("optimizer_class") if isinstance(policy, dict) else None
+    match = re.search(r"([A-Za-z_]\w*)'>$", said) if isinstance(said, str) else None
+    if match is None or not state.place.endswith(".optimizer"):
+        return state
+    return replace(state, class_name=match[1])
+
+
+def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+    norm = settings.get("max_grad_norm")
+    if not isinstance(norm, (int, float)) or isinstance(norm, bool):
+        return {}
+    return {
+        "pollution": (f"The gradients were clipped to a norm of {norm:g} before they were squared (max_grad_norm).",),
+        "after_clipping": True,
+    }

@@ -1,0 +1,150 @@
+"""Files that `torch.save` wrote: an optimizer's state, bare or inside whatever dictionary a training script made."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ...errors import FileError, NamingError
+from ...storage.tensors import LazyTensors, TensorSource, tied_names
+from ...storage.torch_files import Record, Span, StoredTensor, read
+from ..naming.solver import clean_names
+from ..optimizers.quantized import decoded
+from ..states import Candidate, Entry, Found, OptimizerState
+from .per_rank import without_shards
+
+__all__ = ["candidates_of", "find_optimizers", "find_weights", "read_torch_file"]
+
+_DEPTH = 8  # deeper than any training script nests; the walk stays short on hostile files
+
+
+def read_torch_file(path: str | os.PathLike[str] | Span) -> Found:
+    """The optimizer states in a torch file, and the weights beside them, which keep the module's order.
+
+    Raises:
+        FileError: It cannot be read safely, or holds no optimizer state.
+    """
+    tree = read(path)
+    optimizers = [optimizer_state(value, place) for place, value in find_optimizers(tree)]
+    if not optimizers:
+        weights = any(True for _ in find_weights(tree))
+        shown = path.path if isinstance(path, Span) else os.fspath(path)
+        what = "holds weights but no optimizer state: give the file or folder that was saved with the optimizer" if weights else (
+            "holds no optimizer state (a dictionary with 'state' and 'param_groups')"
+        )  # fmt: skip
+        raise FileError(f"{shown} {what}.")
+    models, tied = [], {}
+    for place, weights_dict in find_weights(tree):
+        candidates, aliases = candidates_of(weights_dict)
+        models.append((f"the weights under {place!r}" if place else "the weights", candidates))
+        tied.update(aliases)
+    return Found(optimizers, models, {"tied": tied} if tied else {})
+
+
+def find_optimizers(tree: Any) -> list[tuple[str, Any]]:
+    """Every optimizer state in what a file holds, with the place where it was: dictionaries or pickled optimizers."""
+    return [(place, value) for place, value in _walk(tree) if _is_optimizer(value)]
+
+
+def find_weights(tree: Any) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
+    """Every dictionary of named tensors outside the optimizers, with the place where it was."""
+    for place, value in _walk(tree):
+        if isinstance(value, dict) and len(value) > 1 and not _is_optimizer(value):
+            tensors = {k: v for k, v in value.items() if isinstance(v, StoredTensor)}
+            if len(tensors) == len(value) and all(isinstance(name, str) for name in tensors):
+                yield place, tensors
+
+
+def candidates_of(weights: Mapping[str, TensorSource]) -> tuple[list[Candidate], dict[str, str]]:
+    """The parameters among saved weights, in module order, without what is surely a buffer, and the tied names.
+
+    A buffer that looks like a parameter stays; fitting the shapes to the optimizer's then decides.
+    """
+    tied = tied_names(LazyTensors(weights))
+    names = [name for name in weights if name not in tied and not _is_buffer(name, weights[name])]
+    try:
+        clean = clean_names(names)
+    except NamingError:  # two wrappings of one model in one dictionary: the names as they are tell them apart
+        clean = names
+    cleaned = dict(zip(names, clean, strict=True))
+    candidates = [Candidate(cleaned[n], tuple(weights[n].shape), live_name=n) for n in names]
+    aliases = {clean_names([a])[0]: cleaned[n] for a, n in tied.items() if n in cleaned}
+    return candidates, aliases
+
+
+def optimizer_state(value: Any, place: str = "") -> OptimizerState:
+    """What a reader delivers, from an optimizer's `state_dict()` or from a pickled optimizer object.
+
+    Raises:
+        FileError: The groups are not what an optimizer writes.
+    """
+    class_name = value.name.rsplit(".", 1)[-1] if isinstance(value, Record) else None
+    content = value.attributes if isinstance(value, Record) else value
+    state, groups = content["state"], content["param_groups"]
+    entries = []
+    for number, group in enumerate(groups):
+        members = group.get("params") if isinstance(group, dict) else None
+        if not isinstance(members, (list, tuple)):
+            raise FileError(f"The optimizer state{_at(place)} is damaged: group {number} lists no parameters.")
+        settings = {key: v for key, v in group.items() if key not in ("params", "param_names")}
+        recorded = group.get("param_names") or [None] * len(members)
+        if len(recorded) != len(members):
+            raise FileError(
+                f"The optimizer state{_at(place)} is damaged: group {number} has {len(members)} parameters and "
+                f"{len(recorded)} names."
+            )
+        for member, name in zip(members, recorded, strict=True):
+            own = state.get(member)
+            own = own if isinstance(own, dict) else {}
+            entries.append(Entry(own, settings, number, name or (member if isinstance(member, str) else None)))
+    return OptimizerState(decoded(without_shards(entries), class_name), class_name, place)
+
+
+def _is_optimizer(value: Any) -> bool:
+    content = value.attributes if isinstance(value, Record) else value
+    return (
+        isinstance(content, dict)
+        and isinstance(content.get("state"), dict)
+        and isinstance(content.get("param_groups"), list)
+        and bool(content["param_groups"])
+    )
+
+
+def _walk(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Everything that may hold an optimizer or weights, breadth first, each object once."""
+    seen: set[int] = set()
+    level: list[tuple[str, Any]] = [("", tree)]
+    for _ in range(_DEPTH):
+        following: list[tuple[str, Any]] = []
+        for place, value in level:
+            if id(value) in seen:
+                continue
+            seen.add(id(value))
+            yield place, value
+            if not _is_optimizer(value):
+                following.extend(_inside(place, value))
+        level = following
+
+
+def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Record):
+        value = {**value.attributes, **value.mapping}
+    if isinstance(value, dict):
+        items = [(str(key), item) for key, item in value.items()]
+    elif isinstance(value, (list, tuple)):
+        items = [(str(k), item) for k, item in enumerate(value)]
+    else:
+        return
+    for key, item in items:
+        if isinstance(item, (dict, list, tuple, Record)):
+            yield f"{place}.{key}" if place else key, item
+
+
+def _is_buffer(name: str, tensor: TensorSource) -> bool:
+    known = ("running_mean", "running_var", "num_batches_tracked")
+    return not tensor.dtype.is_floating_point or name.rsplit(".", 1)[-1] in known
+
+
+def _at(place: str) -> str:
+    return f" at {place!r}" if place else ""

@@ -1,0 +1,250 @@
+"""What a DeepSpeed checkpoint says about its run: parameters in the order of the flat buffers, settings, batch size."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ...errors import FileError, NoAccumulatorError
+from ...storage.torch_files import Record, StoredTensor, read
+from ..naming.solver import clean_names, recorded_name
+from ..states import Candidate
+from .training_args import facts_of, training_args
+
+__all__ = ["MODEL_FILE", "Run"]
+
+MODEL_FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_OTHERS = {  # files of layouts in which a parameter is more than its data-parallel partitions
+    r"layer_.*expert_.*": "the experts of a mixture, which have partitions of their own",
+    r"expp_rank_.*": "the experts of a mixture, which have partitions of their own",
+    r"layer_\d+-model.*": "pipeline stages, each with parameters of its own",
+}
+# Not Muon: some of its groups are Adam's, which the keys of their states tell.
+_CLASSES = {"lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad"}
+
+
+class Run:
+    """The model states of a checkpoint folder.
+
+    Attributes:
+        folder: Where they are.
+        shapes: For each group (or sub-group) of the optimizer: live name and shape, in the order of its flat buffer.
+        names: Name in the weight file, by live name.
+        config: DeepSpeed's own configuration.
+        content: Everything in the first file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        _refuse_other_layouts(folder)
+        files = sorted(file for file in folder.iterdir() if MODEL_FILE.fullmatch(file.name))
+        if not files:
+            raise FileError(
+                f"The DeepSpeed checkpoint {folder} lacks its model states (mp_rank_00_model_states.pt). Get it again."
+            )
+        self.content: dict[str, Any] = _content(files[0])
+        steps = {_content(file).get("global_steps") for file in files}
+        if len(steps) > 1:
+            raise FileError(
+                f"{folder} mixes the files of several checkpoints: its model states are of the steps {_list(steps)}."
+            )
+        _refuse_parallel(folder, self.content)
+        self.config: dict[str, Any] = _dictionary(self.content.get("ds_config"))
+        self.shapes = list(self._groups())
+        self.frozen = self._frozen()
+        self.shared = {a: n for a, n in _dictionary(self.content.get("shared_params")).items() if isinstance(n, str)}
+        live = list(dict.fromkeys([*self.trained, *self.frozen, *self.shared]))
+        self.names = dict(zip(live, clean_names([recorded_name(name) for name in live]), strict=True))
+
+    def _frozen(self) -> dict[str, tuple[int, ...]]:
+        """What was not trained: listed, or (by stage 1) only among the weights."""
+        listed = self.content.get("frozen_param_shapes")
+        if listed is not None:
+            return _shapes(listed)
+        others = {
+            *self.trained,
+            *_dictionary(self.content.get("shared_params")),
+            *(self.content.get("buffer_names") or ()),
+        }
+        weights = _dictionary(self.content.get("module"))
+        floating = {n: w for n, w in weights.items() if isinstance(w, StoredTensor) and w.dtype.is_floating_point}
+        return {name: w.shape for name, w in floating.items() if self.shapes and name not in others and w.numel}
+
+    @property
+    def trained(self) -> dict[str, tuple[int, ...]]:
+        """Live name and shape of every parameter in the optimizer, in the order of the flat buffers."""
+        return {name: shape for group in self.shapes for name, shape in group.items()}
+
+    @property
+    def zero(self) -> Mapping[str, Any]:
+        """The `zero_optimization` part of the configuration."""
+        return _dictionary(self.config.get("zero_optimization"))
+
+    @property
+    def round_robin(self) -> bool:
+        """Whether gradients were dealt out in turns, which only stages 1 and 2 do."""
+        return bool(self.zero.get("round_robin_gradients")) and self.zero.get("stage") != 3
+
+    @property
+    def in_registration_order(self) -> bool:
+        """Whether every group lists its parameters in the order of the weights, as without round-robin gradients."""
+        places = {name: place for place, name in enumerate(_dictionary(self.content.get("module")))}
+        for group in self.shapes:
+            order = [places.get(name, -1) for name in group]
+            if order != sorted(order) or -1 in order:
+                return False
+        return True
+
+    @property
+    def class_name(self) -> str | None:
+        """The optimizer's class, where DeepSpeed made it; unknown where the user did."""
+        kind, parameters = self._optimizer
+        if kind in ("adam", "adamw"):  # DeepSpeed's own default makes its Adam an AdamW
+            return "AdamW" if kind == "adamw" or parameters.get("adam_w_mode", True) else "Adam"
+        if kind is not None and ("onebit" in kind or "zeroone" in kind):
+            raise NoAccumulatorError(
+                f"DeepSpeed's {self.config['optimizer']['type']} stops updating its squared gradient after a warm-up, so it is no "
+                "average up to its step count. Train with Adam or AdamW, or use squisher.Tracker."
+            )
+        return _CLASSES.get(kind or "")
+
+    def group(self, group: Mapping[str, Any] | None) -> dict[str, Any]:
+        """The hyperparameters of a group; from the configuration where the file has none (elastic checkpoints)."""
+        kind, parameters = self._optimizer
+        if group is None:
+            group = {key: value for key, value in parameters.items() if key in ("betas", "eps", "weight_decay")}
+            group.setdefault("betas", (0.9, 0.999) if kind in ("adam", "adamw") else (math.nan, math.nan))
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if self.class_name in ("Adam", "AdamW"):
+            settings.setdefault("decoupled_weight_decay", self.class_name == "AdamW")
+        return settings
+
+    @property
+    def _optimizer(self) -> tuple[str | None, Mapping[str, Any]]:
+        said = _dictionary(self.config.get("optimizer"))
+        kind = said.get("type")
+        return (kind.lower() if isinstance(kind, str) else None), _dictionary(said.get("params"))
+
+    def models(self) -> list[tuple[str, list[Candidate]]]:
+        """All parameters with their shapes."""
+        shapes = {**self.trained, **self.frozen}
+        return [
+            ("DeepSpeed's list of parameters", [Candidate(self.names[n], s, live_name=n) for n, s in shapes.items()])
+        ]
+
+    def facts(self, source: Path, steps: int | None) -> dict[str, Any]:
+        """Fields of `Facts` that the checkpoint proves.
+
+        Args:
+            source: The folder that was asked for, or the one above the tag: a Trainer's files may lie there.
+            steps: How many steps the optimizer's own count says.
+        """
+        listed = self.content.get("frozen_param_shapes") is not None
+        why = "frozen (requires_grad is False)" if listed else "not in the optimizer: frozen, or never given to it"
+        facts: dict[str, Any] = {
+            "absent": {self.names[name]: why for name in self.frozen},
+            "tied": {self.names[a]: self.names[n] for a, n in self.shared.items() if n in self.names},
+            # How a micro-batch's loss was reduced is not on record, and language models take means over tokens.
+            "loss_reduction": None,
+        }
+        if (source / "training_args.bin").is_file():
+            facts |= facts_of(source, training_args(source), steps)
+        batch_size = self._batch_size()
+        if batch_size is not None:
+            facts["batch_size"] = batch_size
+        norm = self.config.get("gradient_clipping")
+        if isinstance(norm, (int, float)) and "after_clipping" not in facts:
+            facts["after_clipping"] = norm > 0
+            if norm > 0:
+                sentence = f"Gradients were clipped to the norm {float(norm)} before they were squared."
+                facts["pollution"] = [*facts.get("pollution", ()), sentence]
+        return facts
+
+    def _batch_size(self) -> int | None:
+        """Examples per step, if all that is on record agrees."""
+        total = _count(self.config.get("train_batch_size"))
+        micro = _count(self.config.get("train_micro_batch_size_per_gpu"))
+        world = _count(self.content.get("dp_world_size"))
+        # Without it DeepSpeed takes one micro-batch a step.
+        accumulated = _count(self.config.get("gradient_accumulation_steps", None if total else 1))
+        product = micro * accumulated * world if micro and accumulated and world else None
+        size = total or product
+        if size is None or (product is not None and product != size):
+            return None
+        steps, samples = self.content.get("global_steps"), self.content.get("global_samples")
+        if isinstance(steps, int) and isinstance(samples, int) and steps > 0 and samples != size * steps:
+            return None  # it changed during the run
+        return size
+
+    def _groups(self) -> Iterator[dict[str, tuple[int, ...]]]:
+        listed = self.content.get("param_shapes")
+        if listed is None:
+            return
+        seen: set[str] = set()
+        for group in listed if isinstance(listed, list) else [listed]:
+            shapes = _shapes(group)
+            if seen & set(shapes):
+                raise FileError(
+                    f"{self.folder} is damaged: its list of parameters names {sorted(seen & set(shapes))[0]!r} twice."
+                )
+            seen |= set(shapes)
+            yield shapes
+
+
+def _refuse_other_layouts(folder: Path) -> None:
+    for file in sorted(folder.iterdir()):
+        for pattern, what in _OTHERS.items():
+            if re.fullmatch(pattern, file.name):
+                raise FileError(
+                    f"The DeepSpeed checkpoint {folder} holds {what} ({file.name}); only data-parallel ZeRO is read. Convert it "
+                    "with DeepSpeed to one without, or use squisher.Tracker during training."
+                )
+
+
+def _refuse_parallel(folder: Path, content: Mapping[str, Any]) -> None:
+    degrees = _dictionary(content.get("checkpoint_parallel_dimensions"))
+    counts = [content.get("mp_world_size"), degrees.get("tp_degree"), degrees.get("pp_degree")]
+    if any(isinstance(n, int) and n > 1 for n in counts):
+        raise FileError(
+            f"The DeepSpeed checkpoint {folder} was written with tensor or pipeline parallelism (degrees {_list(set(counts))}), "
+            "which cuts parameters in ways that the files do not say; only data-parallel ZeRO is read."
+        )
+
+
+def _content(file: Path) -> dict[str, Any]:
+    content = read(file)
+    if not isinstance(content, dict):
+        raise FileError(
+            f"{file} was expected to be the dictionary that DeepSpeed writes, but it is something else. Get it again."
+        )
+    return content
+
+
+def _shapes(listed: Any) -> dict[str, tuple[int, ...]]:
+    out = {}
+    for name, shape in _dictionary(listed).items():
+        if (
+            not isinstance(name, str)
+            or not isinstance(shape, (tuple, list))
+            or not all(isinstance(n, int) for n in shape)
+        ):
+            raise FileError(f"DeepSpeed's list of parameters is damaged at {name!r}. Get the checkpoint again.")
+        out[name] = tuple(shape)
+    return out
+
+
+def _dictionary(value: Any) -> dict[Any, Any]:
+    if isinstance(value, Record):
+        value = value.mapping or value.attributes
+    return value if isinstance(value, dict) else {}
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _list(values: Any) -> str:
+    return ", ".join(sorted(map(str, values)))

@@ -1,0 +1,160 @@
+"""The parameters of a module, running or on the meta device, under the names that its weight file has."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...errors import NamingError
+from ...storage.tensors import LiveParameter, live_parameters
+from ..states import Candidate, Piece
+from ..weights import Weights
+
+__all__ = ["Candidates", "candidates_of_module"]
+
+
+class Candidates(NamedTuple):
+    """The parameters of a module in registration order, and the other names of tied ones.
+
+    Attributes:
+        parameters: Each parameter once.
+        tied: Alias to name.
+        note: What the naming should say about them; often empty.
+    """
+
+    parameters: list[Candidate]
+    tied: dict[str, str]
+    note: str = ""
+
+
+def candidates_of_module(model: nn.Module, weights: Weights | None = None, *, frozen_too: bool = False) -> Candidates:
+    """The parameters of a module, checked against its weight file where one is at hand.
+
+    Args:
+        model: Its parameters may be on the meta device.
+        weights: The weight file. Every parameter must be there with its shape, as it is, under a tied name, or in pieces.
+        frozen_too: Also those with `requires_grad` False.
+
+    Raises:
+        NamingError: The weight file lacks a parameter, or has it in another shape.
+    """
+    owners = dict(model.named_modules())
+    parameters = [p for p in live_parameters(model) if frozen_too or p.parameter.requires_grad]
+    stored = _stored_pieces(model)
+    out, tied, kept = [], {}, 0
+    for p in parameters:
+        shape = tuple(p.parameter.shape)
+        owner = type(owners[p.live_name.rpartition(".")[0]])
+        classes = tuple(f"{base.__module__}.{base.__qualname__}" for base in owner.__mro__[:-1])
+        name, pieces = _in_file(p, shape, stored, weights)
+        kept += p.live_name in stored and not stored[p.live_name]
+        out.append(Candidate(name, shape, classes, p.live_name, pieces=pieces))
+        tied.update(
+            {alias: name for alias in (p.name, *p.aliases) if alias != name and not pieces and _is_name(alias, p)}
+        )
+    note = f"{kept} parameters under their running names, since the weight file stores them rearranged" if kept else ""
+    return Candidates(out, tied, note)
+
+
+def _is_name(alias: str, parameter: LiveParameter) -> bool:
+    return bool(parameter.aliases) or alias != parameter.name
+
+
+def _in_file(
+    p: LiveParameter, shape: tuple[int, ...], stored: dict[str, tuple[Piece, ...]], weights: Weights | None
+) -> tuple[str, tuple[Piece, ...]]:
+    """The name of a parameter in its weight file, and the pieces that it is stored in, if several."""
+    pieces = stored.get(p.live_name)
+    if weights is not None:
+        for name in (p.name, *p.aliases):
+            if weights.has(name, shape):
+                return name, ()
+        if pieces and not all(weights.has(piece.name, piece.shape) for piece in pieces):
+            raise NamingError(_missing(pieces[0].name, pieces[0].shape, weights))
+        if (
+            pieces is None and p.parameter.requires_grad
+        ):  # what is never trained (sinusoidal positions) may not be saved
+            raise NamingError(_missing(p.name, shape, weights))
+    if not pieces:
+        return p.name, ()
+    return (pieces[0].name, ()) if len(pieces) == 1 and pieces[0].shape == shape else (p.name, pieces)
+
+
+def _missing(name: str, shape: tuple[int, ...], weights: Weights) -> str:
+    there = weights.tensors.get(name)
+    found = f"has it as {tuple(there.shape)}" if there is not None else "has no such tensor"
+    return (
+        f"The model has the parameter {name!r} of shape {shape}, but {weights.label} {found}: model and weights do not belong "
+        "together. Give the model that was trained with --model, or the names in the optimizer's order with --names."
+    )
+
+
+# -- transformers >= 5 keeps some parameters in another form than their files do (experts fused into one) -----------------
+
+
+def _stored_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
+    """How `save_pretrained` would store what it does not store as it is; empty where it rearranges values.
+
+    transformers undoes its own conversions on tensors without values. Those that only cut leave views behind, which tell
+    what was cut out where.
+    """
+    if "peft" in sys.modules:
+        from peft import PeftModel, get_peft_model_state_dict
+
+        if isinstance(model, PeftModel):
+            return _stored_adapter(model, get_peft_model_state_dict(model, save_embedding_layers=False))
+    if "transformers" not in sys.modules:  # then this is none of its models
+        return {}
+    try:
+        from transformers import PreTrainedModel
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before version 5, files hold what the running model holds
+        return {}
+    if not isinstance(model, PreTrainedModel):
+        return {}
+    live = {name: torch.empty_like(p, device="meta") for name, p in model.named_parameters()}
+    try:
+        with _ViewsOnly(), torch.no_grad():
+            saved = revert_weight_conversion(model, dict(live))
+    except Exception as error:
+        raise NamingError(f"transformers cannot say how it stores this model: {error}.") from error
+    by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in live.items()}
+    cut: dict[str, list[Piece]] = {}
+    for name, tensor in saved.items():
+        source = by_storage.get(tensor.untyped_storage()._cdata)
+        if source is not None and tensor.is_contiguous():
+            cut.setdefault(source, []).append(Piece(name, tensor.storage_offset(), tuple(tensor.shape)))
+    pieces = {name: _complete(cut.get(name, []), live[name].numel()) for name in live}
+    return {name: p for name, p in pieces.items() if p != (Piece(name, 0, tuple(live[name].shape)),)}
+
+
+def _stored_adapter(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> dict[str, tuple[Piece, ...]]:
+    """The names that peft gives an adapter's parameters in its file."""
+    names = {tensor.untyped_storage()._cdata: name for name, tensor in saved.items()}
+    live = {name: p for name, p in model.named_parameters() if p.untyped_storage()._cdata in names}
+    return {name: (Piece(names[p.untyped_storage()._cdata], 0, tuple(p.shape)),) for name, p in live.items()}
+
+
+def _complete(pieces: Sequence[Piece], numel: int) -> tuple[Piece, ...]:
+    """Pieces in order, or nothing unless they cover the parameter exactly once."""
+    ordered = sorted(pieces, key=lambda piece: piece.start)
+    end = 0
+    for piece in ordered:
+        if piece.start != end:
+            return ()
+        end += torch.Size(piece.shape).numel()
+    return tuple(ordered) if end == numel else ()
+
+
+class _ViewsOnly(TorchDispatchMode):
+    """Copies of a view are the view itself, so that `contiguous()` does not hide where a tensor comes from."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.clone.default:
+            return torch.ops.aten.alias.default(args[0])
+        return func(*args, **(kwargs or {}))

@@ -1,0 +1,1 @@
+"""What each optimizer keeps, and what its accumulator means."""

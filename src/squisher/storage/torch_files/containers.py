@@ -1,0 +1,264 @@
+"""The files around the pickles: torch's zip archives, its older format, plain pickles; and what they are mistaken for."""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ...errors import FileError
+from .known import StorageType
+from .machine import Machine
+from .records import shortened
+from .spans import Span
+from .stored import Storage
+from .zips import STORED, Archive
+
+__all__ = ["read", "unpickle", "zip_entries"]
+
+MAX_PICKLE = 1 << 30
+FIRST_WINDOW = 1 << 22
+MAX_NESTING = 2  # a pickled storage is a torch file inside a pickle; deeper ones are nothing torch writes
+MAGIC = 0x1950A86A20F9469CFC6C
+PROTOCOL = 1001
+
+
+def read(source: str | os.PathLike[str] | Span) -> Any:
+    """Read a `torch.save` file (new or old format) or a plain pickle; nothing in it is executed.
+
+    Args:
+        source: A file, or a torch file inside another one.
+
+    Returns:
+        The saved object: dicts, lists, tuples, numbers and text as they are; `StoredTensor` for tensors, whose values stay
+        in the file until they are asked for; `Record` for objects of other classes, `Global` for classes themselves.
+
+    Raises:
+        FileError: If the file is missing, damaged, hostile, or of another format.
+    """
+    span = source if isinstance(source, Span) else Span.of(source)
+    return _read(span, 0)
+
+
+def unpickle(data: bytes, persistent_load: Callable[[Any], Any] | None = None, name: str = "the pickle") -> Any:
+    """Read one plain pickle in memory; nothing in it is executed.
+
+    Args:
+        data: The pickle.
+        persistent_load: Gets what the pickle calls objects outside itself, returns the object.
+        name: What to call it in messages.
+    """
+    return Machine(data, name, persistent_load=persistent_load, nested_load=_nested(name, 0)).run()
+
+
+def zip_entries(source: str | os.PathLike[str] | Span) -> dict[str, Span]:
+    """Where each entry of a zip archive is; nothing is unpacked, and compressed entries are left out."""
+    span = source if isinstance(source, Span) else Span.of(source)
+    with span.open() as file:
+        archive = Archive(span, file)
+        return {name: archive.place(name) for name, entry in archive.entries.items() if entry.method == STORED}
+
+
+def _read(span: Span, nesting: int) -> Any:
+    head = span.read(0, min(span.length, 512))
+    if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+        return _read_zip(span, nesting)
+    if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
+        return _read_pickles(span, nesting)
+    raise FileError(f"{span.label} {_mistaken(span, head)}")
+
+
+def _nested(label: str, nesting: int) -> Callable[[bytes], Any]:
+    def load(data: bytes) -> Any:
+        if nesting >= MAX_NESTING:
+            raise FileError(f"{label} holds torch files inside torch files, too deep to be read.")
+        return _read(Span.of_bytes(data, label), nesting + 1)
+
+    return load
+
+
+def _read_zip(span: Span, nesting: int) -> Any:
+    with span.open() as file:
+        archive = Archive(span, file)
+        pickles = [name for name in archive.entries if name.rpartition("/")[2] == "data.pkl"]
+        if len(pickles) != 1:
+            raise FileError(
+                f"{span.label} is a zip archive with {len(pickles) or 'no'} data.pkl in it, so not one that torch.save "
+                "wrote. Give the file that holds the optimizer state."
+            )
+        folder = pickles[0][: -len("data.pkl")]
+        if folder + "constants.pkl" in archive.entries:
+            raise FileError(
+                f"{span.label} is a TorchScript program (torch.jit.save), which holds no optimizer state. "
+                "Give the file that torch.save wrote during training."
+            )
+        if folder + "byteorder" in archive.entries:
+            order = archive.read(folder + "byteorder", 64)
+            if order != b"little":
+                raise FileError(
+                    f"{span.label} has {shortened(order.decode('latin1'))}-endian numbers; only little-endian is read."
+                )
+        storages: dict[tuple[str, StorageType, int], Storage] = {}
+
+        def storage(identifier: Any) -> Storage:
+            kind, key, location, numel = _storage_identifier(identifier, 5)
+            known = storages.get((key, kind, numel))
+            if known is None:
+                known = storages[key, kind, numel] = _zip_storage(archive, folder, key, kind.dtype, numel, location)
+            return known
+
+        data = archive.read(pickles[0], MAX_PICKLE)
+        return Machine(data, span.label, persistent_load=storage, nested_load=_nested(span.label, nesting)).run()
+
+
+def _zip_storage(archive: Archive, folder: str, key: str, dtype: torch.dtype, numel: int, location: str) -> Storage:
+    name = f"{folder}data/{key}"
+    if name not in archive.entries:
+        raise FileError(f"{archive.span.label} lacks the data of storage {shortened(key)}. Get the file again.")
+    place, crc32 = archive.place(name), archive.entries[name].crc32
+    nbytes = numel * dtype.itemsize
+    if nbytes > place.length:
+        raise FileError(
+            f"{place.label} holds {place.length} bytes, but its tensors need {nbytes}: the file is damaged. Get it again."
+        )
+    storage = Storage(dtype, nbytes, location, place.part(0, nbytes))
+    storage.checksum = (place, crc32) if crc32 else None
+    return storage
+
+
+def _read_pickles(span: Span, nesting: int) -> Any:
+    """The old format, or a plain pickle: only as much of the file is read as the pickles at its beginning need."""
+    window = FIRST_WINDOW
+    while True:
+        data = span.read(0, min(span.length, window, MAX_PICKLE))
+        try:
+            return _Legacy(span, data, nesting).read()
+        except FileError:
+            if len(data) >= min(span.length, MAX_PICKLE):
+                raise
+            window *= 8
+
+
+class _Legacy:
+    """A file of torch before 1.6: five pickles, then the storages one after another."""
+
+    def __init__(self, span: Span, data: bytes, nesting: int) -> None:
+        self.span = span
+        self.data = data
+        self.nesting = nesting
+        self.position = 0
+        self.storages: dict[str, Storage] = {}
+        self.views: dict[str, tuple[Storage, Storage, int]] = {}
+
+    def read(self) -> Any:
+        first = self._next(None)
+        if type(first) is not int or first != MAGIC:
+            if self.position < self.span.length:
+                raise FileError(
+                    f"{self.span.label} is not a torch file: it is a pickle with {self.span.length - self.position} bytes "
+                    "of something else behind it."
+                )
+            return first
+        if self._next(None) != PROTOCOL:
+            raise FileError(
+                f"{self.span.label} is of a version of the old torch format that is not known. Save it anew."
+            )
+        system = self._next(None)
+        if type(system) is not dict or system.get("little_endian") is not True:
+            raise FileError(f"{self.span.label} has big-endian numbers; only little-endian is read.")
+        value = self._next(self._persistent)
+        keys = self._next(None)
+        if type(keys) is not list:
+            raise FileError(f"{self.span.label} has no list of storages: it is damaged. Get it again.")
+        for key in keys:
+            self._place(key)
+        if self.storages:
+            raise FileError(
+                f"{self.span.label} lacks the data of {len(self.storages)} storages: it is cut short. Get it again."
+            )
+        for view, whole, offset in self.views.values():
+            view.place(whole.span.part(offset, view.nbytes))
+        return value
+
+    def _next(self, persistent_load: Callable[[Any], Any] | None) -> Any:
+        nested = _nested(self.span.label, self.nesting)
+        machine = Machine(self.data, self.span.label, self.position, persistent_load, nested)
+        value = machine.run()
+        self.position = machine.position
+        return value
+
+    def _persistent(self, identifier: Any) -> Any:
+        if type(identifier) is tuple and len(identifier) == 4 and identifier[0] in ("module", b"module"):
+            return identifier[1]  # a module class together with its source code
+        kind, key, location, numel = _storage_identifier(identifier, 6)
+        nbytes = numel * kind.dtype.itemsize
+        storage = self.storages.get(key)
+        if storage is None:
+            storage = self.storages[key] = Storage(kind.dtype, nbytes, location)
+        elif storage.nbytes != nbytes:
+            raise FileError(f"{self.span.label} gives storage {shortened(key)} two sizes: it is damaged. Get it again.")
+        if identifier[5] is None:
+            return storage
+        view_key, offset, count = identifier[5]
+        if type(view_key) is not str or type(offset) is not int or type(count) is not int or min(offset, count) < 0:
+            raise ValueError("a view of a storage that does not say of what")
+        if view_key not in self.views:
+            size = storage.dtype.itemsize
+            if (offset + count) * size > storage.nbytes:
+                raise ValueError("a view that is larger than its storage")
+            self.views[view_key] = Storage(storage.dtype, count * size, location), storage, offset * size
+        return self.views[view_key][0]
+
+    def _place(self, key: Any) -> None:
+        storage = self.storages.pop(key, None) if type(key) is str else None
+        if storage is None:
+            raise FileError(f"{self.span.label} lists a storage that nothing uses: it is damaged. Get it again.")
+        (count,) = struct.unpack("<q", self.span.read(self.position, 8))
+        if count * storage.dtype.itemsize != storage.nbytes:
+            raise FileError(f"{self.span.label} gives storage {shortened(key)} two sizes: it is damaged. Get it again.")
+        storage.place(self.span.part(self.position + 8, storage.nbytes, f"storage {key[:40]}"))
+        self.position += 8 + storage.nbytes
+
+
+def _storage_identifier(identifier: Any, length: int) -> tuple[StorageType, str, str, int]:
+    if type(identifier) is not tuple or len(identifier) != length or identifier[0] not in ("storage", b"storage"):
+        raise ValueError("an outside object that is no storage")
+    kind, key, location, numel = identifier[1:5]
+    if type(key) is bytes:
+        key = key.decode("ascii")
+    if type(kind) is not StorageType or type(key) is not str or not 0 < len(key) <= 64 or "/" in key or "\\" in key:
+        raise ValueError("a storage without a type or a key")
+    if type(numel) is not int or not 0 <= numel < 1 << 60:
+        raise ValueError("a storage without a size")
+    if location in ("meta", b"meta"):
+        raise ValueError("a storage on the meta device, which has no values")
+    return kind, key, location if type(location) is str else "cpu", numel
+
+
+def _mistaken(span: Span, head: bytes) -> str:
+    """What a file that is no torch file is instead, and what to do."""
+    text = head.lstrip().lower()
+    if not head:
+        return "is empty. The saving or the download was interrupted; get it again."
+    if head.startswith(b"version https://git-lfs"):
+        return "is a Git LFS pointer, not the file itself. Run `git lfs pull` in its repository."
+    if text.startswith((b"<!doctype", b"<html", b"<?xml")):
+        return "is a web page, not a torch file: the download went to the wrong address. Download the raw file."
+    if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= span.length - 8:
+        return (
+            "is a safetensors file. It holds named tensors but no optimizer state; give the file that torch.save wrote."
+        )
+    if head[257:262] == b"ustar" or (head[:8] in (b"storages", b"tensors\0", b"sys_info") and len(head) == 512):
+        return "is a tar archive (torch before 0.2 wrote such). Load it with an old torch and save it anew."
+    if head.startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"7z\xbc\xaf", b"\x28\xb5\x2f\xfd", b"Rar!")):
+        return "is compressed. Unpack it first."
+    if head.startswith(b"\x89HDF"):
+        return "is an HDF5 file (Keras?), not a torch file."
+    if head.startswith(b"GGUF"):
+        return "is a GGUF file: it holds weights only. Give the file that torch.save wrote."
+    if not any(head):
+        return "begins with zeros: the download or the disk failed. Get it again."
+    return "is not a torch file: it begins as neither the zip archive nor the pickle that torch.save writes."

@@ -1,0 +1,150 @@
+"""The method squisher_fisher inside mergekit, on small random models; needs mergekit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import squisher
+from squisher import merge
+from squisher.errors import SquisherError
+
+
+def test_without_mergekit_the_message_names_the_extra(tmp_path, monkeypatch):
+    from squisher.integrations.mergekit import register, run
+
+    for name in ("mergekit", "mergekit.config", "mergekit.merge_methods"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for call in (register, lambda: run(tmp_path / "c.yml", tmp_path / "out")):
+        with pytest.raises(SquisherError, match=r"torch-squisher\[mergekit\]"):
+            call()
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    root = tmp_path_factory.mktemp("models")
+    for k, name in enumerate("abc"):
+        torch.manual_seed(k)
+        config = LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+        model.save_pretrained(root / name)
+        weights = safetensors.torch.load_file(root / name / "model.safetensors")
+        values = {n: torch.rand_like(t) ** 4 * 1e-10 for n, t in weights.items()}
+        imp = squisher.Importance(
+            values, kind="squisher", batch_size=4.0**k, loss_reduction="mean", bias_corrected=True
+        )
+        imp.save(root / name if name != "c" else root / "importance-of-c.safetensors")
+    return root
+
+
+def squisher_mergekit(config, out, cwd):
+    command = [Path(sys.executable).with_name("squisher"), "mergekit", config, "--out", out]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def weights(path):
+    return safetensors.torch.load_file(path / "model.safetensors")
+
+
+CONFIG = """\
+merge_method: squisher_fisher
+models:
+  - model: {root}/a
+    parameters: {{weight: 1.0}}
+  - model: {root}/b
+    parameters: {{weight: 0.25}}
+  - model: {root}/c
+    parameters:
+      weight: 2.0
+      importance: {root}/importance-of-c.safetensors
+parameters: {{{shared}}}
+dtype: float32
+"""
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize(
+    ("shared", "options"),
+    [
+        ("", {}),
+        ("normalize: l2", {"normalize": "l2"}),
+        ("normalize: mean, floor: 1.0e-11", {"normalize": "mean", "floor": 1e-11}),
+        ("scale: stored, floor: 0", {"scale": "stored", "floor": 0}),
+    ],
+)
+def test_it_gives_what_merge_fisher_gives(models, tmp_path, shared, options):
+    (tmp_path / "config.yml").write_text(CONFIG.format(root=models, shared=shared))
+    done = squisher_mergekit("config.yml", "out", tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = weights(tmp_path / "out")
+    imps = [
+        squisher.load(models / "a"),
+        squisher.load(models / "b"),
+        squisher.load(models / "importance-of-c.safetensors"),
+    ]
+    expected = merge.fisher([weights(models / name) for name in "abc"], imps, [1, 0.25, 2], **options)
+    assert set(result) == set(expected)
+    for name in result:
+        torch.testing.assert_close(result[name], expected[name], rtol=1e-5, atol=1e-6)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["config.yml", "out"]
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(loaded.model.norm.weight.data, expected["model.norm.weight"])
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.replace("models:", "tokenizer_source: union\nmodels:"), "does not take tokenizer_source"),
+        (lambda t: t.replace("weight: 2.0\n", "weight: 2.0\n      #").replace("#      importance", "#"), "no importance for"),
+        (lambda t: t.replace("importance-of-c", "nothing"), "There is no file"),
+        (lambda t: t.replace("parameters: {}", "parameters: {normalize: l1}"), "normalize is mean, l2 or none"),
+        (lambda t: t.replace("merge_method", "method"), "is not a mergekit configuration"),
+        (lambda t: "merge_method: squisher_fisher\nslices:\n  - sources:\n      - model: x\n        layer_range: [0, 1]\n",
+         "does not take slices"),
+    ],
+)  # fmt: skip
+def test_what_would_go_wrong_is_refused(models, tmp_path, change, words):
+    text = change(CONFIG.format(root=models, shared=""))
+    (tmp_path / "config.yml").write_text(text)
+    done = squisher_mergekit("config.yml", "out", tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yml"]
+
+
+@pytest.mark.formats
+def test_importances_of_another_model_are_refused(models, tmp_path):
+    renamed = {f"other.{n}": t for n, t in squisher.load(models / "a").items()}
+    squisher.Importance(renamed, kind="fisher").save(tmp_path / "other.safetensors")
+    text = CONFIG.format(root=models, shared="scale: stored").replace(
+        f"{models}/importance-of-c.safetensors", str(tmp_path / "other.safetensors")
+    )
+    (tmp_path / "config.yml").write_text(text)
+    done = squisher_mergekit("config.yml", "out", tmp_path)
+    assert done.returncode == 1
+    assert "their names differ" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.formats
+def test_bfloat16_and_a_second_run_give_the_same_bytes(models, tmp_path):
+    text = CONFIG.format(root=models, shared="").replace("float32", "bfloat16")
+    (tmp_path / "config.yml").write_text(text)
+    for out in ("one", "two"):
+        assert squisher_mergekit("config.yml", out, tmp_path).returncode == 0
+    a, b = ((tmp_path / out / "model.safetensors").read_bytes() for out in ("one", "two"))
+    assert a == b
+    assert json.loads((tmp_path / "one" / "config.json").read_text())["vocab_size"] == 64

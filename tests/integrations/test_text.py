@@ -1,0 +1,132 @@
+"""A Hugging Face folder and a JSONL file, through the command line; needs transformers."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import squisher
+from squisher.errors import FileError, SquisherError
+
+LINES = [
+    {"text": "the cat sat", "text_pair": "on the mat", "label": 0},
+    {"text": "a dog ran far away", "text_pair": "from the cat", "label": 2},
+    {"text": "the mat", "text_pair": "sat", "label": 1},
+]
+WORDS = ["[PAD]", "[UNK]", "[EOS]", "the", "cat", "sat", "on", "mat", "a", "dog", "ran", "far", "away", "from"]
+
+
+def test_without_transformers_the_message_names_the_extra(tmp_path, monkeypatch):
+    from squisher.integrations.text import load_text_model
+
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(SquisherError, match=r"torch-squisher\[hf\]"):
+        load_text_model(tmp_path)
+
+
+def tokenizer_into(folder):
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel({w: k for k, w in enumerate(WORDS)}, unk_token="[UNK]"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]"
+    ).save_pretrained(folder)
+
+
+def folder_of(kind, folder):
+    import transformers
+
+    torch.manual_seed(0)
+    if kind == "classifier":
+        config = transformers.BertConfig(
+            vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+            num_labels=3, max_position_embeddings=32,
+        )  # fmt: skip
+        model = transformers.BertForSequenceClassification(config)
+    else:
+        config = transformers.GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=2, n_head=2, n_positions=32)
+        model = transformers.GPT2LMHeadModel(config)
+    model.save_pretrained(folder)
+    tokenizer_into(folder)
+    return model.eval()
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "squisher", *map(str, arguments)], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.fixture
+def data(tmp_path):
+    file = tmp_path / "data.jsonl"
+    file.write_text("\n".join(map(json.dumps, LINES)) + "\n\n")
+    return file
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("kind", ["classifier", "language model"])
+@pytest.mark.parametrize("batch_size", [1, 2])
+def test_the_command_gives_the_definition(tmp_path, data, kind, batch_size):
+    import transformers
+
+    model = folder_of(kind, tmp_path / "model")
+    if kind != "classifier":
+        data.write_text("\n".join(json.dumps({"text": row["text"]}) for row in LINES))
+    out = tmp_path / "fisher.safetensors"
+    done = run("fisher", tmp_path / "model", "--data", data, "--out", out, "--batch-size", batch_size)
+    assert done.returncode == 0, done.stderr
+    assert "3 examples" in done.stdout
+    imp = squisher.load(out)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    index = {w: k for k, w in enumerate(WORDS)}
+    totals = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for row in LINES:
+        text = row["text"].split()
+        if kind == "classifier":
+            encoded = tokenizer(row["text"], row["text_pair"], return_tensors="pt")
+            assert encoded["input_ids"].tolist() == [[index[w] for w in text + row["text_pair"].split()]]
+            logits = model(**encoded).logits
+            loss = torch.nn.functional.cross_entropy(logits, torch.tensor([row["label"]]))
+        else:
+            ids = torch.tensor([[index[w] for w in text]])
+            loss = torch.nn.functional.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum")
+        model.zero_grad()
+        loss.backward()
+        for name, p in model.named_parameters():
+            totals[name] += p.grad**2 / len(LINES)
+    assert set(imp) == set(totals)
+    for name, expected in totals.items():
+        assert torch.allclose(imp[name], expected, rtol=1e-3, atol=1e-9), name
+
+
+@pytest.mark.formats
+def test_labels_that_need_no_labels_and_bad_lines(tmp_path, data):
+    from squisher.integrations.text import load_text_model, text_batches
+
+    folder_of("classifier", tmp_path / "model")
+    data.write_text("\n".join(json.dumps({"text": row["text"]}) for row in LINES))
+    out = tmp_path / "fisher.safetensors"
+    done = run("fisher", tmp_path / "model", "--data", data, "--out", out, "--labels", "exact", "--json")
+    assert json.loads(done.stdout)["provenance"]["estimator"]["labels"] == "exact", done.stderr
+    done = run("fisher", tmp_path / "model", "--data", data, "--out", out)
+    assert done.returncode == 1
+    assert "line 1 has no 'label'" in done.stderr
+    loaded = load_text_model(tmp_path / "model")
+    for text, words in [
+        ("{", "line 1 is not JSON"),
+        ("[]", "has no 'text'"),
+        ('{"text": "a", "label": 7}', "not a class of the model, which has 3"),
+        ('{"text": "a", "label": "spam"}', "'spam' is not one of the model's"),
+    ]:
+        data.write_text(text)
+        with pytest.raises(FileError, match=words):
+            list(text_batches(data, loaded))
+    with pytest.raises(FileError, match="No such file"):
+        list(text_batches(tmp_path / "none", loaded))
+    with pytest.raises(FileError, match=r"no config\.json"):
+        load_text_model(tmp_path)
