@@ -155,7 +155,7 @@ def test_exchanging_the_two_inverts_scale_and_keeps_the_rest() -> None:
 def test_an_importance_agrees_with_itself_and_a_factor_changes_only_the_scale() -> None:
     a, b = related()
     same = compare(a, a)
-    assert (same.spearman, same.scale, same.median_ratio) == (1.0, 1.0, 1.0)
+    assert (same.spearman, same.scale, same.median_ratio) == pytest.approx((1.0, 1.0, 1.0), abs=1e-12)
     assert all(o.overlap == 1 for o in same.overlaps)
     once, scaled = compare(a, b), compare(Importance(a) * 4.0, b)
     assert scaled.spearman == once.spearman

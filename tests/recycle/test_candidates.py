@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from squisher.errors import NamingError
+from squisher.recycle.naming import candidates as module
 from squisher.recycle.naming.candidates import candidates_of_module
-from squisher.recycle.naming.solver import candidates as module
 from squisher.recycle.states import Piece
 from squisher.recycle.weights import Weights
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import squisher
 from squisher.errors import FileError, NamingError, SquisherError
-from squisher.recycle.formats.registry import model_source, trainer
+from squisher.recycle.formats import model_source, trainer
 from squisher.storage.tensors import adapter_file_name
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "trainer"
