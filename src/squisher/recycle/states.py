@@ -118,6 +118,8 @@ class Candidate:
         live_name: Its name in the running model, where it differs.
         required: Whether it was surely trained, so that it must be one of the optimizer's.
         pieces: What the weight file stores instead of it, where that is several tensors.
+        weight: Its value when the state was saved, unread: evidence for names. None where it is not at hand.
+        before: Its value at an earlier moment of the same run (an earlier checkpoint, the base model), unread.
     """
 
     name: str
@@ -126,6 +128,8 @@ class Candidate:
     live_name: str | None = None
     required: bool = False
     pieces: tuple[Piece, ...] = ()
+    weight: TensorSource | None = field(default=None, compare=False, repr=False)
+    before: TensorSource | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

@@ -277,6 +277,9 @@ def _models(checkpoint: Checkpoint) -> list[_Model]:
             names = list(keys)
         label = f"the weights under {'.'.join(map(str, prefix))!r}" if prefix else "the weights"
         pairs = zip(names, keys.items(), strict=True)
-        listed = [Candidate(name, checkpoint.shape(key), live_name=live) for name, (live, key) in pairs]
+        listed = [
+            Candidate(name, checkpoint.shape(key), live_name=live, weight=checkpoint.tensor(key))
+            for name, (live, key) in pairs
+        ]
         models.append(_Model(label, checkpoint, listed, list(keys.values())))
     return models

@@ -68,7 +68,7 @@ def candidates_of(weights: Mapping[str, TensorSource]) -> tuple[list[Candidate],
     except NamingError:  # two wrappings of one model in one dictionary: the names as they are tell them apart
         clean = names
     cleaned = dict(zip(names, clean, strict=True))
-    candidates = [Candidate(cleaned[n], tuple(weights[n].shape), live_name=n) for n in names]
+    candidates = [Candidate(cleaned[n], tuple(weights[n].shape), live_name=n, weight=weights[n]) for n in names]
     aliases = {clean_names([a])[0]: cleaned[n] for a, n in tied.items() if n in cleaned}
     return candidates, aliases
 

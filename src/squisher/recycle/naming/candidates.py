@@ -53,7 +53,8 @@ def candidates_of_module(model: nn.Module, weights: Weights | None = None, *, fr
         classes = tuple(f"{base.__module__}.{base.__qualname__}" for base in owner.__mro__[:-1])
         name, pieces = _in_file(p, shape, stored, weights)
         kept += p.live_name in stored and not stored[p.live_name]
-        out.append(Candidate(name, shape, classes, p.live_name, pieces=pieces))
+        weight = weights.tensors.get(name) if weights is not None else None
+        out.append(Candidate(name, shape, classes, p.live_name, pieces=pieces, weight=weight))
         tied.update(
             {alias: name for alias in (p.name, *p.aliases) if alias != name and not pieces and _is_name(alias, p)}
         )

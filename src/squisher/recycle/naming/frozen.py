@@ -32,7 +32,8 @@ def by_evidence(candidates: Sequence[Candidate], after: Weights, before: Weights
         names = [piece.name for piece in c.pieces] or [c.name]
         verdicts = [_changed(name, after, before, bare) for name in names]
         changed = True if True in verdicts else None if None in verdicts else False
-        marked.append((replace(c, required=changed is True), changed))
+        earlier = None if c.pieces else _earlier(c.name, c.shape, before, bare)
+        marked.append((replace(c, required=changed is True, before=earlier), changed))
     likely = [c for c, changed in marked if changed is not False]
     return [likely, [c for c, _ in marked]]
 
@@ -43,12 +44,19 @@ def _without_prefix(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSour
     return known if len(known) == sum("." in name for name in tensors) else {}
 
 
+def _earlier(
+    name: str, shape: tuple[int, ...], before: Weights, bare: Mapping[str, TensorSource]
+) -> TensorSource | None:
+    """The tensor of the other weights; a bare encoder's names lack the prefix that a model with a head gives them."""
+    old = before.tensors.get(name) or before.tensors.get(name.partition(".")[2]) or bare.get(name)
+    return old if old is not None and tuple(old.shape) == shape else None
+
+
 def _changed(name: str, after: Weights, before: Weights, bare: Mapping[str, TensorSource]) -> bool | None:
     """Whether a tensor differs; None where it is not in both with the same shape."""
     new = after.tensors.get(name)
-    # A bare encoder's names lack the prefix that a model with a head gives them, and the other way round.
-    old = before.tensors.get(name) or before.tensors.get(name.partition(".")[2]) or bare.get(name)
-    if new is None or old is None or tuple(new.shape) != tuple(old.shape):
+    old = None if new is None else _earlier(name, tuple(new.shape), before, bare)
+    if new is None or old is None:
         return None
     numel = math.prod(new.shape)
     for start in range(0, numel, CHUNK):
