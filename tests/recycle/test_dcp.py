@@ -252,6 +252,7 @@ def test_megatron_by_names(tmp_path):
     )
     imp = extract(tmp_path / "iter_0000007")
     torch.testing.assert_close(imp["decoder.layers.mlp.weight"], value / (1 - 0.95**7))
+    assert "experimental" in str(imp.provenance.optimizer)
     shutil.copytree(tmp_path / "iter_0000007", tmp_path / "iter_0000009")
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
     assert list(extract(tmp_path)) == list(imp)
@@ -266,6 +267,7 @@ def test_megatron_by_buckets_is_refused(tmp_path):
         "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.bfloat16, torch.bfloat16).bucket_idx_0.exp_avg_sq"
     )
     save({key: torch.zeros(4)}, tmp_path / "c")
+    torch.save({"iteration": 7}, tmp_path / "c" / "common.pt")
     with pytest.raises(FileError, match="saved by buckets, which have no parameter names"):
         extract(tmp_path / "c")
 

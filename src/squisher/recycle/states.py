@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..errors import NoAccumulatorError
 from ..storage.tensors import TensorSource
-from .optimizers.accumulators import TABLE, identify
+from .optimizers.accumulators import identify
 from .optimizers.factored import join
+from .optimizers.table import TABLE
 
 __all__ = [
     "Candidate",

@@ -1,63 +1,81 @@
-"""What is Megatron's own in a distributed checkpoint: its keys, and the groups in a file beside it.
+"""Megatron's distributed checkpoints. Experimental: written from its public source; no real file has been read yet.
 
-Written from its public source; no file of it has been at hand.
+The folder is one of `torch.distributed.checkpoint` with a `common.pt` beside it. The kind of state stands before the
+parameter's name in a key, and the groups are in `common.pt`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
 from ...storage.torch_files import read
-from ..states import Entry, OptimizerState
-from .dcp_metadata import Checkpoint
+from ..states import Entry, Found, OptimizerState, Options
+from .dcp import Checkpoint
+from .model_source import with_model
 
-__all__ = ["megatron_optimizer", "refuse_buckets"]
+__all__ = ["is_megatron", "read_megatron"]
 
-_MODEL_SPACE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<key>exp_avg|exp_avg_sq)\.(?P<name>.+)")
+_STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<key>exp_avg|exp_avg_sq)\.(?P<name>.+)")
 _BUCKETS = re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.gbuf_idx_\d+")
+_KEPT = ("betas", "step", "eps", "weight_decay")
+_EXPERIMENTAL = (
+    "The reader of Megatron checkpoints is experimental: compare the names and values with a checkpoint you know."
+)
 
 
-def refuse_buckets(checkpoint: Checkpoint) -> None:
-    """Refuses a distributed optimizer that was saved as flat buckets.
+def is_megatron(path: Path) -> bool:
+    """Whether a folder is a Megatron checkpoint, or names the latest of several."""
+    folder = _latest(path)
+    return (folder / ".metadata").is_file() and (folder / "common.pt").is_file()
+
+
+def read_megatron(path: Path, options: Options) -> Found:
+    """Read the optimizer state of a Megatron checkpoint.
 
     Raises:
-        FileError: It was.
+        FileError: It was saved as flat buckets, holds no optimizer state, or its groups differ, and nothing says which
+            parameter is in which.
     """
+    checkpoint = Checkpoint(_latest(path))
     if any(_BUCKETS.search(key) for key in checkpoint.paths):
         raise FileError(
             f"{checkpoint.folder} is a Megatron checkpoint whose distributed optimizer was saved by buckets, which have no "
             "parameter names. Save it with --dist-ckpt-optim-fully-reshardable (sharding type fully_reshardable)."
         )
-
-
-def megatron_optimizer(checkpoint: Checkpoint) -> OptimizerState | None:
-    """The optimizer of a Megatron checkpoint, or None if it is none: the kind of state stands before the parameter's name.
-
-    Raises:
-        FileError: The groups differ, and nothing says which parameter is in which.
-    """
-    if not (checkpoint.folder / "common.pt").is_file():
-        return None
     state: dict[str, dict[str, Any]] = {}
     for key in checkpoint.paths:
-        match = _MODEL_SPACE.fullmatch(key)
+        match = _STATE.fullmatch(key)
         if match and checkpoint.is_tensor(key):
             state.setdefault(match["name"], {})[match["key"]] = checkpoint.tensor(key)
     if not state:
-        return None
+        raise FileError(
+            f"{checkpoint.folder} is a Megatron checkpoint without an optimizer state under its parameters' names. Save it "
+            "without --no-save-optim, in the format torch_dist."
+        )
     groups = list(_groups_in(read(checkpoint.folder / "common.pt")))
-    kept = ("betas", "step", "eps", "weight_decay")
-    distinct = {repr([group.get(name) for name in kept[:2]]): group for group in groups}
+    distinct = {repr([group.get(name) for name in _KEPT[:2]]): group for group in groups}
     if len(distinct) != 1:
         raise FileError(
             f"{checkpoint.folder}/common.pt holds {len(distinct)} different settings of the optimizer's betas and step, so "
             "nobody can tell which belongs to which parameter."
         )
-    group = {name: value for name, value in next(iter(distinct.values())).items() if name in kept}
-    return OptimizerState([Entry(own, group, name=name) for name, own in state.items()], place="optimizer")
+    group = {name: value for name, value in next(iter(distinct.values())).items() if name in _KEPT}
+    entries = [Entry(own, group, name=name) for name, own in state.items()]
+    found = Found([OptimizerState(entries, place="optimizer")], facts={"pollution": [_EXPERIMENTAL]})
+    return with_model(found, options)
+
+
+def _latest(path: Path) -> Path:
+    """The folder of the iteration that Megatron's own text file names; the path itself where there is no such file."""
+    file = path / "latest_checkpointed_iteration.txt"
+    if not file.is_file() or file.stat().st_size >= 32:
+        return path
+    text = file.read_bytes().decode("ascii", "replace").strip()
+    return path / f"iter_{int(text):07d}" if text.isdecimal() else path
 
 
 def _groups_in(tree: Any, depth: int = 6) -> Iterator[dict[str, Any]]:

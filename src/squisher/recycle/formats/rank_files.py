@@ -14,8 +14,7 @@ from ..naming.solver import clean_names
 from ..optimizers.accumulators import step_of
 from ..states import Candidate, Found, Options
 from .model_source import with_model
-from .per_rank import mesh_size
-from .torch_file import find_optimizers, optimizer_state
+from .torch_file import find_optimizers, mesh_size, optimizer_state
 
 __all__ = ["is_rank_folder", "read_ranks"]
 

@@ -13,6 +13,7 @@ from .dcp import is_dcp, read_dcp
 from .flax_msgpack import is_msgpack
 from .keras import is_keras, read_keras
 from .lightning import is_lightning_file, read_lightning
+from .megatron import is_megatron, read_megatron
 from .model_source import with_model
 from .optax import read_flax, read_orbax_folder
 from .orbax import is_orbax
@@ -34,6 +35,7 @@ class Reader(NamedTuple):
 
 
 READERS: list[Reader] = [
+    Reader("Megatron checkpoint (experimental)", is_megatron, read_megatron),
     Reader("torch.distributed.checkpoint folder", is_dcp, read_dcp),
     Reader("DeepSpeed ZeRO checkpoint", is_zero, read_zero),
     Reader("Hugging Face Trainer folder", is_trainer_folder, read_trainer),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...errors import FileError, NamingError
@@ -12,9 +13,8 @@ from ...storage.torch_files import Record, Span, StoredTensor, read
 from ..naming.solver import clean_names
 from ..optimizers.quantized import decoded
 from ..states import Candidate, Entry, Found, OptimizerState
-from .per_rank import without_shards
 
-__all__ = ["candidates_of", "find_optimizers", "find_weights", "read_torch_file"]
+__all__ = ["candidates_of", "find_optimizers", "find_weights", "mesh_size", "read_torch_file", "without_shards"]
 
 _DEPTH = 8  # deeper than any training script nests; the walk stays short on hostile files
 
@@ -148,3 +148,55 @@ def _is_buffer(name: str, tensor: TensorSource) -> bool:
 
 def _at(place: str) -> str:
     return f" at {place!r}" if place else ""
+
+
+_SHARDED = ("DTensor", "ShardedTensor")
+
+
+def without_shards(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries with sharded tensors replaced by the tensors themselves, where a rank has all of them.
+
+    Raises:
+        FileError: A rank has only its share.
+    """
+    return [replace(entry, state=_whole(entry.state)) if _sharded(entry.state) else entry for entry in entries]
+
+
+def _sharded(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(value, Record) and value.name.endswith(_SHARDED) for value in state.values())
+
+
+def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _local(value) if isinstance(value, Record) else value for key, value in state.items()}
+
+
+def _local(value: Record) -> Any:
+    if not value.name.endswith(_SHARDED):
+        return value
+    spec, local = value.get("_spec"), value.get("_local_tensor")
+    placements = spec.get("placements") if isinstance(spec, Record) else None
+    world = mesh_size(spec.get("mesh")) if isinstance(spec, Record) else None
+    listed = list(placements) if isinstance(placements, (tuple, list)) else []
+    replicated = bool(listed) and all(isinstance(p, Record) and p.name.endswith(".Replicate") for p in listed)
+    if (replicated or world == 1) and getattr(local, "shape", None) == value.get("shape"):
+        return local
+    ranks = f"one of {world} ranks" if world else "one rank"
+    raise FileError(
+        f"The file holds the share of {ranks} of an optimizer state that FSDP sharded ({value.name.rpartition('.')[2]}), not "
+        "the whole. Give the folder with the files of all ranks, or save it with torch.distributed.checkpoint, or in full: get_optimizer_state_dict(model, optimizer, "
+        "options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
+    )
+
+
+def mesh_size(mesh: Any) -> int | None:
+    """How many ranks a device mesh has, as the versions of torch wrote it down."""
+    if not isinstance(mesh, Record):
+        return None
+    ranks = mesh.get("_flatten_rank_map")
+    if isinstance(ranks, (tuple, list)):
+        return len(ranks)
+    for name in ("mesh", "_mesh", "_rank_map"):
+        numel = getattr(mesh.get(name), "numel", None)
+        if isinstance(numel, int):
+            return numel
+    return None

@@ -1,9 +1,4 @@
-"""Which optimizer keeps its squared gradient where, and what exactly it is: one table.
-
-A file does not say which class wrote it, so a row is recognised by the keys of a parameter's state and of its group; a
-live optimizer's class name settles what keys leave open. Rows are tried from top to bottom: the ones whose keys look like
-Adam's but mean something else stand above Adam.
-"""
+"""From the state of one parameter to how its importance is made: the row of the table, the step, the correction."""
 
 from __future__ import annotations
 
@@ -13,19 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import NoAccumulatorError
-from .rows import (
-    MOMENTUM,
-    Accumulator,
-    Group,
-    betas,
-    coupled,
-    known,
-    says_decoupled,
-    value,
-)
-from .zoo import OTHERS
+from .table import TABLE, Accumulator, Group, says_decoupled
 
-__all__ = ["GIVEN_BETA2", "TABLE", "Accumulator", "Reading", "identify", "optimizer_name", "reading", "step_of"]
+__all__ = ["GIVEN_BETA2", "Reading", "identify", "optimizer_name", "reading", "step_of"]
 
 _TRACK = (
     "Train with Adam or AdamW, or keep the average yourself: tracker = squisher.Tracker(model), tracker.observe() before "
@@ -58,43 +43,6 @@ class Reading:
     step: int | None
     beta2: float | None
     pollution: tuple[str, ...]
-
-
-TABLE: tuple[Accumulator, ...] = (
-    *OTHERS,
-    known("Adamax", "exp_inf", refusal="keeps a decayed maximum of |g|, which is no average of squares"),
-    known("Adafactor", "row_var col_var", "row_var col_var", "average", classes="", notes=("It is factored: rank one per matrix.",)),
-    known("Adafactor", "variance", "variance", "average", group="beta2_decay", classes=""),
-    # -- bitsandbytes: decay is decoupled in both its Adam and its AdamW, not in its one-state optimizers -----------------
-    known("AdEMAMix (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=betas(1), group="betas t_alpha", class_only=True,
-         classes="AdEMAMix AdEMAMix8bit AdEMAMix32bit PagedAdEMAMix PagedAdEMAMix8bit PagedAdEMAMix32bit"),
-    known("Adam (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=betas(1),
-         classes="Adam Adam8bit Adam32bit PagedAdam PagedAdam8bit PagedAdam32bit AdamW AdamW8bit AdamW32bit PagedAdamW PagedAdamW8bit "
-                 "PagedAdamW32bit LAMB LAMB8bit LAMB32bit"),
-    known("RMSprop (bitsandbytes)", "square_avg state1", "square_avg", "ema", beta=betas(0), l2_inside=True,
-         classes="RMSprop RMSprop8bit RMSprop32bit"),
-    known("Adagrad (bitsandbytes)", "sum state1", "sum", "sum", l2_inside=True, classes="Adagrad Adagrad8bit Adagrad32bit"),
-    known("SGD or Lion (bitsandbytes)", "state1", without="state2 square_avg sum", refusal=MOMENTUM,
-         classes="Lion Lion8bit Lion32bit PagedLion PagedLion8bit PagedLion32bit SGD8bit SGD32bit LARS8bit LARS32bit PytorchLARS"),
-    # -- Adam's own family ---------------------------------------------------------------------------------------------
-    known("NAdam", "exp_avg_sq mu_product", "exp_avg_sq", "ema", beta=betas(1), l2_inside=coupled),
-    known("SparseAdam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), class_only=True,
-         notes=("Rows without a gradient do not decay, and their own step counts are not kept.",)),
-    known("Adam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), l2_inside=coupled,
-         classes="Adam AdamW RAdam EXAdam FusedAdam DeepSpeedCPUAdam"),
-    # -- squared-gradient averages without a first moment --------------------------------------------------------------
-    known("Adadelta", "square_avg acc_delta", "square_avg", "ema", beta=value("rho"), l2_inside=True),
-    known("RMSprop", "square_avg", "square_avg", "ema", group="alpha", beta=value("alpha"), l2_inside=True),
-    known("Adagrad", "sum", "sum", "sum", start=lambda group: float(group.get("initial_accumulator_value", 0.0)), l2_inside=True),
-    # -- no squared gradient at all ------------------------------------------------------------------------------------
-    known("Rprop", "prev step_size", refusal="keeps the sign of the gradient only"),
-    known("ASGD", "ax", refusal="keeps an average of the weights, and nothing of the gradient"),
-    known("LBFGS", "old_dirs", refusal="keeps past directions, and no average of squares"),
-    known("Muon", "", group="ns_steps", refusal=MOMENTUM),
-    known("SGD", "momentum_buffer", refusal=MOMENTUM, classes="SGD LARS Lars"),
-    known("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient"),
-    known("Lion", "exp_avg", refusal=MOMENTUM, classes="Lion DistributedLion"),
-)  # fmt: skip
 
 
 def identify(state: Collection[str], group: Collection[str], class_name: str | None = None) -> Accumulator:

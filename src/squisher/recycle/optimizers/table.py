@@ -1,0 +1,270 @@
+"""Which optimizer keeps its squared gradient where, and what exactly it is: one table.
+
+A file does not say which class wrote it, so a row is recognised by the keys of a parameter's state and of its group; a
+live optimizer's class name settles what keys leave open. Rows are tried from top to bottom: the ones whose keys look like
+Adam's but mean something else stand above Adam. Rows of other libraries (pytorch_optimizer, timm, schedulefree, prodigyopt,
+dadaptation, galore_torch, came_pytorch, adam_mini, transformers) were compared with the average recomputed in double
+precision from recorded gradients (tests/recycle/test_optimizer_zoo.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["TABLE", "Accumulator", "Group", "says_decoupled"]
+
+Group = Mapping[str, Any]
+
+MOMENTUM = "keeps a moving average of the gradient, whose square is not the average of the squares"
+
+
+@dataclass(frozen=True)
+class Accumulator:
+    """One row: how an optimizer is recognised, and what its accumulator is.
+
+    Attributes:
+        optimizer: Its usual name.
+        keys: Keys that the state of a parameter must have.
+        without: Keys that it must not have.
+        group: Keys that its group must have.
+        classes: Class names, for a live optimizer; they settle what the keys leave open.
+        class_only: Whether the keys are another optimizer's too, so that only the class can tell.
+        key: The accumulator: one key, or the two factors of a factored one.
+        meaning: `ema` (exponential moving average from zero), `sum`, `average` (weights sum to one: no correction needed),
+            or `none` (nothing that averages squared gradients).
+        beta: Where β₂ is, for an `ema`.
+        start: What the accumulator held before the first step.
+        scale: What the squared gradients were multiplied by.
+        ahead: By how much the step count is ahead of the steps taken.
+        l2_inside: Whether weight decay is added to the gradient before it is squared.
+        notes: What else is in it, in sentences; always said.
+        refusal: Why it cannot be used, for `none`.
+    """
+
+    optimizer: str
+    keys: frozenset[str] = frozenset()
+    without: frozenset[str] = frozenset()
+    group: frozenset[str] = frozenset()
+    classes: tuple[str, ...] = ()
+    class_only: bool = False
+    key: tuple[str, ...] = ()
+    meaning: str = "none"
+    beta: Callable[[Group], float] | None = None
+    start: Callable[[Group], float] | None = None
+    scale: Callable[[Group], float] | None = None
+    ahead: int = 0
+    l2_inside: Callable[[Group], bool] | bool = False
+    notes: tuple[str, ...] = ()
+    refusal: str = ""
+
+    def matches(self, state: Collection[str], group: Collection[str]) -> bool:
+        """Whether the keys of a parameter's state and of its group are this optimizer's."""
+        return self.keys <= set(state) and not self.without & set(state) and self.group <= set(group)
+
+
+def row(optimizer: str, keys: str, key: str = "", meaning: str = "none", **more: Any) -> Accumulator:
+    """A row, with its sets and tuples written as words; its class is called like the optimizer unless it is said otherwise."""
+    for name in ("without", "group"):
+        more[name] = frozenset(more.get(name, "").split())
+    more["classes"] = tuple(more.get("classes", optimizer).split())
+    return Accumulator(optimizer, frozenset(keys.split()), key=tuple(key.split()), meaning=meaning, **more)
+
+
+def betas(position: int) -> Callable[[Group], float]:
+    """The decay at a position of the group's `betas`."""
+    return lambda group: float(group["betas"][position])
+
+
+def value(name: str) -> Callable[[Group], float]:
+    """The decay under a name of its own."""
+    return lambda group: float(group[name])
+
+
+_SAID = (
+    "decoupled_weight_decay",
+    "weight_decouple",
+    "decouple",
+    "decoupled_decay",
+    "decoupled",
+    "decouple_weight_decay",
+)
+_DECOUPLED = ("caution", "correct_bias")  # keys of timm's and of transformers' own optimizers, which all decouple it
+
+
+def says_decoupled(group: Group) -> bool:
+    """Whether a group tells if weight decay is decoupled; classes differ in it, and no file names the class."""
+    return any(key in group for key in (*_SAID, *_DECOUPLED))
+
+
+def coupled(group: Group) -> bool:
+    """Whether weight decay may have been added to the gradient before it was squared."""
+    for key in _SAID:
+        if key in group:
+            return not group[key]
+    return not says_decoupled(group)
+
+
+_FACTORED = "It is factored: rank one per matrix."
+_EPS = "It averages g² + eps."
+_SCALED = (
+    "The optimizer squares d·g; this was divided by the square of the last d, which overstates the newest gradients against "
+    "older ones where d was still growing."
+)
+_ONES = "Its average started at one; what is left of that is subtracted, which costs digits while few steps have been taken."
+
+
+def _pytorch_optimizer_lamb(group: Group) -> bool:
+    return "weight_decouple" in group and not group["weight_decouple"]
+
+
+_REFUSED: tuple[Accumulator, ...] = (
+    row("SOAP", "exp_avg_sq Q", refusal="keeps its squared gradient in a rotated basis, so it belongs to no single weight"),
+    row("GaLore", "projector", classes="", refusal="keeps the square of a projected gradient here, not a value per weight"),
+    row("Shampoo", "pre_cond", refusal="keeps matrices, not a value per weight", classes="Shampoo ScalableShampoo"),
+    row("Shampoo", "pre_cond_0", refusal="keeps matrices, not a value per weight", classes=""),
+    row("Kron", "momentum_buffer Q", refusal="keeps matrices, not a value per weight"),
+    row("Adan", "exp_avg_diff", refusal="averages the square of g + (1−β₂)·(g − previous g), not of g"),
+    row("Adan", "m v n prev_grad", refusal="averages the square of g + (1−β₂)·(g − previous g), not of g"),
+    row("AdaBelief", "exp_avg_var", without="exp_grad_norm", classes="AdaBelief Aida",
+          refusal="averages (g − its mean)², the variance around a moving mean, not g²"),
+    row("Sophia", "hessian_moment", refusal="keeps an estimate of the Hessian, not of g²", classes="SophiaH SophiaG Sophia"),
+    row("AdaHessian", "exp_hessian_diag_sq", refusal="keeps an estimate of the Hessian, not of g²", classes="AdaHessian Adahessian"),
+    row("IVON", "", group="hess", refusal="keeps a Hessian estimate at perturbed weights, not an average of g²"),
+    row("Yogi", "exp_avg_sq", group="initial_accumulator", refusal="changes its accumulator by sign, so it is no average of g²"),
+    row("Ano", "exp_avg_sq", class_only=True, refusal="changes its accumulator by sign, so it is no average of g²"),
+    row("Adam-mini", "vmean", refusal="keeps one value per block here, not one per weight", classes=""),
+    row("Adam-mini", "v_mean", refusal="keeps one value per block here, not one per weight", classes=""),
+    row("NovoGrad", "grads_ema", refusal="keeps one value per tensor, not one per weight"),
+    row("Amos", "exp_avg_sq decay", refusal="keeps one value per tensor, not one per weight"),
+    row("Nero", "exp_avg_sq scale", refusal="keeps one value per neuron, not one per weight"),
+    row("SM3", "accumulator_0", refusal="keeps maxima of rows and columns, not a value per weight"),
+    row("SWATS", "momentum_buffer exp_avg2", refusal="has gone over to SGD and no longer averages the squared gradient"),
+    row("AdaMuon", "momentum_buffer exp_avg_sq", refusal="squares an orthogonalised momentum, not the gradient"),
+    row("Ranger", "exp_avg_sq slow_buffer", refusal="squares the gradient of a matrix after subtracting its mean"),
+    row("Ranger21", "variance_ma", refusal="squares the gradient after clipping it and subtracting its mean"),
+    row("AdaGC", "exp_avg_sq gamma", refusal="squares the gradient after clipping each tensor on its own, so that tensors differ in scale"),
+    row("StableSPAM", "exp_avg_sq m_norm_t", refusal="squares a gradient that was divided by a moving norm"),
+    row("SPAM or SaRA", "exp_avg_sq mask", classes="SPAM SaRA", refusal="keeps values of a changing part of the weights only"),
+    row("GrokFastAdamW", "exp_avg_sq grok_exp_avg", refusal="squares the gradient plus a multiple of its moving average"),
+    row("MARS", "exp_avg_sq last_grad", refusal="squares a combination of this and the previous gradient"),
+    row("AdaSmooth", "exp_avg_sq prev_param", refusal="averages with a decay of its own for each weight"),
+    row("AdaShift", "exp_avg_sq grad_queue", refusal="squares the largest of several older gradients"),
+    row("MADGRAD", "grad_sum_sq", refusal="weights every squared gradient by the learning rate and the step"),
+    row("FlashAdamW", "exp_avg_sq::quantized", refusal="keeps its state in a code of its own, which is not read"),
+)  # fmt: skip
+
+_FACTORS: tuple[Accumulator, ...] = (
+    row("CAME", "exp_avg_sq_row exp_avg_sq_col exp_avg_res_row", "exp_avg_sq_row exp_avg_sq_col", "ema", beta=betas(1),
+          notes=(_FACTORED, _EPS)),
+    row("Adafactor", "exp_avg_sq_row exp_avg_sq_col", "exp_avg_sq_row exp_avg_sq_col", "average", classes="", notes=(_FACTORED, _EPS)),
+    row("Adafactor", "exp_avg_sq_r exp_avg_sq_c", "exp_avg_sq_r exp_avg_sq_c", "average", classes="", notes=(_FACTORED, _EPS)),
+    row("AdaTAM", "exp_avg_sq s", "exp_avg_sq", "ema", group="decay_rate betas", beta=betas(1), l2_inside=coupled),
+    row("Adafactor", "exp_avg_sq", "exp_avg_sq", "average", group="decay_rate", classes="", notes=(_EPS,)),
+    row("Adafactor", "exp_avg_sq", "exp_avg_sq", "average", group="relative_step", classes="", notes=(_EPS,)),
+)  # fmt: skip
+
+_OTHER_MEANING: tuple[Accumulator, ...] = (
+    # Weights that sum to one: nothing is left to correct.
+    row("ADOPT", "exp_avg_sq", "exp_avg_sq", "average", group="clip_exp", l2_inside=coupled, classes="Adopt"),
+    row("ADOPT", "exp_avg_sq step", "exp_avg_sq", "average", group="decouple differentiable", l2_inside=coupled, classes=""),
+    row("ADOPT", "exp_avg_sq", "exp_avg_sq", "average", class_only=True, l2_inside=coupled),
+    row("StableAdamW", "exp_avg_sq", "exp_avg_sq", "average", group="kahan_sum", l2_inside=coupled),
+    row("QHAdam", "exp_avg_sq", "exp_avg_sq", "average", group="nus", l2_inside=coupled),
+    row("FAdam", "momentum fim", "fim", "average"),
+    # The step size that they find is in the square, or is not.
+    row("Prodigy", "exp_avg_sq s p0", "exp_avg_sq", "ema", group="d d0", without="step", beta=betas(1), l2_inside=coupled,
+          scale=lambda group: float(group["d"]) ** 2, ahead=1, notes=(_SCALED,)),
+    row("Prodigy", "exp_avg_sq s p0", "exp_avg_sq", "ema", group="d d0", beta=betas(1), l2_inside=coupled,
+          scale=lambda group: float(group["d"]) ** 2, notes=(_SCALED,)),
+    row("DAdaptAdam", "exp_avg_sq s", "exp_avg_sq", "ema", group="d growth_rate", beta=betas(1), l2_inside=coupled),
+    # Started at one, as TensorFlow's did.
+    row("RMSpropTF", "square_avg", "square_avg", "ema", group="alpha lr_in_momentum", beta=value("alpha"), start=lambda group: 1.0,
+          l2_inside=coupled, notes=(_ONES,)),
+    row("RMSpropTFLike", "square_avg", "square_avg", "ema", group="alpha", beta=value("alpha"), start=lambda group: 1.0,
+          l2_inside=True, class_only=True, notes=(_ONES,)),
+    # Gradients that are not taken as they are.
+    row("ScheduleFree", "z exp_avg_sq", "exp_avg_sq", "ema", group="weight_lr_power", beta=betas(1),
+          classes="AdamWScheduleFree RAdamScheduleFree ScheduleFreeAdamW ScheduleFreeRAdam AdamWScheduleFreeReference AdamWScheduleFreeClosure",
+          notes=("Its gradients are taken at the extrapolated weights y, not at the averaged ones.",)),
+    row("Lamb", "exp_avg_sq", "exp_avg_sq", "ema", group="betas grad_averaging max_grad_norm", beta=betas(1), l2_inside=_pytorch_optimizer_lamb,
+          classes="Lamb", notes=("The optimizer itself clips the gradients at max_grad_norm before it squares them (pytorch_optimizer: if told so).",)),
+    row("NovoGrad", "exp_avg_sq", group="grad_averaging", refusal="keeps one value per tensor, not one per weight", classes="NvNovoGrad FusedNovoGrad"),
+    # The plain thing under another name.
+    row("AdaNorm", "exp_avg_var exp_grad_norm", "exp_avg_var", "ema", beta=betas(1), l2_inside=coupled),
+    row("AdamG", "m v r", "v", "ema", group="betas", beta=betas(1), l2_inside=coupled),
+    row("Adam-mini", "m v", "v", "ema", group="beta2", beta=value("beta2"), classes="Adam_mini"),
+    row("FTRL", "z n", "n", "sum", group="lr_power"),
+    row("MSVAG", "exp_avg exp_avg_sq", "exp_avg_sq", "ema", group="beta", beta=value("beta")),
+)  # fmt: skip
+
+
+def _plain(optimizer: str, keys: str = "", group: str = "") -> Accumulator:
+    return row(
+        optimizer, f"exp_avg_sq {keys}", "exp_avg_sq", "ema", group=f"betas {group}", beta=betas(1), l2_inside=coupled
+    )
+
+
+_PLAIN: tuple[Accumulator, ...] = (
+    _plain("AdEMAMix", "exp_avg_slow"),
+    _plain("SimplifiedAdEMAMix", "num_sum den_sum"),
+    _plain("AdaBound", group="final_lr"),
+    _plain("Adai", "beta1_prod"),
+    _plain("AdaMod", "exp_avg_lr"),
+    _plain("AdamP", group="wd_ratio"),
+    _plain("AdamWSN", group="subset_size"),
+    _plain("AdaPNM", "neg_exp_avg"),
+    _plain("DiffGrad", "previous_grad"),
+    _plain("DualAdam", group="switch_rate"),
+    _plain("EmoNavi", group="use_shadow"),
+    _plain("LaProp", "exp_avg_lr_1"),
+    _plain("PAdam", group="partial"),
+    _plain("SWATS", group="phase"),
+    _plain("APOLLO", group="scale_type"),
+    _plain("GrokFastAdamW", group="grokfast"),
+    _plain("AdamC or AdamS", group="ams_bound fixed_decay"),
+    # RAdam and EXAdam keep the average itself, ADOPT one that started at the first square, Ano none: same keys, nothing tells.
+    row("pytorch_optimizer's RAdam, EXAdam, ADOPT or Ano", "exp_avg_sq", group="fixed_decay step", classes="", without="step",
+          refusal="write the same keys, and what the accumulator is differs between them; extract from the live optimizer, whose "
+                  "class tells"),
+)  # fmt: skip
+
+_OTHERS: tuple[Accumulator, ...] = (*_REFUSED, *_FACTORS, *_OTHER_MEANING, *_PLAIN)
+"""Rows that must be tried before torch's own."""
+
+TABLE: tuple[Accumulator, ...] = (
+    *_OTHERS,
+    row("Adamax", "exp_inf", refusal="keeps a decayed maximum of |g|, which is no average of squares"),
+    row("Adafactor", "row_var col_var", "row_var col_var", "average", classes="", notes=("It is factored: rank one per matrix.",)),
+    row("Adafactor", "variance", "variance", "average", group="beta2_decay", classes=""),
+    # -- bitsandbytes: decay is decoupled in both its Adam and its AdamW, not in its one-state optimizers -----------------
+    row("AdEMAMix (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=betas(1), group="betas t_alpha", class_only=True,
+         classes="AdEMAMix AdEMAMix8bit AdEMAMix32bit PagedAdEMAMix PagedAdEMAMix8bit PagedAdEMAMix32bit"),
+    row("Adam (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=betas(1),
+         classes="Adam Adam8bit Adam32bit PagedAdam PagedAdam8bit PagedAdam32bit AdamW AdamW8bit AdamW32bit PagedAdamW PagedAdamW8bit "
+                 "PagedAdamW32bit LAMB LAMB8bit LAMB32bit"),
+    row("RMSprop (bitsandbytes)", "square_avg state1", "square_avg", "ema", beta=betas(0), l2_inside=True,
+         classes="RMSprop RMSprop8bit RMSprop32bit"),
+    row("Adagrad (bitsandbytes)", "sum state1", "sum", "sum", l2_inside=True, classes="Adagrad Adagrad8bit Adagrad32bit"),
+    row("SGD or Lion (bitsandbytes)", "state1", without="state2 square_avg sum", refusal=MOMENTUM,
+         classes="Lion Lion8bit Lion32bit PagedLion PagedLion8bit PagedLion32bit SGD8bit SGD32bit LARS8bit LARS32bit PytorchLARS"),
+    # -- Adam's own family ---------------------------------------------------------------------------------------------
+    row("NAdam", "exp_avg_sq mu_product", "exp_avg_sq", "ema", beta=betas(1), l2_inside=coupled),
+    row("SparseAdam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), class_only=True,
+         notes=("Rows without a gradient do not decay, and their own step counts are not kept.",)),
+    row("Adam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), l2_inside=coupled,
+         classes="Adam AdamW RAdam EXAdam FusedAdam DeepSpeedCPUAdam"),
+    # -- squared-gradient averages without a first moment --------------------------------------------------------------
+    row("Adadelta", "square_avg acc_delta", "square_avg", "ema", beta=value("rho"), l2_inside=True),
+    row("RMSprop", "square_avg", "square_avg", "ema", group="alpha", beta=value("alpha"), l2_inside=True),
+    row("Adagrad", "sum", "sum", "sum", start=lambda group: float(group.get("initial_accumulator_value", 0.0)), l2_inside=True),
+    # -- no squared gradient at all ------------------------------------------------------------------------------------
+    row("Rprop", "prev step_size", refusal="keeps the sign of the gradient only"),
+    row("ASGD", "ax", refusal="keeps an average of the weights, and nothing of the gradient"),
+    row("LBFGS", "old_dirs", refusal="keeps past directions, and no average of squares"),
+    row("Muon", "", group="ns_steps", refusal=MOMENTUM),
+    row("SGD", "momentum_buffer", refusal=MOMENTUM, classes="SGD LARS Lars"),
+    row("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient"),
+    row("Lion", "exp_avg", refusal=MOMENTUM, classes="Lion DistributedLion"),
+)  # fmt: skip
