@@ -1,11 +1,19 @@
-"""The command `squisher`: a thin shell over the library, and the only place that draws progress bars.
+"""The command `squisher`: one file per command, and the only place that draws progress bars.
 
 Modules of ours are imported inside each command, so that `squisher --help` does not wait for torch.
 """
 
 from __future__ import annotations
 
-from . import importances, merging, report, sparsity, tasks  # noqa: F401  (each module adds its commands to the application)
+# Each module adds its command to the application; `squisher --help` shows them in this order.
+# isort: off
+from . import extract, fisher
+from . import inspect, compare, similarity, report
+from . import merge, mergekit, prune, mask, patch, embed
+
+# isort: on
 from .app import app, main
 
-__all__ = ["app", "main"]
+__all__ = [
+    "app", "compare", "embed", "extract", "fisher", "inspect", "main", "mask", "merge", "mergekit", "patch", "prune", "report", "similarity",
+]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,18 +13,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import SquisherError
+from ..errors import SquisherError, SquisherWarning
 
 if TYPE_CHECKING:
     from ..importance import Importance
 
 __all__ = [
+    "LOOK",
+    "MAKE",
+    "USE",
     "Json",
     "Plot",
     "app",
     "check_target",
     "console",
     "main",
+    "notes",
     "open_importance",
     "print_json",
     "progress_bar",
@@ -37,6 +42,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+# The groups of `squisher --help`.
+MAKE, LOOK, USE = "Make an importance", "Look at importances", "Use them"
 
 _debug = False
 
@@ -124,3 +132,13 @@ def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None] | None
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def notes() -> Iterator[None]:
+    """Show warnings of ours as notes on standard error."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", SquisherWarning)
+        yield
+    for warning in caught:
+        typer.echo(f"Note: {warning.message}", err=True)

@@ -1,4 +1,4 @@
-"""The command `report`: one page that shows what importances are and how far they agree."""
+"""`squisher report`: one page that shows what importances are and how far they agree."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import Json, app, open_importance, print_json, progress_bar
+from .app import LOOK, Json, app, open_importance, print_json, progress_bar
 
 
-@app.command(epilog="Example: squisher report sst2/squisher.safetensors trec6/squisher.safetensors --out report.html")
+@app.command(
+    rich_help_panel=LOOK,
+    epilog="Example: squisher report sst2/squisher.safetensors trec6/squisher.safetensors --out report.html",
+)
 def report(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Importance files, or checkpoints to extract from.")

@@ -1,4 +1,4 @@
-"""Commands about tasks: `embed` and `similarity`."""
+"""`squisher similarity`: how much tasks have in common."""
 
 from __future__ import annotations
 
@@ -8,38 +8,13 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import (
-    Json,
-    Plot,
-    app,
-    check_target,
-    console,
-    open_importance,
-    print_json,
+from .app import LOOK, Json, Plot, app, console, open_importance, print_json
+
+
+@app.command(
+    rich_help_panel=LOOK,
+    epilog="Example: squisher similarity a.safetensors b.safetensors c.safetensors --plot tasks.png",
 )
-
-
-@app.command(epilog="Example: squisher embed squisher.safetensors --out task.safetensors --by row")
-def embed(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="An importance file, or a checkpoint to extract from.")],
-    out: Annotated[Path, typer.Option("--out", metavar="EMB", help="The embedding to write (.safetensors).")],
-    by: Annotated[str, typer.Option(help="tensor (one number each), row (as Task2Vec), full.")] = "tensor",
-    exclude: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Parameters to leave out, such as heads.")
-    ] = None,
-) -> None:
-    """Sum an importance up into the vector of its task."""
-    from ..embed import embedding
-
-    check_target(out)
-    vector = embedding(open_importance(file), by=by, exclude=exclude)
-    vector.save(out)
-    typer.echo(
-        f"{out}: {sum(vector.shape(name).numel() for name in vector):,} numbers of {len(vector)} tensors, by {by}."
-    )
-
-
-@app.command(epilog="Example: squisher similarity a.safetensors b.safetensors c.safetensors --plot tasks.png")
 def similarity(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Embeddings, importances or checkpoints of tasks.")

@@ -1,19 +1,18 @@
-"""Commands that merge models: merge, mergekit."""
+"""`squisher merge`: models into one, folder to folder."""
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from ..errors import SquisherWarning
-from .app import Json, app, print_json, progress_bar
+from .app import USE, Json, app, notes, print_json, progress_bar
 
 
 @app.command(
-    epilog="Example: squisher merge fisher model-a model-b --out merged --importance a.safetensors --importance b.safetensors"
+    rich_help_panel=USE,
+    epilog="Example: squisher merge fisher model-a model-b --out merged --importance a.safetensors --importance b.safetensors",
 )
 def merge(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="average, fisher, ubgm or task-arithmetic.")],
@@ -52,8 +51,7 @@ def merge(
     """
     from ..integrations.merging import merge_folders
 
-    with progress_bar("merging") as progress, warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", SquisherWarning)
+    with progress_bar("merging") as progress, notes():
         report = merge_folders(
             method,
             models,
@@ -72,8 +70,6 @@ def merge(
             dtype=dtype,
             progress=progress,
         )
-    for warning in caught:
-        typer.echo(f"Note: {warning.message}", err=True)
     if as_json:
         print_json({"out": str(out), **report.to_dict()})
         return
@@ -82,15 +78,3 @@ def merge(
         if names:
             shown = ", ".join(f"{name} ({why})" for name, why in list(names.items())[:5])
             typer.echo(f"{what}: {shown}{', …' if len(names) > 5 else ''}.")
-
-
-@app.command(epilog="Example: squisher mergekit config.yml --out merged")
-def mergekit(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yml", help="A mergekit configuration.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
-) -> None:
-    """Run mergekit with the method squisher_fisher: Fisher merging inside its own pipeline."""
-    from ..integrations.mergekit import run
-
-    run(config, out)
-    typer.echo(f"{out}: merged.")

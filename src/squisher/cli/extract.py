@@ -1,0 +1,103 @@
+"""`squisher extract`: an optimizer state becomes an importance file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .app import MAKE, Json, app, check_target, console, print_json, progress_bar, whole
+
+if TYPE_CHECKING:
+    from ..importance import Importance
+
+
+@app.command(
+    rich_help_panel=MAKE,
+    epilog="Example: squisher extract checkpoint-500 --out squisher.safetensors --batch-size 32",
+)
+def extract(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="What training saved: a checkpoint file or folder.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="The importance to write (.safetensors, or a folder).")
+    ],
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The model, where the source does not say enough.")
+    ] = None,
+    base_model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The weights that training started from.")
+    ] = None,
+    names: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Names in the optimizer's order, one a line.")
+    ] = None,
+    trainable: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Only matching parameters were trained.")
+    ] = None,
+    optimizer: Annotated[int | None, typer.Option(metavar="K", help="Which of several optimizers, from 0.")] = None,
+    batch_size: Annotated[
+        float | None, typer.Option(metavar="B", help="Examples per step: per device × accumulation × processes.")
+    ] = None,
+    batch_tokens: Annotated[float | None, typer.Option(metavar="T", help="Mean loss-bearing tokens per step.")] = None,
+    beta2: Annotated[
+        float | None, typer.Option(metavar="X", help="β₂, for sources that do not record it (optax).")
+    ] = None,
+    loss_reduction: Annotated[str | None, typer.Option(metavar="R", help="mean, sum or token_mean.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="The accumulator as it is stored, without bias correction.")
+    ] = False,
+    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="float32 (default) or bfloat16.")] = None,
+    allow_coarse: Annotated[bool, typer.Option("--allow-coarse", help="Accept states of four bits.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Turn an optimizer state into a named, self-describing importance file.
+
+    No code in the source is ever executed. Names are proven, or the command says what would settle them.
+    """
+    from ..importance import FILE_NAME
+    from ..recycle import extract as recycle
+
+    target = out / FILE_NAME if out.is_dir() else out
+    check_target(target)
+    importance = recycle(
+        source,
+        model=model,
+        names=names,
+        batch_size=whole(batch_size),
+        bias_correction=not raw,
+        loss_reduction=loss_reduction,
+        batch_tokens=whole(batch_tokens),
+        beta2=beta2,
+        trainable=trainable,
+        base_model=base_model,
+        optimizer=optimizer,
+        allow_coarse=allow_coarse,
+    )
+    with progress_bar("writing") as progress:
+        importance.save(target, dtype=dtype, progress=progress)
+    if as_json:
+        from ..importance import load
+
+        print_json({"file": str(target), "tensors": len(importance), "provenance": load(target).provenance.to_dict()})
+        return
+    console().print(_extracted(importance, target), highlight=False, soft_wrap=True)
+
+
+def _extracted(importance: Importance, target: Path) -> str:
+    p = importance.provenance
+    optimizer = p.optimizer or {}
+    names = list({g.get("class"): None for g in optimizer.get("groups", [])} or {optimizer.get("class"): None})
+    steps = p.steps or {}
+    count = (
+        f"{steps.get('min')}" if steps.get("min") == steps.get("max") else f"{steps.get('min')} to {steps.get('max')}"
+    )
+    lines = [
+        f"{target}: {len(importance)} tensors of {' and '.join(str(optimizer.get('class') or n) for n in names)} after {count} steps"
+        f" (names: {p.naming})."
+    ]
+    if p.absent:
+        lines.append(f"{len(p.absent)} parameters have no importance, for example {next(iter(p.absent.items()))}.")
+    lines += [f"Note: {sentence}" for sentence in optimizer.get("pollution", [])]
+    if p.batch_size is None and p.batch_tokens is None:
+        lines.append("The batch size is not known: rankings are right, the scale of a Fisher needs --batch-size.")
+    return "\n".join(lines)

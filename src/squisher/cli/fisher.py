@@ -1,0 +1,72 @@
+"""`squisher fisher`: the Fisher of a Hugging Face model, measured on a file of text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import MAKE, Json, app, check_target, print_json, progress_bar
+
+
+@app.command(
+    rich_help_panel=MAKE,
+    epilog="Example: squisher fisher my-model --data train.jsonl --out fisher.safetensors --labels sampled",
+)
+def fisher(
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="Folder of a sequence classifier or causal language model.")
+    ],
+    data: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Lines with text, text_pair, label; or text alone.")],
+    out: Annotated[
+        Path, typer.Option("--out", metavar="FILE", help="The importance to write (.safetensors, or a folder).")
+    ],
+    labels: Annotated[str, typer.Option(help="data (empirical Fisher), sampled (unbiased), exact.")] = "data",
+    per: Annotated[str, typer.Option(help="example, or batch (joint, one backward a batch).")] = "example",
+    unit: Annotated[
+        str | None, typer.Option(metavar="U", help="For language models: sequence (default) or token.")
+    ] = None,
+    draws: Annotated[int, typer.Option(metavar="N", help="Sampled labels per example.")] = 1,
+    batch_size: Annotated[
+        int, typer.Option(metavar="B", help="Examples at a time; changes nothing but the speed.")
+    ] = 8,
+    max_examples: Annotated[int | None, typer.Option(metavar="N", help="Stop after this many.")] = None,
+    max_length: Annotated[int | None, typer.Option(metavar="L", help="Tokens per example.")] = None,
+    parameters: Annotated[str | None, typer.Option(metavar="REGEX", help="Only matching parameters.")] = None,
+    device: Annotated[str, typer.Option(metavar="D", help="cpu, cuda, mps.")] = "cpu",
+    seed: Annotated[int, typer.Option(metavar="S", help="Of sampled labels.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure the Fisher diagonal of a Hugging Face model on a file of text."""
+    from ..importance import FILE_NAME
+    from ..integrations.text import load_text_model, text_batches
+    from ..measure import fisher as measure
+
+    target = out / FILE_NAME if out.is_dir() else out
+    check_target(target)
+    loaded = load_text_model(model, device)
+    batches = text_batches(
+        data, loaded, batch_size=batch_size, max_length=max_length, max_examples=max_examples, labelled=labels == "data"
+    )
+    with progress_bar("measuring") as progress:
+        importance = measure(
+            loaded.model,
+            batches,
+            labels=labels,
+            per=per,
+            unit=unit,
+            draws=draws,
+            parameters=parameters,
+            max_examples=max_examples,
+            seed=seed,
+            progress=progress,
+        )
+    importance.save(target)
+    if as_json:
+        print_json({"file": str(target), "tensors": len(importance), "provenance": importance.provenance.to_dict()})
+        return
+    p = importance.provenance
+    typer.echo(
+        f"{target}: {len(importance)} tensors of the Fisher ({labels} labels, per {p.unit}) on {p.examples} examples."
+    )

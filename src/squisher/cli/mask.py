@@ -1,0 +1,45 @@
+"""`squisher mask`: the entries that a sparse fine-tune may move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import USE, Plot, app, check_target, notes, open_importance, progress_bar
+
+
+@app.command(
+    rich_help_panel=USE,
+    epilog="Example: squisher mask squisher.safetensors --keep 0.005 --always classifier --out mask.safetensors",
+)
+def mask(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An importance file, or a checkpoint to extract from.")],
+    keep: Annotated[float, typer.Option(metavar="K", help="The fraction of entries that may train.")],
+    out: Annotated[Path, typer.Option("--out", metavar="MASK", help="The mask to write (.safetensors).")],
+    always: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Parameters that train whole, inside the budget.")
+    ] = None,
+    minimum: Annotated[
+        float, typer.Option(metavar="F", help="The fraction of every tensor that is kept at least.")
+    ] = 0.0,
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="The model, where parameters without importance count.")
+    ] = None,
+    plot: Plot = None,
+) -> None:
+    """Choose the entries that a sparse fine-tune may move: the most important ones."""
+    from ..integrations.folders import open_model
+    from ..mask import top_k
+
+    check_target(out)
+    weights = None if model is None else open_model(model).weights
+    with progress_bar("ranking") as progress, notes():
+        chosen = top_k(open_importance(file), keep, always, model=weights, minimum=minimum, progress=progress)
+    chosen.save(out)
+    if plot is not None:
+        from ..report.figures import plot_sparsity
+
+        plot_sparsity({name: (chosen.count(name), chosen.shape(name).numel()) for name in chosen}, plot, "kept")
+    typer.echo(f"{out}: {chosen.kept:,} of {chosen.total:,} entries in {len(chosen)} tensors may train.")

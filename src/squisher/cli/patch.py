@@ -1,0 +1,73 @@
+"""`squisher patch make` and `squisher patch apply`: a fine-tune as a sparse difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import SquisherError
+from .app import USE, app, check_target, progress_bar
+
+patches = typer.Typer(
+    help="A fine-tune as base + sparse difference, exact to the bit.",
+    no_args_is_help=True,
+    epilog="Example: squisher patch make BASE TUNED --mask MASK --drop-outside --out PATCH, then squisher patch apply BASE PATCH --out DIR",
+)
+app.add_typer(patches, name="patch", rich_help_panel=USE)
+
+
+@patches.command(
+    "make", epilog="Example: squisher patch make base tuned --mask mask.safetensors --out patch.safetensors"
+)
+def patch_make(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="The model that training started from.")],
+    tuned: Annotated[Path, typer.Argument(metavar="TUNED", help="The fine-tuned model.")],
+    out: Annotated[Path, typer.Option("--out", metavar="PATCH", help="The patch to write (.safetensors).")],
+    mask: Annotated[
+        Path | None, typer.Option("--mask", metavar="MASK", help="Refuse differences outside this mask.")
+    ] = None,
+    drop_outside: Annotated[
+        bool, typer.Option("--drop-outside", help="Leave them out instead: the patch gives another model.")
+    ] = False,
+) -> None:
+    """Write what a fine-tune changed: the entries whose bits differ, and their new values."""
+    from ..integrations.folders import open_model
+    from ..mask import load
+    from ..patch import make
+
+    check_target(out)
+    if drop_outside and mask is None:
+        raise SquisherError("--drop-outside needs --mask: without one nothing is outside.")
+    allowed = None if mask is None else load(mask)
+    with progress_bar("comparing") as progress:
+        summary = make(
+            open_model(base).weights,
+            open_model(tuned).weights,
+            out,
+            mask=allowed,
+            drop_outside=drop_outside,
+            progress=progress,
+        )
+    changed, dropped = sum(summary.changed.values()), sum(summary.dropped.values())
+    typer.echo(
+        f"{out}: {changed:,} of {summary.total:,} entries differ, in {len(summary.changed)} tensors"
+        + (f"; {dropped:,} outside the mask were left out." if dropped else ".")
+    )
+
+
+@patches.command("apply", epilog="Example: squisher patch apply base patch.safetensors --out tuned")
+def patch_apply(
+    base: Annotated[Path, typer.Argument(metavar="BASE", help="The model that the patch was made from.")],
+    patch: Annotated[Path, typer.Argument(metavar="PATCH", help="What patch make wrote.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")],
+) -> None:
+    """Give the fine-tuned model back from its base and a patch; another base is refused."""
+    from ..integrations.folders import open_model, write_model
+    from ..patch import apply
+
+    patched = apply(open_model(base).weights, patch)
+    with progress_bar("writing") as progress:
+        write_model(out, patched, base if base.is_dir() else None, progress=progress)
+    typer.echo(f"{out}: {len(patched)} tensors.")

@@ -1,0 +1,84 @@
+"""`squisher prune`: the least important weights become zero."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .app import USE, Plot, app, open_importance, progress_bar
+
+if TYPE_CHECKING:
+    from ..importance import Importance
+
+
+@app.command(
+    rich_help_panel=USE,
+    epilog="Example: squisher prune model --importance squisher.safetensors --sparsity 0.75 --out pruned",
+)
+def prune(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or weight file, of any size.")],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")],
+    importance: Annotated[
+        Path | None, typer.Option("--importance", metavar="FILE", help="An importance file, or a checkpoint.")
+    ] = None,
+    sparsity: Annotated[float | None, typer.Option(metavar="S", help="The fraction of weights to set to zero.")] = None,
+    scope: Annotated[str, typer.Option(help="global (all together) or tensor (each by itself).")] = "global",
+    score: Annotated[str, typer.Option(help="fisher (½θ²F), magnitude, importance or random.")] = "fisher",
+    nm: Annotated[
+        str | None, typer.Option("--nm", metavar="N:M", help="A pattern such as 2:4, not a sparsity.")
+    ] = None,
+    exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors to leave as they are.")] = None,
+    seed: Annotated[int, typer.Option(help="Of random scores.")] = 0,
+    plot: Plot = None,
+) -> None:
+    """Set the least important weights of a model to zero, piece by piece: it need not fit into memory.
+
+    The zeros make the model neither smaller nor faster by themselves; formats and processors that use them do.
+    """
+    from ..integrations.folders import open_model, write_model
+    from ..prune import weights as prune_weights
+    from ..storage.tensors import tied_names
+
+    opened = open_model(model)
+    found = _importance_of(model, importance, needed=score in ("fisher", "importance"))
+    with progress_bar("ranking") as progress:
+        pruned = prune_weights(
+            opened.weights,
+            found,
+            sparsity=sparsity,
+            scope=scope,
+            score=score,
+            nm=nm,
+            exclude=exclude,
+            seed=seed,
+            progress=progress,
+        )
+    with progress_bar("writing") as progress:
+        like = model if model.is_dir() else None
+        write_model(out, pruned, like, leave_out=tied_names(opened.weights), progress=progress)
+    with progress_bar("counting") as progress:
+        counts = pruned.counts(progress)
+    kept, total = (sum(pair[k] for pair in counts.values()) for k in (0, 1))
+    if plot is not None:
+        from ..report.figures import plot_sparsity
+
+        zeros = {name: (size - stays, size) for name, (stays, size) in counts.items()}
+        plot_sparsity(zeros, plot, "set to zero")
+    typer.echo(
+        f"{out}: {total - kept:,} of {total:,} weights in {len(counts)} tensors are zero ({(total - kept) / total:.2%})."
+    )
+
+
+def _importance_of(model: Path, given: Path | None, needed: bool) -> Importance | None:
+    """The importance that was named, or the one beside the model, or one extracted from its optimizer state."""
+    if given is not None:
+        return open_importance(given)
+    if not needed:
+        from ..importance import FILE_NAME
+        from ..storage import archive
+
+        if not (model.is_dir() and archive.exists(model / FILE_NAME)):
+            return None
+    return open_importance(model)
