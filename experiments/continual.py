@@ -1,7 +1,9 @@
-"""Learning contexts one after the other with a multi-head network and a quadratic penalty: what the EWC settings share.
+"""Learning contexts one after the other with a quadratic penalty: what the EWC benchmarks share.
 
-A network has one output for each class of each context. The context is known in training, in the Fisher and at the test: it
-selects the slice of outputs that is used (task-incremental learning). One Adam goes through all contexts without a reset.
+Three scenarios, as in van de Ven et al. Task: one output for each class of each context; the context is known in training, in
+the Fisher and at the test, and selects the slice of outputs that is used. Domain: one output for each class of a context, shared by
+all contexts. Class: one output for each class of each context, and all of them are always in use. One Adam goes through all
+contexts without a reset.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from torch import Tensor, nn
 
 import squisher
 from experiments.data import Labelled
-from squisher.consolidate import strength_like
 
 __all__ = ["METHODS", "Context", "Method", "Network", "hold_out", "learn_all", "permuted", "split"]
 
@@ -31,11 +32,12 @@ class Method:
     """How a context's importance is made.
 
     Attributes:
-        source: "none", "exact", "empirical", "joint", "optimizer" (Adam's state as it is) or "tracker" (the data's gradients).
+        source: "none", "identity" (1 everywhere), "exact", "empirical", "joint", "optimizer" (Adam's state as it is) or
+            "tracker" (the data's gradients).
         beta2: Of Adam and of the tracker.
         rule: Where λ comes from. "search": a search of its own. The others start from the exact Fisher's λ: "unchanged" uses
             it on v, without the batch size; "times N" uses it N-fold on v, N being the examples of a context; "first" converts
-            it by `strength_like` after the first context; "each" does so after every context, for that context alone.
+            it by `EWC.strength_like` after the first context.
     """
 
     source: str
@@ -52,9 +54,9 @@ METHODS = {
     "joint": Method("joint"),
     "squisher (β₂ = 0.95)": Method("optimizer", beta2=0.95),
     "squisher (without rescaling)": Method("optimizer", rule="unchanged"),
-    "squisher (N·λ)": Method("optimizer", rule="times N"),
-    "squisher (tracked, strength_like once)": Method("tracker", rule="first"),
-    "squisher (tracked, strength_like each)": Method("tracker", rule="each"),
+    "squisher (N·v)": Method("optimizer", rule="times N"),
+    "squisher (tracked, strength_like)": Method("tracker", rule="first"),
+    "identity": Method("identity"),
 }
 
 
@@ -88,7 +90,7 @@ class Context:
         return examples if self.pixels is None else Labelled(examples.inputs[:, self.pixels], examples.labels)
 
 
-def split(train: Labelled, test: Labelled, contexts: int, seed: int) -> list[Context]:
+def split(train: Labelled, test: Labelled, contexts: int, seed: int, scenario: str = "task") -> list[Context]:
     """Classes dealt to the contexts in an order that the seed decides, equally many to each."""
     classes = int(train.labels.max()) + 1
     each = classes // contexts
@@ -102,23 +104,28 @@ def split(train: Labelled, test: Labelled, contexts: int, seed: int) -> list[Con
         for part in (train, test):
             places = place[part.labels]
             own = (places >= first) & (places < first + each)
-            parts.append(Labelled(part.inputs[own], places[own] - first))
-        found.append(Context(parts[0], parts[1], slice(first, first + each)))
+            parts.append(Labelled(part.inputs[own], places[own] - (0 if scenario == "class" else first)))
+        found.append(Context(parts[0], parts[1], _head(scenario, first, each)))
     return found
 
 
-def permuted(train: Labelled, test: Labelled, contexts: int, seed: int) -> list[Context]:
+def permuted(train: Labelled, test: Labelled, contexts: int, seed: int, scenario: str = "task") -> list[Context]:
     """All classes in every context, the pixels of padded (32×32) images in an order of its own, the first context's too."""
     classes = int(train.labels.max()) + 1
-    padded = [
-        Labelled(nn.functional.pad(part.inputs.view(-1, 28, 28), (2, 2, 2, 2)).flatten(1), part.labels)
-        for part in (train, test)
-    ]
+    padded = [nn.functional.pad(part.inputs.view(-1, 28, 28), (2, 2, 2, 2)).flatten(1) for part in (train, test)]
     generator = torch.Generator().manual_seed(seed)
-    return [
-        Context(padded[0], padded[1], slice(k * classes, (k + 1) * classes), torch.randperm(1024, generator=generator))
-        for k in range(contexts)
-    ]
+    found = []
+    for first in range(0, contexts * classes, classes):
+        offset = first if scenario == "class" else 0
+        parts = [Labelled(inputs, part.labels + offset) for inputs, part in zip(padded, (train, test), strict=True)]
+        pixels = torch.randperm(1024, generator=generator)
+        found.append(Context(parts[0], parts[1], _head(scenario, first, classes), pixels))
+    return found
+
+
+def _head(scenario: str, first: int, each: int) -> slice:
+    """The outputs that a context uses."""
+    return {"task": slice(first, first + each), "domain": slice(0, each), "class": slice(None)}[scenario]
 
 
 def hold_out(train: Labelled, share: float, seed: int) -> tuple[Labelled, Labelled]:
@@ -142,13 +149,14 @@ def learn_all(
 
     Returns:
         Accuracies in percent at the end (mean, and of each context), those right after each context was learnt, the total of
-        each importance as the penalty uses it and of a small exact Fisher at the same weights, the λ that was used, times,
+        each importance as the penalty uses it and of a small exact Fisher at the same weights, the λ given and used, times,
         in which contexts the library warned of growth, and the context after which numbers were no longer finite, if any.
     """
     torch.manual_seed(seed)
     model = Network(config["widths"])
     optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"], betas=(0.9, method.beta2), fused=True)
     tracker = squisher.Tracker(model, optimizer, beta2=method.beta2) if method.source == "tracker" else None
+    given = strength
     if method.rule == "times N":
         strength *= statistics.fmean(len(context.train) for context in contexts)
     ewc = squisher.EWC(model, strength=strength)
@@ -184,6 +192,7 @@ def learn_all(
     return {
         "accuracy": round(statistics.fmean(scores), 4),
         "contexts": scores,
+        "given": given,
         "strength": ewc.strength,
         **{key: [_short(v) for v in value] if isinstance(value, list) else value for key, value in out.items()},
     }
@@ -239,6 +248,8 @@ def _consolidate(
     if method.source in ("exact", "empirical"):
         labels = "exact" if method.source == "exact" else "data"
         importance = squisher.fisher(model, examples.batches(500), labels=labels)
+    elif method.source == "identity":
+        importance = squisher.Importance({n: torch.ones_like(p) for n, p in model.named_parameters()}, kind="fisher")
     elif method.source == "joint":
         importance = squisher.fisher(model, examples.batches(len(examples)), per="batch")
     else:
@@ -253,8 +264,6 @@ def _consolidate(
         squisher.extract(optimizer, model, batch_size=config["batch"])
         out["times"]["squisher"] += time.perf_counter() - start
     reference = squisher.fisher(model, examples[:REFERENCE].batches(REFERENCE), labels="exact")
-    if method.rule == "each":
-        importance = importance * strength_like(importance.as_fisher(), reference, 1.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ewc.consolidate(importance, scale="auto" if scaled else "stored")
@@ -266,7 +275,8 @@ def _consolidate(
     out["reference_traces"].append(sum(float(reference[name].double().sum()) for name in reference))
     if method.source == "exact":
         out["left_to_loop"].append(len(importance.provenance.extra["coverage"]["loop"]))
-    out["spearman"].append(squisher.compare(importance, reference).spearman)
+    if method.source != "identity":  # constant: it has no ranks
+        out["spearman"].append(squisher.compare(importance, reference).spearman)
 
 
 def _short(value: float) -> float:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Labelled", "cifar", "digits", "mnist", "text_task"]
+__all__ = ["Labelled", "cifar", "cifar100_features", "digits", "mnist", "text_task"]
 
 MNIST_ADDRESS = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST_FILES = {  # MD5 of the archives, as everyone quotes them
@@ -82,6 +82,43 @@ def cifar(folder: Path, classes: int) -> tuple[Labelled, Labelled]:
     training = sorted(place.glob("data_batch_*.bin")) if classes == 10 else [place / "train.bin"]
     test = [place / ("test_batch.bin" if classes == 10 else "test.bin")]
     return _cifar_rows(training, labels), _cifar_rows(test, labels)
+
+
+def cifar100_features(folder: Path) -> tuple[Labelled, Labelled]:
+    """CIFAR-100 as a frozen stack of five convolutions that was trained on CIFAR-10 sees it: vectors of 1,024.
+
+    The stack is the one that van de Ven et al. ship; `cifar10_conv/conv.safetensors` has its weights under their own names.
+    Images are normalised as there (the stack's own running means agree with that).
+    """
+    from safetensors.torch import load_file
+
+    path = folder / "cifar10_conv" / "conv.safetensors"
+    if not path.exists():
+        raise SystemExit(f"There is no {path.parent.name}/{path.name} in {folder}: the frozen layers of split CIFAR-100.")
+    weights = load_file(path)
+    centre = torch.tensor([0.5071, 0.4865, 0.4409]).view(3, 1, 1)
+    spread = torch.tensor([0.2673, 0.2564, 0.2761]).view(3, 1, 1)
+    return tuple(  # type: ignore[return-value]
+        Labelled(
+            torch.cat([_convolved(weights, ((x + 1) / 2 - centre) / spread) for x in part.inputs.split(500)]),
+            part.labels,
+        )
+        for part in cifar(folder, 100)
+    )
+
+
+@torch.no_grad()
+def _convolved(weights: dict[str, Tensor], images: Tensor) -> Tensor:
+    for number, stride in enumerate((1, 2, 2, 2, 2), 1):
+        layer = f"convLayer{number}"
+        kernel, bias = weights[f"{layer}.conv.weight"], weights[f"{layer}.conv.bias"]
+        images = torch.nn.functional.conv2d(images, kernel, bias, stride, padding=1)
+        if number < 5:  # the last one is bare
+            mean, variance, scale, shift = (
+                weights[f"{layer}.bn.{name}"] for name in ("running_mean", "running_var", "weight", "bias")
+            )
+            images = torch.nn.functional.batch_norm(images, mean, variance, scale, shift).relu()
+    return images.flatten(1)
 
 
 def text_task(folder: Path, name: str, part: str) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ import multiprocessing
 import os
 import pickle
 import platform
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -121,9 +122,19 @@ def environment() -> dict[str, Any]:
 
 
 def execute(
-    setting: str, scale: str, *, seeds: int | None, data: Path | None, out: Path, jobs: int, say: Callable[[str], None]
+    setting: str,
+    scale: str,
+    *,
+    seeds: int | None,
+    data: Path | None,
+    out: Path,
+    jobs: int,
+    say: Callable[[str], None],
+    known: Path | None = None,
+    stages: int | None = None,
+    only: str | None = None,
 ) -> Path:
-    """Does what is missing of a setting, and writes its document.
+    """Does what is missing of a setting, and writes its document after every unit.
 
     Args:
         setting: The module's name.
@@ -133,6 +144,9 @@ def execute(
         out: Where units, caches and the document go.
         jobs: How many units at a time, each on one thread.
         say: Takes a line of progress.
+        known: A folder of documents, whole or partial, whose units are taken over where `out` has none.
+        stages: How many stages; None for all.
+        only: A regular expression: of the units that are missing, only those whose key it finds.
 
     Returns:
         The path of the document.
@@ -144,27 +158,57 @@ def execute(
     count = config.pop("seeds") if seeds is None else seeds
     config.pop("seeds", None)
     run = Run(setting, scale, config, data, out)
-    stages = module.stages(config, range(1, count + 1))
-    keys = [unit.key for stage in stages for unit in stage]
+    planned = module.stages(config, range(1, count + 1))
+    keys = [unit.key for stage in planned for unit in stage]
+    path = out / f"{setting}-{scale}.json"
+    if known is not None and (known / path.name).exists():
+        _take_over(run, module, _read(known / path.name), planned)
+
+    def write() -> None:
+        results = {key: _read(run._file(key)) for key in keys if run._file(key).exists()}
+        _write(path, _document(run, module, count, results, [key for key in keys if key not in results]))
+
     clock = _Clock(len(keys), sum(run._file(key).exists() for key in keys), f"{setting} ({scale})", say)
-    for stage in stages:
-        _stage(run, stage, jobs, clock)
-    results = {unit.key: _read(run._file(unit.key)) for stage in stages for unit in stage}
-    document = {
-        "setting": setting,
-        "scale": scale,
-        "config": config,
-        "seeds": count,
+    for stage in planned[:stages]:
+        _stage(run, module, stage, jobs, clock, write, only)
+    write()
+    return path
+
+
+def _document(
+    run: Run, module: Any, seeds: int, results: dict[str, dict[str, Any]], missing: list[str]
+) -> dict[str, Any]:
+    """What is known of a setting: its protocol, scores and units, and the keys of what was not run."""
+    return {
+        "setting": run.setting,
+        "scale": run.scale,
+        "config": run.config,
+        "seeds": seeds,
         "environment": environment(),
         "seconds": round(sum(entry["seconds"] for entry in results.values()), 1),
+        **({"missing": missing} if missing else {}),
         "scores": [asdict(score) for score in module.scores({key: entry["result"] for key, entry in results.items()})],
         "units": {
             key: {"seconds": entry["seconds"], "result": entry["result"]} for key, entry in sorted(results.items())
         },
     }
-    path = out / f"{setting}-{scale}.json"
-    _write(path, document)
-    return path
+
+
+def _take_over(run: Run, module: Any, document: dict[str, Any], stages: list[list[Unit]]) -> None:
+    """Keeps the units of a document as if they had been run here, if it was made by the same protocol."""
+    if _protocol(module, document["config"]) != _protocol(module, run.config):
+        return
+    for unit in (unit for stage in stages for unit in stage):
+        path = run._file(unit.key)
+        if unit.key in document["units"] and not path.exists():
+            entry = {"key": unit.key, "arguments": unit.arguments, "config": document["config"]}
+            _write(path, {**entry, "environment": document["environment"], **document["units"][unit.key]})
+
+
+def _protocol(module: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """What of a configuration a unit's result depends on."""
+    what = getattr(module, "WHAT", ())
+    return json.loads(json.dumps({key: value for key, value in config.items() if key not in what}))
 
 
 class _Clock:
@@ -181,21 +225,27 @@ class _Clock:
         self.say(f"{self.title}: {done}/{self.total} {key}; about {_duration(left)} left")
 
 
-def _stage(run: Run, units: list[Unit], jobs: int, clock: _Clock) -> None:
+def _stage(
+    run: Run, module: Any, units: list[Unit], jobs: int, clock: _Clock, write: Callable[[], None], only: str | None
+) -> None:
     waiting = []
     for unit in units:
         path = run._file(unit.key)
-        if path.exists():
-            kept = _read(path)
-            if kept["config"] != json.loads(json.dumps(run.config)) or kept["arguments"] != unit.arguments:
+        kept = _read(path) if path.exists() else None
+        if kept is not None:
+            same = _protocol(module, kept["config"]) == _protocol(module, run.config)
+            if not same or kept["arguments"] != unit.arguments:
                 raise SystemExit(
                     f"{path} was made with another configuration; remove {path.parents[1]} to start again."
                 )
-        else:
+            if hasattr(module, "stale") and module.stale(run, unit, kept["result"]):
+                kept = None
+        if kept is None and (only is None or re.search(only, unit.key)):
             waiting.append(unit)
     if jobs == 1 or len(waiting) < 2:
         for unit in waiting:
             _do(run, unit)
+            write()
             clock.count(unit.key)
         return
     # Fresh processes: torch's threads do not survive a fork.
@@ -205,6 +255,7 @@ def _stage(run: Run, units: list[Unit], jobs: int, clock: _Clock) -> None:
         try:
             for future in concurrent.futures.as_completed(futures):
                 future.result()
+                write()
                 clock.count(futures[future].key)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
