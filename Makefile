@@ -63,10 +63,7 @@ bench: $(INSTALLED) ## side-by-side runs; results go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
 results: $(INSTALLED) ## every table, figure and verdict in docs/ that comes from the committed runs of the experiments
-	$(BIN)/python -m experiments.page
-	$(BIN)/python -m experiments.ewc_page
-	$(BIN)/python -m experiments.pruning_page
-	$(BIN)/python -m experiments.trust
+	$(BIN)/python -m experiments.pages
 
 docs: $(INSTALLED) ## run every tutorial and build the site into site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'

@@ -1,9 +1,9 @@
 """The paper's settings, one command.
 
-python -m experiments SETTING|all --scale quick|cpu|paper|… [--seeds N] [--data DIR] [--out DIR] [--jobs N] [--only REGEX]
+python -m experiments SETTING|all --scale quick|cpu|paper|… [--seeds N] [--data DIR] [--out DIR] [--jobs N] [--only REGEX] [--again REGEX]
 
 What is done is kept, unit by unit, in `--out`; units of the committed documents (`--known`) are not run again, so a run that was
-begun on one machine goes on on another.
+begun on one machine goes on on another. `--again` runs single units once more, into a fresh `--out`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/experiments"), help="results and caches; runs go on")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at a time, a thread each")
     parser.add_argument("--only", metavar="REGEX", help="of what is missing, only units whose key it finds")
+    parser.add_argument("--again", metavar="REGEX", help="only units whose key it finds, even if they are known")
     parser.add_argument(
         "--known", type=Path, default=Path(__file__).parent / "results", help="documents whose units are taken over"
     )
@@ -50,6 +51,7 @@ def main() -> None:
                 known=options.known,
                 stages=stages,
                 only=options.only,
+                again=options.again,
             )
             print(f"{setting}: {path}", flush=True)
 

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 
 import squisher
 from experiments.data import Labelled
+from experiments.networks import Sliced, accuracy, perceptron
 
-__all__ = ["METHODS", "Context", "Method", "Network", "hold_out", "learn_all", "permuted", "split"]
+__all__ = ["METHODS", "Context", "Method", "hold_out", "learn_all", "permuted", "split"]
 
 REFERENCE = 500  # inputs of the small exact Fisher that every importance is set beside
 
@@ -58,22 +59,6 @@ METHODS = {
     "squisher (tracked, strength_like)": Method("tracker", rule="first"),
     "identity": Method("identity"),
 }
-
-
-class Network(nn.Module):
-    """A perceptron with ReLU; `head` is the slice of outputs in use."""
-
-    def __init__(self, widths: list[int]) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for inputs, outputs in itertools.pairwise(widths):
-            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-        self.layers = nn.Sequential(*layers[:-1])
-        self.head = slice(None)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of the context's own classes."""
-        return self.layers(inputs)[:, self.head]
 
 
 @dataclass(frozen=True)
@@ -153,7 +138,7 @@ def learn_all(
         in which contexts the library warned of growth, and the context after which numbers were no longer finite, if any.
     """
     torch.manual_seed(seed)
-    model = Network(config["widths"])
+    model = Sliced(perceptron(config["widths"]))
     optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"], betas=(0.9, method.beta2), fused=True)
     tracker = squisher.Tracker(model, optimizer, beta2=method.beta2) if method.source == "tracker" else None
     given = strength
@@ -199,7 +184,7 @@ def learn_all(
 
 
 def _learn(
-    model: Network,
+    model: Sliced,
     optimizer: torch.optim.Optimizer,
     context: Context,
     config: dict[str, Any],
@@ -225,17 +210,15 @@ def _shuffled(count: int, size: int, generator: torch.Generator) -> Iterator[Ten
         yield from torch.randperm(count, generator=generator)[: count // size * size].split(size)
 
 
-@torch.no_grad()
-def _accuracy(model: Network, context: Context) -> float:
-    inputs, labels = context.seen(context.test)
-    return round(100 * (model(inputs).argmax(-1) == labels).float().mean().item(), 4)
+def _accuracy(model: Sliced, context: Context) -> float:
+    return accuracy(model, context.seen(context.test), size=len(context.test))
 
 
 def _consolidate(
     ewc: squisher.EWC,
     method: Method,
     strength: float,
-    model: Network,
+    model: Sliced,
     optimizer: torch.optim.Optimizer,
     tracker: squisher.Tracker | None,
     context: Context,

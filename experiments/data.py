@@ -94,7 +94,9 @@ def cifar100_features(folder: Path) -> tuple[Labelled, Labelled]:
 
     path = folder / "cifar10_conv" / "conv.safetensors"
     if not path.exists():
-        raise SystemExit(f"There is no {path.parent.name}/{path.name} in {folder}: the frozen layers of split CIFAR-100.")
+        raise SystemExit(
+            f"There is no {path.parent.name}/{path.name} in {folder}: the frozen layers of split CIFAR-100."
+        )
     weights = load_file(path)
     centre = torch.tensor([0.5071, 0.4865, 0.4409]).view(3, 1, 1)
     spread = torch.tensor([0.2673, 0.2564, 0.2761]).view(3, 1, 1)

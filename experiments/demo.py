@@ -18,11 +18,11 @@ from rich.table import Table
 from torch import nn
 
 import squisher
-from experiments import page
+from experiments import findings
+from experiments.comparison import SETTINGS, comparisons
 from experiments.data import Labelled, digits
-from experiments.html import results_page
 from experiments.runs import execute
-from squisher.report import write
+from experiments.spread import mean
 
 BATCH, EPOCHS, HIDDEN = 32, 40, 64
 
@@ -67,19 +67,19 @@ def recycle(out: Path) -> None:
 def six_settings(out: Path, jobs: int) -> None:
     """Runs the settings that are not done yet, and shows them side by side."""
     start = time.perf_counter()
-    for setting in page.SETTINGS[:6]:
+    for setting in SETTINGS:
         execute(setting, "quick", seeds=None, data=None, out=out, jobs=jobs, say=lambda line: None)
         print(f"{setting}: done after {time.perf_counter() - start:.0f} s", flush=True)
-    found = page.comparisons(out, "quick")
+    found = comparisons(out, "quick")
     table = Table(title="\nWhat the Squisher does in place of the Fisher", title_justify="left")
     for title in ("setting", "measure", "Fisher", "Squisher", "baseline"):
         table.add_column(title, justify="left" if title in ("setting", "measure") else "right")
-    for title, measure, fisher, recycled, baseline, *_ in page.overview(found):
-        table.add_row(title, measure, str(fisher), str(recycled), str(baseline))
+    for c in found:
+        values = [mean(list(c.main(method).values())) for method in ("fisher", "squisher", c.baseline)]
+        table.add_row(c.title, c.metric, *map(str, values))
     Console().print(table)
     print("Small networks and 8×8 digits: this shows how it goes, and proves nothing. docs/results.md has real data.")
-    page.draw(found, out / "figure.png")
-    write(out / "results.html", results_page(found, "quick"))
+    findings.draw(found, out / "figure.png")
 
 
 def main() -> None:
@@ -92,9 +92,7 @@ def main() -> None:
     recycle(options.out)
     print("\nThe paper's six settings, in small:")
     six_settings(options.out, options.jobs)
-    print(
-        f"\nFigure: {options.out / 'figure.png'}\nResults: {options.out / 'results.html'}\nReport: {options.out / 'report.html'}"
-    )
+    print(f"\nFigure: {options.out / 'figure.png'}\nReport: {options.out / 'report.html'}")
 
 
 if __name__ == "__main__":

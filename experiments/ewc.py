@@ -44,6 +44,10 @@ TITLE = "EWC"
 BASELINE = "none"
 METRIC = "accuracy"
 HIGHER_IS_BETTER = True
+STAND_IN = (
+    "three benchmarks, three scenarios, five seeds",
+    "the same networks, contexts and iterations (CIFAR-100: 40 % of the images, as many epochs); λ on held-out data",
+)
 PAPER = {  # tables "ewc/table_main" and "ewc/table_ablation"
     "split MNIST, task": {
         "fisher": 99.59, "squisher": 98.59, "none": 95.93, "squisher (without rescaling)": 98.85,
@@ -64,7 +68,11 @@ PAPER = {  # tables "ewc/table_main" and "ewc/table_ablation"
     "split CIFAR-100, domain": {"fisher": 18.79, "squisher": 20.16, "none": 16.01},
     "split CIFAR-100, class": {"fisher": 5.82, "squisher": 5.98, "none": 5.88},
 }  # fmt: skip
-PAPER_SECONDS = {"split MNIST, task": 331.684358, "permuted MNIST, task": 15215.51869}  # Fisher; tables "runtime/ewc"
+CHANCE = {
+    "split MNIST, task": 50.0, "split MNIST, domain": 50.0, "split MNIST, class": 10.0, "permuted MNIST, task": 10.0,
+    "permuted MNIST, domain": 10.0, "permuted MNIST, class": 1.0, "split CIFAR-100, task": 10.0,
+    "split CIFAR-100, domain": 10.0, "split CIFAR-100, class": 1.0,
+}  # fmt: skip
 
 WHAT = ("methods", "ablations", "ablation_seeds", "exponents")
 """What of a configuration says what is done; the rest says how, and results of another "how" are not taken over."""
@@ -178,6 +186,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 """`exponents`: λ is searched over 10ᵉ, equally many for every method of a benchmark; `strengths`: λ is given."""
 
+BENCHMARKS = {
+    "cpu": {
+        scale: f"EWC, {config['case']}, {config['scenario']}" + ", reduced" * (scale == "permuted-reduced")
+        for scale, config in CONFIGS.items()
+        if scale not in ("quick", "permuted-check")
+    }
+}
+"""The documents that one name of a scale stands for, with their titles."""
+
 GROUPS = {
     "cpu": (
         ("split-task", None), ("split-domain", None), ("split-class", None), ("permuted-task", 2), ("cifar-task", 2),
@@ -243,6 +260,11 @@ def chosen(run: Run, method: str) -> float:
 def case(config: dict[str, Any]) -> str:
     """The benchmark and the scenario, as tables name them."""
     return f"{config['case']}, {config.get('scenario', 'task')}"
+
+
+def main_cases(config: dict[str, Any]) -> tuple[str, ...]:
+    """The benchmark as a whole."""
+    return (case(config),)
 
 
 def scores(results: dict[str, dict[str, Any]]) -> list[Score]:

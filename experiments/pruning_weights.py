@@ -1,7 +1,6 @@
 """Single weights of a perceptron on MNIST, pruned by the paper's own formula, ½θ²F: what is lost, and what retraining gives back.
 
 python -m experiments pruning_weights --scale cpu --data DIR     # DIR/mnist holds the four IDX files
-python -m experiments.pruning_page                               # writes the table of the results into docs/pruning.md
 
 "fisher" is measured with exact labels on all training images, "squisher" is what AdamW holds at its last step; "magnitude" is |θ|
 and not in the paper. Network, sparsities and scopes were fixed before the first run.
@@ -11,17 +10,22 @@ from __future__ import annotations
 
 import copy
 import itertools
+import statistics
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import squisher
-from experiments import data
+from experiments import data, networks
+from experiments.comparison import document
 from experiments.data import Labelled
+from experiments.markdown import Parts, table
 from experiments.runs import Run, Score, Unit
+from experiments.spread import paired
 
 TITLE = "Pruning of weights"
 BASELINE = "random"
@@ -73,7 +77,7 @@ def pruned_in_every_way(p: dict[str, Any], train: Labelled, test: Labelled, seed
     """Trains one perceptron and prunes copies of it in every way; accuracies before and after retraining."""
     train = train[: p["train"]]
     torch.manual_seed(seed)
-    model = mlp(p["widths"])
+    model = networks.perceptron(p["widths"])
     optimizer = _fit(model, train, p, p["epochs"], seed)
     times, importances = {}, {}
     start = time.perf_counter()
@@ -96,7 +100,7 @@ def pruned_in_every_way(p: dict[str, Any], train: Labelled, test: Labelled, seed
         )
         layers = [layer for layer in smaller if isinstance(layer, nn.Linear)]
         zeros = sum(int((layer.weight == 0).sum()) for layer in layers)
-        before = accuracy(smaller, test)
+        before = networks.accuracy(smaller, test)
         _fit(smaller, train, p, p["retrain_epochs"], seed + 1000)
         rows.append(
             {
@@ -107,24 +111,16 @@ def pruned_in_every_way(p: dict[str, Any], train: Labelled, test: Labelled, seed
                 "zeros_after": sum(int((layer.weight == 0).sum()) for layer in layers),
                 "weights": sum(layer.weight.numel() for layer in layers),
                 "before": before,
-                "after": accuracy(smaller, test),
+                "after": networks.accuracy(smaller, test),
             }
         )
     return {
         "seed": seed,
-        "unpruned": accuracy(model, test),
+        "unpruned": networks.accuracy(model, test),
         "spearman": round(squisher.compare(importances["squisher"], importances["fisher"]).spearman, 4),
         "times": times,
         "rows": rows,
     }
-
-
-def mlp(widths: list[int]) -> nn.Sequential:
-    """A perceptron with ReLU."""
-    layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(widths):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
 
 
 def _fit(model: nn.Module, train: Labelled, p: dict[str, Any], epochs: int, seed: int) -> torch.optim.Optimizer:
@@ -140,11 +136,49 @@ def _fit(model: nn.Module, train: Labelled, p: dict[str, Any], epochs: int, seed
     return optimizer
 
 
-@torch.no_grad()
-def accuracy(model: nn.Module, test: Labelled) -> float:
-    """The share of examples that are recognised, in percent."""
-    training = model.training
-    model.eval()
-    right = sum(int((model(inputs).argmax(-1) == labels).sum()) for inputs, labels in test.batches(500))
-    model.train(training)
-    return round(100.0 * right / len(test), 4)
+PAIRS = (
+    ("squisher", "fisher"),
+    ("fisher", "magnitude"),
+    ("squisher", "magnitude"),
+    ("fisher", "random"),
+    ("squisher", "random"),
+)
+
+
+def parts(folder: Path, images: Path) -> Parts:
+    """The table of docs/pruning.md: means, and differences paired by seed with their intervals."""
+    found = document("pruning_weights", "cpu", folder)
+    seeds = [unit["result"] for unit in found["units"].values()]
+    p = found["config"]["perceptron"]
+    cases = [(c, s, w) for c in p["scopes"] for s in p["sparsities"] for w in ("before", "after")]
+    values = {
+        (r["method"], r["scope"], r["sparsity"], when): {} for r in seeds[0]["rows"] for when in ("before", "after")
+    }
+    for entry in seeds:
+        for row in entry["rows"]:
+            for when in ("before", "after"):
+                values[row["method"], row["scope"], row["sparsity"], when][entry["seed"]] = row[when]
+    named = [[scope, f"{sparsity:.0%}", when] for scope, sparsity, when in cases]
+    means = [
+        [*name, *(f"{statistics.fmean(values[(m, *case)].values()):.2f}" for m in METHODS)]
+        for name, case in zip(named, cases, strict=True)
+    ]
+    gaps = [
+        [*name, *(str(paired(values[(a, *case)], values[(b, *case)])) for a, b in PAIRS)]
+        for name, case in zip(named, cases, strict=True)
+    ]
+    head = ["scope", "sparsity", "when"]
+    return Parts(
+        {
+            "weights": "\n\n".join(
+                [
+                    f"MNIST ({p['train']:,} training images, all test images), {'-'.join(map(str, p['widths']))} perceptron,"
+                    f" {len(seeds)} seeds; {p['epochs']} epochs of AdamW, then pruned, then {p['retrain_epochs']} epochs more."
+                    f" Test accuracy in percent; unpruned {statistics.fmean(entry['unpruned'] for entry in seeds):.2f}, chance 10.",
+                    table([*head, *METHODS], means),
+                    "Differences paired by seed, in points, with 95 % t intervals:",
+                    table([*head, *(f"{a} − {b}" for a, b in PAIRS)], gaps),
+                ]
+            )
+        }
+    )

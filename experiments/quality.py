@@ -24,7 +24,6 @@ python -m experiments quality --scale cpu --data DIR
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import warnings
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 
 import squisher
 from experiments.data import Labelled, digits, mnist
+from experiments.networks import perceptron
 from experiments.runs import Run, Score, Unit
 
 TITLE = "Quality of the estimate"
@@ -134,11 +134,7 @@ def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
 def build(network: dict[str, Any], dropout: float) -> nn.Sequential:
     """A perceptron, or a small conv net on images halved in size; dropout behind every hidden layer."""
     if "widths" in network:
-        *hidden, last = network["widths"]
-        layers: list[nn.Module] = []
-        for inputs, outputs in itertools.pairwise(hidden):
-            layers += [nn.Linear(inputs, outputs), nn.ReLU(), nn.Dropout(dropout)]
-        return nn.Sequential(*layers, nn.Linear(hidden[-1], last))
+        return perceptron(network["widths"], dropout)
     first, second = network["channels"]
     return nn.Sequential(
         nn.Unflatten(1, (1, 28, 28)), nn.AvgPool2d(2),

@@ -13,7 +13,6 @@ and a recipe as in `experiments.tuning`. A task is named by its angle: "30°".
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -22,10 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from experiments.data import Labelled, digits, mnist
+from experiments.networks import Headed
 from experiments.runs import Run
 from experiments.tuning import Splits, fingerprint, train, tuned, weights_of
 
-__all__ = ["Images", "Perceptron", "fine_tune", "network", "rotated", "splits"]
+__all__ = ["Images", "fine_tune", "network", "rotated", "splits"]
 
 
 class Images(Labelled):
@@ -42,20 +42,6 @@ class Images(Labelled):
     def batches(self, size: int) -> list[dict[str, Tensor]]:  # type: ignore[override]
         """All rows in order."""
         return [self.batch(rows) for rows in torch.arange(len(self)).split(size)]
-
-
-class Perceptron(nn.Module):
-    """A multi-layer perceptron with ReLU: body and head."""
-
-    def __init__(self, inputs: int, widths: list[int], classes: int) -> None:
-        super().__init__()
-        sizes = itertools.pairwise([inputs, *widths])
-        self.body = nn.Sequential(*(layer for a, b in sizes for layer in (nn.Linear(a, b), nn.ReLU())))
-        self.head = nn.Linear(widths[-1], classes)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """Logits."""
-        return self.head(self.body(inputs))
 
 
 def rotated(images: Tensor, angle: float) -> Tensor:
@@ -77,11 +63,11 @@ def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
     return Splits(*parts, classes=2 if config["parity"] else 10)
 
 
-def network(config: Mapping[str, Any], seed: int) -> Perceptron:
+def network(config: Mapping[str, Any], seed: int) -> Headed:
     """A new network."""
     torch.manual_seed(seed)
     inputs = 64 if config["source"] == "digits" else 784
-    return Perceptron(inputs, config["widths"], 2 if config["parity"] else 10).eval()
+    return Headed([inputs, *config["widths"]], 2 if config["parity"] else 10).eval()
 
 
 def fine_tune(

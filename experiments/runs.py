@@ -133,6 +133,7 @@ def execute(
     known: Path | None = None,
     stages: int | None = None,
     only: str | None = None,
+    again: str | None = None,
 ) -> Path:
     """Does what is missing of a setting, and writes its document after every unit.
 
@@ -147,6 +148,7 @@ def execute(
         known: A folder of documents, whole or partial, whose units are taken over where `out` has none.
         stages: How many stages; None for all.
         only: A regular expression: of the units that are missing, only those whose key it finds.
+        again: A regular expression: run only these units, and do not take them over.
 
     Returns:
         The path of the document.
@@ -162,7 +164,7 @@ def execute(
     keys = [unit.key for stage in planned for unit in stage]
     path = out / f"{setting}-{scale}.json"
     if known is not None and (known / path.name).exists():
-        _take_over(run, module, _read(known / path.name), planned)
+        _take_over(run, module, _read(known / path.name), planned, again)
 
     def write() -> None:
         results = {key: _read(run._file(key)) for key in keys if run._file(key).exists()}
@@ -170,7 +172,7 @@ def execute(
 
     clock = _Clock(len(keys), sum(run._file(key).exists() for key in keys), f"{setting} ({scale})", say)
     for stage in planned[:stages]:
-        _stage(run, module, stage, jobs, clock, write, only)
+        _stage(run, module, stage, jobs, clock, write, again or only)
     write()
     return path
 
@@ -194,12 +196,14 @@ def _document(
     }
 
 
-def _take_over(run: Run, module: Any, document: dict[str, Any], stages: list[list[Unit]]) -> None:
+def _take_over(run: Run, module: Any, document: dict[str, Any], stages: list[list[Unit]], again: str | None) -> None:
     """Keeps the units of a document as if they had been run here, if it was made by the same protocol."""
     if _protocol(module, document["config"]) != _protocol(module, run.config):
         return
     for unit in (unit for stage in stages for unit in stage):
         path = run._file(unit.key)
+        if again is not None and re.search(again, unit.key):
+            continue
         if unit.key in document["units"] and not path.exists():
             entry = {"key": unit.key, "arguments": unit.arguments, "config": document["config"]}
             _write(path, {**entry, "environment": document["environment"], **document["units"][unit.key]})

@@ -24,7 +24,6 @@ python -m experiments runtime --scale cpu --jobs 1
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import tempfile
 import time
@@ -36,6 +35,7 @@ import torch
 from torch import Tensor, nn
 
 import squisher
+from experiments.networks import Sliced, perceptron, vgg
 from experiments.runs import Run, Score, Unit
 
 TITLE = "Run time"
@@ -138,35 +138,12 @@ def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
     return out
 
 
-class Active(nn.Module):
-    """A network of which only the first outputs count: the classes of one context."""
-
-    def __init__(self, network: nn.Module, count: int) -> None:
-        super().__init__()
-        self.network, self.count = network, count
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        """The logits of the active classes."""
-        return self.network(inputs)[:, : self.count]
-
-
 def build(network: dict[str, Any]) -> nn.Module:
     """A perceptron, a VGG (conv, ReLU, batch norm) or a BERT-type encoder with a head."""
     if network["kind"] == "mlp":
-        *hidden, last = network["widths"]
-        layers: list[nn.Module] = []
-        for inputs, outputs in itertools.pairwise(hidden):
-            layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-        return Active(nn.Sequential(*layers, nn.Linear(hidden[-1], last)), network.get("active", last))
+        return Sliced(perceptron(network["widths"]), slice(network.get("active")))
     if network["kind"] == "vgg":
-        layers, channels = [], 3
-        for width in network["plan"]:
-            if width:
-                layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(width)]
-            else:
-                layers.append(nn.MaxPool2d(2))
-            channels = width or channels
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, network["classes"]))
+        return vgg(network["plan"], network["classes"])
     return _encoder(network)
 
 

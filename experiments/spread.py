@@ -1,16 +1,23 @@
-"""Means and differences with their spread: standard deviations over seeds, bootstrap intervals of paired differences."""
+"""Means and differences with their spread: what a handful of seeds can carry, and no more.
+
+Differences are paired by seed. Their interval is Student's t, which is right for few seeds where the differences are about normal; a
+percentile bootstrap is not (of null comparisons it calls a quarter clear with three seeds, and one in six with five: the test simulates
+it). The exact sign-flip p stands beside it and assumes nothing but symmetry; with three seeds it cannot be below 0.25, with
+five not below 0.0625. Where the right and wrong test rows are known, the rows are a sample too, and widen the interval.
+"""
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
+from scipy import stats
 
-__all__ = ["Difference", "Mean", "mean", "paired"]
-
-RESAMPLES = 10_000
+__all__ = ["Difference", "Mean", "holm", "mean", "paired", "row_error"]
 
 
 class Mean(NamedTuple):
@@ -21,23 +28,53 @@ class Mean(NamedTuple):
     count: int
 
     def __str__(self) -> str:
-        return f"{self.value:.2f} ± {self.deviation:.2f}"
+        return f"{self.value:.2f} ± {self.deviation:.2f}" if self.count > 1 else f"{self.value:.2f} (one seed)"
 
 
 class Difference(NamedTuple):
-    """A mean paired difference with its 95 % bootstrap interval over seeds."""
+    """A mean paired difference.
+
+    Attributes:
+        value: The mean.
+        error: Its standard error; NaN for one seed.
+        count: How many seeds.
+        sign_flip: The exact two-sided p of flipping signs.
+    """
 
     value: float
-    low: float
-    high: float
+    error: float
     count: int
+    sign_flip: float
+
+    @property
+    def low(self) -> float:
+        """The lower end of the 95 % interval."""
+        return self.value - self._reach
+
+    @property
+    def high(self) -> float:
+        """The upper end of the 95 % interval."""
+        return self.value + self._reach
+
+    @property
+    def _reach(self) -> float:
+        return float(stats.t.ppf(0.975, self.count - 1)) * self.error if self.count > 1 else math.inf
 
     @property
     def clear(self) -> bool:
         """Whether the interval leaves out 0."""
         return self.low > 0 or self.high < 0
 
+    def p(self, against: float = 0.0) -> float:
+        """The two-sided p of the t test that the true difference is `against`; 1 for one seed."""
+        gap = abs(self.value - against)
+        if self.count < 2 or gap == 0:
+            return 1.0
+        return float(2 * stats.t.sf(gap / self.error, self.count - 1)) if self.error else 0.0
+
     def __str__(self) -> str:
+        if self.count < 2:
+            return f"{self.value:+.2f} (one seed)"
         return f"{self.value:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
 
 
@@ -46,13 +83,44 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
 
 
-def paired(first: Mapping[int, float], second: Mapping[int, float]) -> Difference:
-    """First − second over the seeds that both have; seeds are drawn with replacement.
+def paired(first: Mapping[int, float], second: Mapping[int, float], row_error: float = 0.0) -> Difference:
+    """First − second over the seeds that both have.
 
-    With few seeds such an interval is too narrow (five seeds: about 83 % instead of 95 %); it is an aid to the eye.
+    Args:
+        first: Values by seed.
+        second: Values by seed.
+        row_error: The standard error that comes from the choice of test rows, where these are the same for all seeds.
     """
-    common = sorted(first.keys() & second.keys())
-    gaps = np.array([first[seed] - second[seed] for seed in common])
-    draws = np.random.default_rng(0).integers(0, len(gaps), (RESAMPLES, len(gaps)))
-    low, high = np.quantile(gaps[draws].mean(1), [0.025, 0.975])
-    return Difference(float(gaps.mean()), float(low), float(high), len(gaps))
+    gaps = [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+    error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
+    return Difference(statistics.fmean(gaps), math.hypot(error, row_error), len(gaps), _sign_flip(gaps))
+
+
+def row_error(first: Mapping[int, Sequence[bool]], second: Mapping[int, Sequence[bool]]) -> float:
+    """The standard error of a difference in accuracy, in points, from the choice of test rows.
+
+    Args:
+        first: By seed, which rows were right; the same rows for every seed.
+        second: The same of the other method.
+    """
+    seeds = sorted(first.keys() & second.keys())
+    gaps = np.mean([np.subtract(first[s], second[s], dtype=float) for s in seeds], axis=0)
+    return 100 * float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """P values after Holm's correction: any of them below a level is so at that level over the whole family."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    out, largest = [1.0] * len(values), 0.0
+    for place, index in enumerate(order):
+        largest = max(largest, min(1.0, (len(values) - place) * values[index]))
+        out[index] = largest
+    return out
+
+
+def _sign_flip(gaps: Sequence[float]) -> float:
+    """The share of all sign patterns whose mean is at least as far from 0."""
+    magnitudes = np.abs(np.asarray(gaps))
+    signs = np.array(list(itertools.product((-1, 1), repeat=len(gaps))))
+    means = np.abs(signs @ magnitudes)
+    return float((means >= abs(float(np.sum(gaps))) * (1 - 1e-12)).mean())

@@ -1,23 +1,18 @@
-"""Writes the numbers of docs/when-to-trust-it.md from the committed results of `experiments.quality`.
-
-python -m experiments.trust [--document experiments/results/quality-cpu.json]
+"""The numbers of docs/when-to-trust-it.md, from the committed results of `experiments.quality`.
 
 Ratios are geometric means over seeds, so that the steps of the chain multiply to the whole; the rest are plain means.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import re
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-PAGE = HERE.parent / "docs" / "when-to-trust-it.md"
-DOCUMENT = HERE / "results" / "quality-cpu.json"
+from experiments.comparison import document
+from experiments.markdown import Parts, table
+
 RATIOS = ("scale", "median_ratio")
 NETWORKS = {"mlp": "perceptron", "conv": "conv net"}
 CAUSES = {
@@ -77,12 +72,6 @@ def spread(values: Sequence[float], show: Callable[[float], str] = number) -> st
     """From the lowest to the highest seed; one value if they look the same."""
     low, high = show(min(values)), show(max(values))
     return low if low == high else f"{low}–{high}"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Markdown."""
-    lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def variants(results: Results) -> str:
@@ -246,34 +235,7 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
 }  # fmt: skip
 
 
-def fill(text: str, results: Results) -> str:
-    """The page with every block and every number in it made anew.
-
-    A block stands between `<!-- NAME -->` and `<!-- end -->`; a number inside a sentence is `<!--=KEY-->…<!---->`.
-    """
-    known = words(results)
-
-    def block(match: re.Match[str]) -> str:
-        return f"<!-- {match[1]} -->\n{BLOCKS[match[1]](results)}\n<!-- end -->"
-
-    def word(match: re.Match[str]) -> str:
-        if match[1] not in known:
-            raise SystemExit(f"{PAGE.name} asks for {match[1]!r}, which the results do not have.")
-        return f"<!--={match[1]}-->{known[match[1]]}<!---->"
-
-    text = re.sub(r"<!--=(.+?)-->.*?<!---->", word, text)
-    return re.sub(rf"<!-- ({'|'.join(BLOCKS)}) -->.*?<!-- end -->", block, text, flags=re.DOTALL)
-
-
-def main() -> None:
-    """Fills the page."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--document", type=Path, default=DOCUMENT)
-    parser.add_argument("--page", type=Path, default=PAGE)
-    options = parser.parse_args()
-    results = Results(json.loads(options.document.read_text()))
-    options.page.write_text(fill(options.page.read_text(), results))
-
-
-if __name__ == "__main__":
-    main()
+def parts(folder: Path, images: Path) -> Parts:
+    """Every table and number of docs/when-to-trust-it.md."""
+    results = Results(document("quality", "cpu", folder))
+    return Parts({name: make(results) for name, make in BLOCKS.items()}, words(results))

@@ -21,7 +21,6 @@ HERE = Path(__file__).parent
 def main() -> None:
     """Make the picture of the results, and with a folder two reports and five pictures."""
     browser = Browser()
-    photograph(browser, HERE.parent / "results-page.html", "results-page", "#content", 0, 1500)
     if sys.argv[1:]:
         reports(browser, Path(sys.argv[1]))
     browser.close()

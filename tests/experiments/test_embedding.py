@@ -1,9 +1,11 @@
+import itertools
 import json
 
 import numpy as np
 import pytest
 import torch
 
+import squisher
 from experiments import embedding
 from experiments.data import Labelled
 from experiments.runs import Run, execute
@@ -81,14 +83,21 @@ def test_intervals_are_of_targets():
     assert found["MRR"] == [0.5, 0.5, 0.5]
 
 
-def test_chance_is_the_mean_over_all_places():
-    assert embedding._by_chance(11)["rho"] == 6
-    assert embedding._by_chance(2)["MRR"] == pytest.approx(0.75)
+@pytest.mark.parametrize(
+    "gains", [[1.0, 2.0, 3.0, 4.0, 5.0], [5.0, 5.0, 1.0, 2.0], [3.0, 3.0, 3.0], [0.1, 9.0, 4.0, 9.0]]
+)
+def test_chance_is_the_mean_over_all_orders(gains):
+    known = {"target": {str(k): gain for k, gain in enumerate(gains)}}
+    found = [squisher.embed.evaluate({"target": order}, known) for order in itertools.permutations(known["target"])]
+    expected = {name: np.mean([one[key] for one in found]) for name, key in embedding.METRICS.items()}
+    expected["NDCG"] *= 100
+    assert embedding._by_chance(known) == pytest.approx(expected)
 
 
 def test_the_run_scores_every_method_at_every_granularity(document):
     found = {(s["case"], s["method"], s["seed"]) for s in document["scores"]}
-    methods = [*embedding.ESTIMATORS, "data size"]
+    variants = [f"{m} ({how})" for m in ("fisher", "squisher") for how in ("equal traces", "cosine")]
+    methods = [*embedding.ESTIMATORS, *variants, "data size", "random order"]
     assert found == {
         (f"{by}: {metric}", method, seed)
         for by in embedding.GRANULARITIES for metric in embedding.METRICS for method in methods for seed in (1, 2)

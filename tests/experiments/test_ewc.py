@@ -8,9 +8,10 @@ import json
 import pytest
 import torch
 
-from experiments import continual, ewc, ewc_page, ewc_permuted
-from experiments.continual import METHODS, Network, hold_out, learn_all, permuted, split
+from experiments import continual, ewc, ewc_tables
+from experiments.continual import METHODS, hold_out, learn_all, permuted, split
 from experiments.data import Labelled
+from experiments.networks import perceptron
 from experiments.runs import Run, execute
 
 TINY = {
@@ -24,7 +25,8 @@ TINY = {
     "fisher_examples": 1000,
     "held_out": 0.1,
     "methods": list(METHODS),
-    "exponents": {method: [0, 2] for method in METHODS if METHODS[method].rule == "search"},
+    "scenario": "task",
+    "exponents": {method: [0, 1] for method in METHODS if METHODS[method].rule == "search"},
 }
 
 
@@ -37,30 +39,93 @@ def blobs(count, seed, inputs=6, classes=6):
 
 def test_the_networks_have_the_papers_size():
     sizes = {
-        "split": sum(p.numel() for p in Network(ewc.CONFIGS["cpu"]["widths"]).parameters()),
-        "permuted": sum(p.numel() for p in Network(ewc_permuted.CONFIGS["cpu"]["widths"]).parameters()),
+        scale: sum(p.numel() for p in perceptron(config["widths"]).parameters())
+        for scale, config in ewc.CONFIGS.items()
+        if scale != "quick"
     }
-    assert sizes == {"split": 478_410, "permuted": 2_126_100}
+    assert sizes["split-task"] == sizes["split-class"] == 478_410
+    assert sizes["split-domain"] == 475_202
+    assert sizes["permuted-task"] == sizes["permuted-class"] == sizes["permuted-reduced"] == 2_126_100
+    assert sizes["permuted-domain"] == 2_036_010
+    assert sizes["cifar-task"] == sizes["cifar-class"] == 6_252_100
 
 
-def test_the_protocol_is_the_papers():
-    config = ewc.CONFIGS["cpu"]
-    assert [config[k] for k in ("contexts", "iterations", "batch", "lr")] == [5, 2000, 128, 1e-3]
-    assert config["seeds"] >= 5
-    assert config["fisher_examples"] > 60_000  # the whole context
+@pytest.mark.parametrize(
+    ("benchmark", "protocol", "examples"),
+    [
+        ("split", [5, 2000, 128, 1e-3], 12_000),
+        ("permuted", [10, 5000, 128, 1e-4], 60_000),
+        ("cifar", [10, 2000, 256, 1e-4], 2_000),
+    ],
+)
+def test_the_protocol_is_the_papers(benchmark, protocol, examples):
+    for scenario in ("task", "domain", "class"):
+        config = ewc.CONFIGS[f"{benchmark}-{scenario}"]
+        assert [config[k] for k in ("contexts", "iterations", "batch", "lr")] == protocol
+        assert config["scenario"] == scenario
+        assert config["fisher_examples"] >= examples  # the whole context
+        assert config["seeds"] >= (3 if benchmark == "cifar" and scenario != "task" else 5)
+        assert ewc.case(config) in ewc.PAPER
+    assert set(ewc.CONFIGS[f"{benchmark}-task"].get("ablations", ewc._ABLATIONS)) == set(ewc._ABLATIONS)
 
 
-@pytest.mark.parametrize(("module", "scale"), [(ewc, "quick"), (ewc, "cpu"), (ewc_permuted, "cpu")])
-def test_every_method_has_the_same_budget_and_a_search_or_a_rule(module, scale):
-    config = module.CONFIGS[scale]
-    searched = {method for method in config["methods"] if METHODS[method].rule == "search"}
+@pytest.mark.parametrize("scale", list(ewc.CONFIGS))
+def test_every_method_has_the_same_budget_and_a_search_or_a_rule(scale):
+    config = ewc.CONFIGS[scale]
+    methods = [*config["methods"], *config.get("ablations", [])]
+    searched = {method for method in methods if METHODS[method].rule == "search"}
     if "strengths" in config:  # λ is given, the same for all
         assert searched == set(config["strengths"])
         assert len(set(config["strengths"].values())) == 1
     else:
-        assert searched <= set(config["exponents"])  # a curve alone is fine
-    assert len({high - low for low, high in config["exponents"].values()}) == 1
-    assert {"fisher", "squisher", module.BASELINE} <= set(config["methods"])
+        assert searched == set(config["exponents"])
+    assert len({len(exponents) for exponents in config["exponents"].values()}) <= 1
+    assert {"fisher", "squisher", ewc.BASELINE} <= set(config["methods"])
+    keys = [unit.key for stage in ewc.stages(config, range(1, config["seeds"] + 1)) for unit in stage]
+    assert len(keys) == len(set(keys))
+
+
+def test_the_whole_table_is_run_in_the_order_of_its_worth():
+    order = [scale for scale, _ in ewc.GROUPS["cpu"]]
+    assert set(order) == {f"{b}-{s}" for b in ("split", "permuted", "cifar") for s in ("task", "domain", "class")}
+    assert order[:4] == ["split-task", "split-domain", "split-class", "permuted-task"]
+    assert all((scale, None) in ewc.GROUPS["cpu"] for scale in order)  # in the end all of each
+
+
+@pytest.mark.parametrize("deal", [split, permuted])
+def test_scenarios_differ_in_heads_and_labels(deal):
+    train, test = blobs(60, 0, inputs=784), blobs(30, 1, inputs=784)
+    by_scenario = {scenario: deal(train, test, 3, 1, scenario) for scenario in ("task", "domain", "class")}
+    each = 2 if deal is split else 6
+    for number in range(3):
+        task, domain, classes = (by_scenario[s][number] for s in ("task", "domain", "class"))
+        assert torch.equal(task.seen(task.train).inputs, classes.seen(classes.train).inputs)
+        assert (task.head, domain.head, classes.head) == (
+            slice(number * each, (number + 1) * each), slice(0, each), slice(None),
+        )  # fmt: skip
+        assert torch.equal(task.train.labels, domain.train.labels)
+        assert torch.equal(task.train.labels + number * each, classes.train.labels)
+        assert int(domain.test.labels.max()) == each - 1
+
+
+@pytest.mark.parametrize("scenario", ["domain", "class"])
+def test_shared_outputs_are_learnt_and_forgotten(scenario):
+    contexts = split(blobs(240, 0), blobs(60, 1), 3, 4, scenario)
+    config = {**TINY, "widths": [6, 12, 2 if scenario == "domain" else 6], "iterations": 150}
+    free, held = (learn_all(contexts, METHODS[m], s, config, seed=4) for m, s in (("none", 0.0), ("identity", 1e3)))
+    assert free["learnt"][0] > 90
+    assert free["contexts"][-1] > 90
+    assert free["contexts"][0] < 90  # overwritten
+    assert held["contexts"][0] > free["contexts"][0]
+    assert held["spearman"] == []  # a constant has no ranks
+
+
+def test_the_identity_holds_every_parameter_alike():
+    contexts = split(blobs(120, 0), blobs(60, 1), 3, seed=4)
+    result = learn_all(contexts, METHODS["identity"], 0.5, TINY, seed=4)
+    count = sum(p.numel() for p in perceptron(TINY["widths"]).parameters())
+    assert result["traces"] == [count, count]
+    assert (result["given"], result["strength"]) == (0.5, 0.5)
 
 
 def test_split_deals_every_class_once_and_by_the_seed():
@@ -120,7 +185,7 @@ def test_the_search_never_reads_the_test_set(monkeypatch, tmp_path):
 
 
 def test_the_chosen_strength_is_the_best_and_the_smaller_of_equals(monkeypatch, tmp_path):
-    run = Run("ewc", "tiny", {"exponents": {"fisher": [0, 4], "squisher": [0, 4]}}, None, tmp_path)
+    run = Run("ewc", "tiny", {"exponents": {"fisher": [0, 1, 2, 3], "squisher": [0, 1, 2, 3]}}, None, tmp_path)
     found = {"fisher": [90.0, 95.0, 95.0, 80.0], "squisher": [1.0, 2.0, 3.0, 4.0]}
     results = {f"search/{m}/1e{e}": {"accuracy": a} for m, values in found.items() for e, a in enumerate(values)}
     monkeypatch.setattr(Run, "result", lambda self, key: results[key])
@@ -147,10 +212,9 @@ def test_rules_convert_the_fishers_strength():
     used = {m: learn_all(contexts, METHODS[m], 10.0, TINY, seed=4) for m in METHODS}
     raw, unscaled = used["squisher"], used["squisher (without rescaling)"]
     assert raw["traces"][0] == pytest.approx(TINY["batch"] * unscaled["traces"][0], rel=1e-4)
-    assert (unscaled["strength"], used["squisher (N·λ)"]["strength"]) == (10.0, 400.0)
-    once, each = (used[f"squisher (tracked, strength_like {how})"] for how in ("once", "each"))
+    assert (unscaled["strength"], used["squisher (N·v)"]["strength"]) == (10.0, 400.0)
+    once = used["squisher (tracked, strength_like)"]
     assert once["strength"] * once["traces"][0] == pytest.approx(10.0 * once["reference_traces"][0], rel=1e-4)
-    assert each["traces"] == pytest.approx(each["reference_traces"], rel=1e-4)
     assert used["none"]["traces"] == []
 
 
@@ -162,39 +226,43 @@ def test_numbers_that_are_no_longer_finite_end_the_run_and_are_reported(monkeypa
 
 
 def test_a_miniature_run_from_end_to_end(monkeypatch, tmp_path):
-    config = {**TINY, "methods": ["none", "fisher", "squisher (tracked)"]}
-    config["exponents"] = {"fisher": [1, 3], "squisher (tracked)": [1, 3]}
+    config = {**TINY, "methods": ["none", "fisher", "squisher (tracked)"], "ablations": ["joint"], "ablation_seeds": 1}
+    config["exponents"] = {"fisher": [1, 2], "squisher (tracked)": [1, 2], "joint": [5, 6]}
     monkeypatch.setitem(ewc.CONFIGS, "tiny", config)
+    monkeypatch.setitem(ewc.PAPER, "split blobs, task", {"fisher": 12.5})
     monkeypatch.setattr(ewc, "_data", lambda run: (blobs(120, 0), blobs(60, 1)))
     path = execute("ewc", "tiny", seeds=None, data=None, out=tmp_path, jobs=1, say=lambda line: None)
     document = json.loads(path.read_text())
-    whole = [s for s in document["scores"] if s["case"] == "split blobs"]
-    assert {(s["method"], s["seed"]) for s in whole} == set(itertools.product(config["methods"], (1, 2)))
+    assert "missing" not in document
+    whole = [s for s in document["scores"] if s["case"] == "split blobs, task"]
+    assert {(s["method"], s["seed"]) for s in whole} == {*itertools.product(config["methods"], (1, 2)), ("joint", 1)}
     assert len(document["scores"]) == len(whole) * (1 + config["contexts"])
-    assert all(0 <= s["value"] <= 100 for s in document["scores"])
-    page = tmp_path / "page.md"
-    page.write_text(ewc_page.PAGE.read_text())
-    ewc_page.write(document, page)
-    lines = page.read_text().splitlines()
-    assert (tmp_path / ewc_page.PICTURE).stat().st_size > 1000
-    fisher = [json.loads(path.read_text())["units"][f"seed-{seed}/fisher"]["result"] for seed in (1, 2)]
+    runs = ewc_tables.Runs(document)
+    fisher = [document["units"][f"seed-{seed}/fisher"]["result"] for seed in (1, 2)]
     expected = sum(result["accuracy"] for result in fisher) / 2
-    assert any(line.startswith("| fisher |") and f"{expected:.2f} ± " in line for line in lines)
-    once = page.read_text()
-    ewc_page.write(document, page)
-    assert page.read_text() == once
+    line = next(line for line in ewc_tables.comparison(runs).splitlines() if line.startswith("| fisher |"))
+    assert f"{expected:.2f} ± " in line
+    assert line.endswith("| 12.50 |")
+    assert "(one seed)" in ewc_tables.comparison(runs)
+    for part in (ewc_tables.curves, ewc_tables.contexts, ewc_tables.totals, ewc_tables.times):
+        assert part(runs)
 
 
-@pytest.mark.parametrize("setting", ["ewc", "ewc_permuted"])
-def test_the_page_is_what_the_committed_results_make(setting, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(ewc_page.PAGE.read_text())
-    ewc_page.write(json.loads((ewc_page.RESULTS / f"{setting}-cpu.json").read_text()), page)
-    assert page.read_text() == ewc_page.PAGE.read_text()
+def test_a_wider_search_makes_results_at_another_strength_stale(monkeypatch, tmp_path):
+    run = Run("ewc", "tiny", {"exponents": {"fisher": [0, 1]}}, None, tmp_path)
+    results = {"search/fisher/1e0": {"accuracy": 1.0}, "search/fisher/1e1": {"accuracy": 2.0}}
+    monkeypatch.setattr(Run, "result", lambda self, key: results[key])
+    unit = ewc.stages({"exponents": {}, "methods": ["fisher"]}, [1])[1][0]
+    assert not ewc.stale(run, unit, {"given": 10.0})
+    assert ewc.stale(run, unit, {"given": 1.0})
+
+
+def test_what_was_not_run_is_said(tmp_path):
+    assert ewc_tables.main_table(tmp_path).count("not run") == 9 * 6
+    assert "0 of " in ewc_tables.resume(tmp_path)
 
 
 def test_fixed_strengths_need_no_search(tmp_path):
-    run = Run("ewc_permuted", "paper", {"strengths": {"fisher": 100.0, "squisher": 3.0}}, None, tmp_path)
-    assert ewc_permuted.evaluate is ewc.evaluate
+    run = Run("ewc", "permuted-check", {"strengths": {"fisher": 100.0, "squisher": 3.0}}, None, tmp_path)
     assert ewc.chosen(run, "squisher") == 3.0
     assert ewc.stages({"exponents": {}, "methods": ["none"]}, [1])[0] == []

@@ -38,9 +38,9 @@ def test_bodies_are_merged_by_the_formula_and_heads_are_not():
 
 def test_without_rescaling_differs_only_where_the_numbers_of_steps_do():
     found = merged([snapshot(1, 50), snapshot(2, 50)])
-    assert torch.allclose(found["squisher"]["body.w"], found["squisher (without rescaling)"]["body.w"], atol=1e-6)
+    assert torch.allclose(found["squisher"]["body.w"], found["squisher (without bias correction)"]["body.w"], atol=1e-6)
     a, b = snapshot(1, 50), snapshot(2, 200)
-    found = merged([a, b])["squisher (without rescaling)"]["body.w"]
+    found = merged([a, b])["squisher (without bias correction)"]["body.w"]
     c, d = (s["squares"]["body.w"] * (1 - 0.999 ** s["step"]) for s in (a, b))
     assert torch.allclose(found, (c * a["weights"]["body.w"] + d * b["weights"]["body.w"]) / (c + d), atol=1e-6)
 
@@ -98,8 +98,8 @@ def test_from_end_to_end(tmp_path, monkeypatch):
     document = json.loads(path.read_text())
     methods = {s["method"] for s in document["scores"] if s["case"] == "average"}
     assert methods == {
-        "linear", "fisher", "fisher (empirical)", "fisher (l2)", "joint", "individual", "squisher",
-        "squisher (without rescaling)", "squisher (l2)", "squisher (β₂ = 0.95)",
+        "linear", "fisher", "fisher (exact)", "fisher (l2)", "fisher (floor 1e-8)", "squisher (floor 1e-8)", "joint", "individual", "squisher",
+        "squisher (without bias correction)", "squisher (l2)", "squisher (β₂ = 0.95)",
     }  # fmt: skip
     assert {s["case"] for s in document["scores"]} >= {"average", "average, best checkpoint", "average, short training"}
     times = document["units"]["rotated digits/1/30°"]["result"]["times"]
@@ -107,7 +107,7 @@ def test_from_end_to_end(tmp_path, monkeypatch):
     assert document["units"]["rotated digits/1/60°"]["result"]["steps"]["short"] == 4
 
 
-def test_every_checkpoint_has_its_exact_fisher_and_the_last_one_the_others_too(tmp_path, monkeypatch):
+def test_every_checkpoint_has_its_fishers_and_the_last_one_the_joint_too(tmp_path, monkeypatch):
     asked = []
     real = squisher.fisher
     monkeypatch.setattr(squisher, "fisher", lambda *a, **k: asked.append(k) or real(*a, **k))
@@ -115,7 +115,7 @@ def test_every_checkpoint_has_its_exact_fisher_and_the_last_one_the_others_too(t
     small = {**whole, "tasks": {"30°": 3}, "fisher_examples": 5, "widths": [4]}
     run = merging.Run("merging", "quick", {"benchmarks": {"x": small}}, None, tmp_path)
     merging.fit(run, "x", "30°", 1)
-    assert sorted(k["labels"] for k in asked) == ["data", "data", "exact", "exact", "exact"]  # three checkpoints
+    assert sorted(k["labels"] for k in asked) == ["data"] * 4 + ["exact"] * 3  # three checkpoints
     assert [k.get("per") for k in asked].count("batch") == 1
     assert all(k["parameters"] == r"^body\." for k in asked)
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import pruning, pruning_page, pruning_weights
+from experiments import pruning, pruning_weights
+from experiments.comparison import RESULTS
 from experiments.data import Labelled
 from experiments.runs import Run, execute
 
@@ -103,6 +104,7 @@ def test_scores_tell_the_two_lengths_of_training_apart():
         "search/0.001": {"rate": 1e-3, "validation": 50.0},
         "seed-1/base": {
             "seed": 1,
+            "unpruned": {"10": 30.0, "15": 40.0},
             "rows": [
                 {"method": "fisher", "ratio": 0.75, "epochs": 10, "before": 1.0},
                 {"method": "fisher", "ratio": 0.75, "epochs": 15, "before": 2.0},
@@ -111,10 +113,12 @@ def test_scores_tell_the_two_lengths_of_training_apart():
         "seed-1/fisher/0.75/15": {"seed": 1, "method": "fisher", "ratio": 0.75, "epochs": 15, "after": 4.0},
         "seed-1/fisher/0.75/10": {"seed": 1, "method": "fisher", "ratio": 0.75, "epochs": 10, "after": 3.0},
     }
-    assert {s.case: s.value for s in pruning.scores(results)} == {
-        "75% pruned": 4.0,
-        "75% pruned, base 10 epochs": 3.0,
-        "75% pruned, before retraining": 2.0,
+    assert {(s.case, s.method): s.value for s in pruning.scores(results)} == {
+        ("75% pruned", "fisher"): 4.0,
+        ("75% pruned", "unpruned"): 40.0,
+        ("75% pruned, base 10 epochs", "fisher"): 3.0,
+        ("75% pruned, base 10 epochs", "unpruned"): 30.0,
+        ("75% pruned, before retraining", "fisher"): 2.0,
     }
 
 
@@ -125,7 +129,7 @@ def test_digits_from_end_to_end(tmp_path, monkeypatch):
     path = execute("pruning", "quick", seeds=1, data=None, out=tmp_path, jobs=1, say=lambda line: None)
     document = json.loads(path.read_text())
     cases = {(s["case"], s["method"]) for s in document["scores"]}
-    assert {(case, m) for case in pruning.MAIN_CASES for m in pruning.METHODS} <= cases
+    assert {(case, m) for case in pruning.MAIN_CASES for m in pruning_weights.METHODS} <= cases
     for row in document["units"]["seed-1"]["result"]["rows"]:
         assert row["zeros"] == int(row["sparsity"] * row["weights"])
         assert row["zeros_after"] >= row["zeros"]  # retraining leaves pruned weights where they are
@@ -139,8 +143,9 @@ def test_filters_from_end_to_end(tmp_path, monkeypatch):
     arguments = {"seeds": 1, "data": tmp_path / "data", "out": tmp_path / "out", "jobs": 1, "say": lambda line: None}
     document = json.loads(execute("pruning", "cpu", **arguments).read_text())
     cases = {(s["case"], s["method"]) for s in document["scores"]}
-    assert {(f"{r}% pruned", m) for r in (25, 75) for m in pruning.METHODS} <= cases
-    assert {("75% pruned", m) for m in pruning.VARIANTS} <= cases
+    filters = pruning.CONFIGS["cpu"]["filters"]
+    assert {(f"{r}% pruned", m) for r in (25, 75) for m in (*filters["methods"], "unpruned")} <= cases
+    assert {("75% pruned", m) for m in filters["at_the_highest"]} <= cases
     assert ("75% pruned, base 1 epochs", "squisher") in cases
     base = document["units"]["seed-1/base"]["result"]
     filters = 2944 // 16
@@ -161,24 +166,55 @@ def test_filters_from_end_to_end(tmp_path, monkeypatch):
     assert not torch.equal(short["importances"]["squisher"]["0.weight"], long["importances"]["squisher"]["0.weight"])
 
 
-def test_the_page_holds_the_table_of_the_committed_results():
-    document = json.loads(pruning_page.RESULTS.read_text())
-    assert pruning_page.table(document) in pruning_page.PAGE.read_text()
+def test_where_all_images_are_trained_on_the_search_leaves_some_out(tmp_path, monkeypatch):
+    write_cifar(tmp_path / "cifar-100-binary")
+    run = Run(
+        "pruning",
+        "quarter",
+        {"filters": {**pruning.CONFIGS["quarter"]["filters"], **TINY, "images": 128}},
+        tmp_path,
+        tmp_path,
+    )
+    train, validation, _ = pruning.parts(run)
+    assert (len(train), len(validation)) == (128, 20)
+    seen = []
+    monkeypatch.setattr(pruning, "_epochs", lambda run, model, train, *rest, **more: seen.append(train) or [])
+    pruning.search(run, 1e-3)
+    rows = [{image.numpy().tobytes() for image in part.inputs} for part in (seen[0], validation)]
+    assert len(rows[0]) == 108
+    assert not rows[0] & rows[1]
+
+
+def test_at_a_quarter_of_the_width_every_aggregation_is_retrained_at_every_level():
+    config = pruning.CONFIGS["quarter"]
+    f = config["filters"]
+    assert (f["divide_width"], f["images"], f["epochs"], f["short_epochs"]) == (4, 20_000, 15, 10)
+    assert f["retrain_epochs"] >= 20
+    assert config["seeds"] >= 5
+    keys = {unit.key for unit in pruning.stages(config, range(1, 6))[2]}
+    assert {
+        f"seed-{s}/{m}/{r}/15" for s in range(1, 6) for m in ("fisher", "squisher", "random") for r in (0.25, 0.5, 0.75)
+    } <= keys
+    assert {f"seed-{s}/{m}/0.75/10" for s in range(1, 6) for m in ("fisher", "squisher")} <= keys
+
+
+def test_the_committed_table_is_of_the_committed_configuration():
+    document = json.loads((RESULTS / "pruning_weights-cpu.json").read_text())
     assert document["config"]["perceptron"] == json.loads(json.dumps(pruning_weights.PERCEPTRON))
 
 
-def test_the_tables_differences_are_paired():
-    def entry(fisher, random):
+def test_the_tables_differences_are_paired(tmp_path):
+    def entry(seed, fisher, random):
         rows = [
             {"method": m, "scope": "global", "sparsity": 0.5, "before": v, "after": v}
             for m, v in (("fisher", fisher), ("squisher", fisher + 1), ("magnitude", fisher), ("random", random))
         ]
-        return {"result": {"unpruned": 99.0, "rows": rows}}
+        return {"result": {"seed": seed, "unpruned": 99.0, "rows": rows}}
 
     config = {**pruning_weights.PERCEPTRON, "scopes": ["global"], "sparsities": [0.5]}
-    units = {"seed-0": entry(90.0, 40.0), "seed-1": entry(80.0, 34.0)}
-    table = pruning_page.table({"units": units, "config": {"perceptron": config}})
-    assert "| global | 50% | after | 85.00 | 86.00 | 85.00 | 37.00 |" in table
-    assert (
-        "| global | 50% | after | +1.00 ± 0.00 | +0.00 ± 0.00 | +1.00 ± 0.00 | +48.00 ± 2.00 | +49.00 ± 2.00 |" in table
-    )
+    units = {"seed-0": entry(0, 90.0, 40.0), "seed-1": entry(1, 80.0, 34.0)}
+    (tmp_path / "pruning_weights-cpu.json").write_text(json.dumps({"units": units, "config": {"perceptron": config}}))
+    table = pruning_weights.parts(tmp_path, tmp_path).blocks["weights"]
+    assert "| global | 50% | after | 85.00 | 86.00 | 37.00 | 85.00 |" in table
+    assert "| +1.00 [+1.00, +1.00] |" in table
+    assert f"| +48.00 [{48 - 12.7062 * 2:+.2f}, {48 + 12.7062 * 2:+.2f}] |" in table

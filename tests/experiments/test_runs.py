@@ -103,3 +103,50 @@ def test_a_cut_off_cache_file_is_made_again_and_a_dead_lock_is_taken_over(settin
 def test_an_unknown_scale_is_refused_by_name(setting, tmp_path):
     with pytest.raises(SystemExit, match="pretended has no scale 'cpu'; it has quick"):
         execute("pretended", "cpu", seeds=None, data=None, out=tmp_path, jobs=1, say=print)
+
+
+def test_units_of_a_committed_document_are_taken_over(setting, tmp_path):
+    first = run(tmp_path / "here")
+    setting.calls.clear()
+    document = json.loads(
+        execute(
+            "pretended", "quick", seeds=3, data=None, out=tmp_path / "there", jobs=1, say=lambda line: None, known=first.parent
+        ).read_text()
+    )  # fmt: skip
+    assert setting.calls == [("first", 3), ("second", 3)]
+    assert [score["seed"] for score in document["scores"]] == [1, 2, 3]
+    setting.CONFIGS["quick"]["factor"] = 4  # of another protocol: not taken over
+    setting.calls.clear()
+    execute("pretended", "quick", seeds=1, data=None, out=tmp_path / "other", jobs=1, say=print, known=first.parent)
+    assert setting.calls == [("first", 1), ("second", 1)]
+
+
+def test_single_units_can_be_run_again(setting, tmp_path):
+    first = run(tmp_path / "here")
+    setting.calls.clear()
+    execute(
+        "pretended", "quick", seeds=None, data=None, out=tmp_path / "again", jobs=1, say=print, known=first.parent, again="^second/2$"
+    )  # fmt: skip
+    assert setting.calls == [("second", 2)]
+
+
+def test_a_partial_document_says_what_is_missing_and_goes_on(setting, tmp_path):
+    arguments = {"data": None, "jobs": 1, "say": lambda line: None}
+    path = execute("pretended", "quick", seeds=None, out=tmp_path / "a", only="first/1$", **arguments)
+    document = json.loads(path.read_text())
+    assert document["missing"] == ["first/2", "second/1", "second/2"]
+    assert document["scores"] == []
+    path = execute("pretended", "quick", seeds=None, out=tmp_path / "b", known=path.parent, stages=1, **arguments)
+    assert json.loads(path.read_text())["missing"] == ["second/1", "second/2"]
+    assert setting.calls == [("first", 1), ("first", 2)]
+
+
+def test_what_says_what_is_done_may_change_and_stale_results_are_made_again(setting, tmp_path):
+    setting.WHAT = ("wanted",)
+    setting.CONFIGS["quick"]["wanted"] = [1]
+    run(tmp_path)
+    setting.CONFIGS["quick"]["wanted"] = [1, 2]
+    setting.calls.clear()
+    setting.stale = lambda run, unit, result: unit.key == "second/2"
+    run(tmp_path)
+    assert setting.calls == [("second", 2)]

@@ -3,10 +3,11 @@ import re
 
 import pytest
 
-from experiments import quality, trust
+from experiments import pages, quality, trust
+from experiments.markdown import Parts, fill
 
 VALUES = {"spearman": 0.9, "per_tensor": 0.8, "scale": 2.0, "median_ratio": 1.5, "top_1": 0.5, "top_10": 0.7}
-PAGE = (trust.HERE.parent / "docs" / "when-to-trust-it.md").read_text()
+PAGE = (pages.DOCS / "when-to-trust-it.md").read_text()
 
 
 def made(scale, tracker):
@@ -22,6 +23,10 @@ def made(scale, tracker):
         "against_empirical": against,
         "links": {link: agreement for link in trust.CAUSES},
     }
+
+
+def filled(results, page=PAGE):
+    return fill(page, Parts({name: make(results) for name, make in trust.BLOCKS.items()}, trust.words(results)))
 
 
 @pytest.fixture
@@ -43,7 +48,7 @@ def test_ratios_are_averaged_geometrically_and_the_rest_plainly(results):
 
 
 def test_every_mark_of_the_page_is_filled(results):
-    page = trust.fill(PAGE, results)
+    page = filled(results)
     for name in trust.BLOCKS:
         assert re.search(rf"<!-- {name} -->\n\S.*?\n<!-- end -->", page, re.DOTALL), name
     assert len(re.findall(r"<!--=.+?-->[^–<]+<!---->", page.replace("1.00–4.00", "1.00 to 4.00"))) > 20
@@ -51,13 +56,8 @@ def test_every_mark_of_the_page_is_filled(results):
 
 
 def test_filling_twice_changes_nothing(results):
-    once = trust.fill(PAGE, results)
-    assert trust.fill(once, results) == once
-
-
-def test_an_unknown_number_is_refused(results):
-    with pytest.raises(SystemExit, match="asks for 'no such run'"):
-        trust.fill("<!--=no such run-->x<!---->", results)
+    once = filled(results)
+    assert filled(results, once) == once
 
 
 def test_only_runs_with_several_snapshots_are_shown_along_training(results):
@@ -65,8 +65,3 @@ def test_only_runs_with_several_snapshots_are_shown_along_training(results):
         del result["snapshots"][0]
     assert "perceptron: base |" not in trust.along(results)
     assert "| perceptron: long | 100 |" in trust.along(results)
-
-
-def test_the_page_holds_what_the_committed_results_say():
-    document = json.loads(trust.DOCUMENT.read_text())
-    assert trust.fill(PAGE, trust.Results(document)) == PAGE

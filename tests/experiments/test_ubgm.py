@@ -64,9 +64,9 @@ def test_baselines():
 
 def test_without_rescaling_differs_only_where_the_numbers_of_steps_do():
     found = merged()
-    assert torch.allclose(found["squisher"], found["squisher (without rescaling)"], atol=1e-6)
+    assert torch.allclose(found["squisher"], found["squisher (without bias correction)"], atol=1e-6)
     found = merged(steps=(10, 300, 40))
-    assert not torch.allclose(found["squisher"], found["squisher (without rescaling)"], atol=1e-3)
+    assert not torch.allclose(found["squisher"], found["squisher (without bias correction)"], atol=1e-3)
 
 
 def test_bases_come_first_and_merges_last():
@@ -94,7 +94,7 @@ def document(tmp_path, scale, data=None):
 METHODS = {
     "linear", "linear (without the base)", "task arithmetic", "task arithmetic (α = 0.5)", "fisher", "fisher (exact)",
     "fisher (without sizes)", "fisher (α = 0.5)", "joint", "squisher", "squisher (without sizes)", "squisher (α = 0.5)",
-    "squisher (without rescaling)", "individual",
+    "squisher (without bias correction)", "individual",
 }  # fmt: skip
 
 

@@ -1,0 +1,123 @@
+"""The scores of a setting as a comparison: case, method and seed, and what its module says of them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from experiments.spread import Difference, mean, paired
+
+__all__ = ["RESULTS", "Comparison", "comparisons", "document"]
+
+RESULTS = Path(__file__).parent / "results"
+SETTINGS = ("merging", "ubgm", "pruning", "fish", "embedding", "ewc")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The scores of one setting, and what its module says of them.
+
+    Attributes:
+        name: The setting's, with its scale where a setting has several benchmarks: "ewc/split-task".
+        title: For people.
+        baseline: The method without a Fisher.
+        metric: What the main cases are measured in.
+        higher_is_better: Of the metric.
+        main_cases: The cases that a claim is about if it names none.
+        paper: Case -> method -> the paper's value.
+        document: What was run.
+        chance: Case, or how its name begins -> what guessing gives.
+        sound_from: A method and the value it must reach before anything is concluded.
+        fixed_rows: Whether all seeds are tested on the same few rows, whose choice is not in the intervals.
+    """
+
+    name: str
+    title: str
+    baseline: str
+    metric: str
+    higher_is_better: bool
+    main_cases: tuple[str, ...]
+    paper: Mapping[str, Mapping[str, float]]
+    document: Mapping[str, Any]
+    chance: Mapping[str, float] = field(default_factory=dict)
+    sound_from: tuple[str, float] | None = None
+    fixed_rows: bool = False
+
+    @cached_property
+    def values(self) -> dict[str, dict[str, dict[int, float]]]:
+        """Case -> method -> seed -> value; of the main metric."""
+        return self.values_of(self.metric)
+
+    def values_of(self, metric: str) -> dict[str, dict[str, dict[int, float]]]:
+        """Case -> method -> seed -> value."""
+        out: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+        for score in self.document["scores"]:
+            if score["metric"] == metric:
+                out[score["case"]][score["method"]][score["seed"]] = score["value"]
+        return {case: dict(methods) for case, methods in out.items()}
+
+    def main(self, method: str) -> dict[int, float]:
+        """A method's value by seed, averaged over the main cases."""
+        cases = [self.values[case].get(method, {}) for case in self.main_cases]
+        common = set.intersection(*(set(case) for case in cases))
+        return {seed: sum(case[seed] for case in cases) / len(cases) for seed in sorted(common)}
+
+    def difference(self, first: str, second: str, case: str | None = None) -> Difference:
+        """First − second, signed so that more is better, on one case or on the average of the main ones."""
+        a, b = ((self.main(m) if case is None else self.values[case][m]) for m in (first, second))
+        return paired(a, b) if self.higher_is_better else paired(b, a)
+
+    def chance_of(self, case: str) -> float | None:
+        """What guessing gives in a case; the longest name that it begins with decides."""
+        names = [name for name in self.chance if case.startswith(name)]
+        return self.chance[max(names, key=len)] if names else None
+
+    @property
+    def too_weak(self) -> bool:
+        """Whether nothing can be concluded from this stand-in."""
+        if self.sound_from is None:
+            return False
+        method, least = self.sound_from
+        return mean(list(self.main(method).values())).value < least
+
+
+def document(name: str, scale: str, folder: Path = RESULTS) -> Any:
+    """A document of results, or None if there is none."""
+    path = folder / f"{name}-{scale}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def comparisons(folder: Path, scale: str) -> list[Comparison]:
+    """What is there of the settings, in the paper's order; of EWC every benchmark."""
+    found = []
+    for name in SETTINGS:
+        module = importlib.import_module(f"experiments.{name}")
+        benchmarks = getattr(module, "BENCHMARKS", {}).get(scale, {})
+        if not benchmarks:
+            benchmarks = {scale: module.TITLE}
+        for part, title in benchmarks.items():
+            made = document(name, part, folder)
+            if made is not None and made["scores"]:
+                found.append(_comparison(name if part == scale else f"{name}/{part}", title, module, made))
+    return found
+
+
+def _comparison(name: str, title: str, module: Any, made: dict[str, Any]) -> Comparison:
+    wanted = module.main_cases(made["config"]) if hasattr(module, "main_cases") else module.MAIN_CASES
+    methods: dict[str, set[str]] = defaultdict(set)
+    for score in made["scores"]:
+        methods[score["case"]].add(score["method"])
+    # The quick scale has cases of other names, and not every method was run on every case.
+    cases = [c for c in wanted if {"fisher", "squisher", module.BASELINE} <= methods[c]]
+    cases = cases or [c for c in wanted if methods.get(c)] or list(methods)[:1]
+    return Comparison(
+        name, title, module.BASELINE, module.METRIC, module.HIGHER_IS_BETTER, tuple(cases), module.PAPER, made,
+        getattr(module, "CHANCE", {}), getattr(module, "SOUND_FROM", None),
+        bool(getattr(module, "FIXED_ROWS", False)) and made["scale"] == "cpu",
+    )  # fmt: skip

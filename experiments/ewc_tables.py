@@ -1,0 +1,217 @@
+"""EWC as tables: the paper's whole table beside ours, and the λ curves, contexts and totals of docs/continual-learning.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from experiments import ewc
+from experiments.comparison import document
+from experiments.figures import COLOURS, save, subplots
+from experiments.markdown import Parts, table
+from experiments.spread import mean, paired
+
+__all__ = ["ablations", "main_table", "parts", "resume"]
+
+CELLS = tuple(f"{b}-{s}" for b in ("split", "permuted", "cifar") for s in ("task", "domain", "class"))
+PICTURE = "ewc-strength.png"
+
+
+class Runs:
+    """A document's units, by what they are; some may be missing."""
+
+    def __init__(self, found: dict[str, Any]) -> None:
+        self.config = found["config"]
+        self.case = ewc.case(self.config)
+        self.curves: dict[str, dict[int, dict[str, Any]]] = {}
+        self.seeds: dict[str, dict[int, dict[str, Any]]] = {}
+        for key, unit in found["units"].items():
+            place, _, rest = key.partition("/")
+            if place == "search":
+                method, _, strength = rest.rpartition("/")
+                self.curves.setdefault(method, {})[int(strength.removeprefix("1e"))] = unit["result"]
+            else:
+                self.seeds.setdefault(rest, {})[int(place.removeprefix("seed-"))] = unit["result"]
+        methods = [*self.config["methods"], *self.config.get("ablations", [])]
+        self.seeds = {method: self.seeds[method] for method in methods if method in self.seeds}
+        self.curves = {method: self.curves[method] for method in methods if method in self.curves}
+
+    def accuracies(self, method: str) -> dict[int, float]:
+        """Final mean accuracy over contexts by seed; empty if it was not run."""
+        return {seed: result["accuracy"] for seed, result in sorted(self.seeds.get(method, {}).items())}
+
+    def middle(self, method: str, value: Callable[[dict[str, Any]], list[float]]) -> list[float]:
+        """The median over seeds of something that every context has."""
+        return [statistics.median(column) for column in zip(*map(value, self.seeds[method].values()), strict=False)]
+
+
+def main_table(folder: Path) -> str:
+    """All nine cells of the paper's table: its three columns beside ours, and what we add."""
+    ours = ("squisher (N·v)", "identity", "squisher (tracked)")
+    head = ["benchmark", "chance"]
+    for method in ("Fisher", "Squisher", "none"):
+        head += [method, "paper"]
+    rows = []
+    for cell, runs in _cells(folder):
+        case = ewc.case(ewc.CONFIGS[cell])
+        row = [case, f"{ewc.CHANCE[case]:g}"]
+        for method in ("fisher", "squisher", "none"):
+            row += [_accuracy(runs, method), f"{ewc.PAPER[case][method]:.2f}"]
+        rows.append([*row, *(_accuracy(runs, method) for method in ours)])
+    return table([*head, *ours], rows)
+
+
+def ablations(folder: Path) -> str:
+    """The paper's ablations, all task-incremental, beside ours."""
+    names = ("fisher", "squisher", "squisher (without rescaling)", "squisher (β₂ = 0.95)", "joint")
+    head = ["benchmark"]
+    for method in names:
+        head += [method, "paper"]
+    rows = []
+    for cell, runs in _cells(folder):
+        if cell.endswith("-task"):
+            case = ewc.case(ewc.CONFIGS[cell])
+            row = [case]
+            for method in names:
+                row += [_accuracy(runs, method), f"{ewc.PAPER[case][method]:.2f}"]
+            rows.append(row)
+    return table(head, rows)
+
+
+def resume(folder: Path) -> str:
+    """How much of each cell was run, and the command that goes on with it."""
+    rows = []
+    for cell in CELLS:
+        config = ewc.CONFIGS[cell]
+        planned = sum(len(stage) for stage in ewc.stages(config, range(1, config["seeds"] + 1)))
+        found = document("ewc", cell, folder)
+        done = 0 if found is None else len(found["units"])
+        rows.append(
+            [
+                ewc.case(config),
+                f"{done} of {planned}",
+                f"`python -m experiments ewc --scale {cell} --data DIR --jobs 1`",
+            ]
+        )
+    return table(["benchmark", "units run", "goes on with"], rows)
+
+
+def _cells(folder: Path) -> list[tuple[str, Runs | None]]:
+    out = []
+    for cell in CELLS:
+        found = document("ewc", cell, folder)
+        out.append((cell, None if found is None else Runs(found)))
+    return out
+
+
+def _accuracy(runs: Runs | None, method: str) -> str:
+    values = list(runs.accuracies(method).values()) if runs is not None else []
+    if not values:
+        return "not run"
+    return str(mean(values)) + (f" ({len(values)} seeds)" if 1 < len(values) < 5 else "")
+
+
+def comparison(runs: Runs) -> str:
+    """Every method with its λ on the test set, beside the paper."""
+    paper = ewc.PAPER[runs.case]
+    rows = []
+    for method in runs.seeds:
+        found = runs.accuracies(method)
+        strengths = [result["strength"] for result in runs.seeds[method].values()]
+        gap = "" if method == "fisher" else str(paired(found, runs.accuracies("fisher")))
+        edge = method in runs.curves and _power(strengths[0]) in (min(runs.curves[method]), max(runs.curves[method]))
+        rows.append(
+            [
+                method, _range(strengths) + " (end of the range)" * edge, str(mean(list(found.values()))),
+                f"{min(found.values()):.2f}", gap, f"{paper[method]:.2f}" if method in paper else "",
+            ]
+        )  # fmt: skip
+    return table(["method", "λ", "accuracy", "worst seed", "− fisher", "paper"], rows)
+
+
+def curves(runs: Runs) -> str:
+    """Held-out accuracy of the search seed by λ; the best of each method in bold."""
+    exponents = sorted({e for curve in runs.curves.values() for e in curve})
+    rows = []
+    for method, curve in runs.curves.items():
+        best = max(curve, key=lambda e: (curve[e]["accuracy"], -e))
+        cells = {e: f"{r['accuracy']:.2f}" + "†" * (r["diverged"] is not None) for e, r in curve.items()}
+        cells[best] = f"**{cells[best]}**"
+        rows.append([method, *(cells.get(e, "") for e in exponents)])
+    note = "" if "†" not in str(rows) else "\n\n† Numbers overflowed; later contexts were not learnt."
+    return table(["λ", *(f"1e{e}" for e in exponents)], rows) + note
+
+
+def contexts(runs: Runs) -> str:
+    """Final accuracy of every context, mean over seeds."""
+    rows = []
+    for method, by_seed in runs.seeds.items():
+        columns = zip(*(result["contexts"] for result in by_seed.values()), strict=True)
+        rows.append([method, *(f"{statistics.fmean(column):.2f}" for column in columns)])
+    return table(["context", *map(str, range(1, runs.config["contexts"] + 1))], rows)
+
+
+def totals(runs: Runs) -> str:
+    """Σ of the importance per context as the penalty takes it, and of a small exact Fisher at the same weights."""
+    past = runs.config["contexts"] - 1
+    rows = []
+    for method, by_seed in runs.seeds.items():
+        if method in ("none", "identity"):
+            continue
+        own = runs.middle(method, lambda result: result["traces"])
+        beside = runs.middle(method, lambda result: result["reference_traces"])
+        agreement = runs.middle(method, lambda result: result["spearman"])
+        warned = sum(bool(result["warned"]) for result in by_seed.values())
+        cells = [f"{a:.1e} ({b:.0e})" for a, b in zip(own, beside, strict=True)] + [""] * (past - len(own))
+        rows.append([method, *cells, f"{warned} of {len(by_seed)}", f"{min(agreement):.2f} to {max(agreement):.2f}"])
+    return table(["after context", *map(str, range(1, past + 1)), "warned", "Spearman"], rows)
+
+
+def times(runs: Runs) -> str:
+    """What the importances of a run cost."""
+    results = runs.seeds["fisher"].values()
+    exact, free = (statistics.median(result["times"][name] for result in results) for name in ("fisher", "squisher"))
+    looped = sum(any(result["left_to_loop"]) for result in results)
+    note = f" In {looped} of {len(results)} runs some of the Fisher was left to the loop." if looped else ""
+    return (
+        f"Importances of all {runs.config['contexts'] - 1} past contexts together, median over seeds: exact Fisher {exact:.2f} s,"
+        f" Squisher {free:.3f} s.{note}"
+    )
+
+
+def draw(runs: Runs, path: Path) -> None:
+    """Held-out accuracy against λ, one line an estimator."""
+    figure, (axis,) = subplots(1, (6.4, 3.6))
+    for (method, curve), colour in zip(runs.curves.items(), COLOURS, strict=False):
+        exponents = sorted(curve)
+        axis.plot(
+            [10.0**e for e in exponents], [curve[e]["accuracy"] for e in exponents], "o-", color=colour, label=method
+        )
+    axis.set_xscale("log")
+    axis.set_xlabel("λ")
+    axis.set_ylabel("held-out accuracy, mean over contexts (%)")
+    axis.legend(fontsize=8, frameon=False)
+    save(figure, path)
+
+
+def parts(folder: Path, images: Path) -> Parts:
+    """Every table of docs/continual-learning.md, and its figure."""
+    task, reduced = (Runs(document("ewc", scale, folder)) for scale in ("split-task", "permuted-reduced"))
+    draw(task, images / PICTURE)
+    blocks = {part.__name__: part(task) for part in (comparison, curves, contexts, totals, times)}
+    blocks["curves"] = f"![Held-out accuracy against λ for each estimator](images/{PICTURE})\n\n{blocks['curves']}"
+    blocks |= {f"permuted {part.__name__}": part(reduced) for part in (curves, comparison, totals)}
+    return Parts({**blocks, "whole table": main_table(folder)})
+
+
+def _power(strength: float) -> int:
+    return int(f"{strength:.0e}".partition("e")[2])
+
+
+def _range(strengths: list[float]) -> str:
+    low, high = min(strengths), max(strengths)
+    if high == 0:
+        return ""
+    return f"{low:.2g}" if low == high else f"{low:.2g} to {high:.2g}"

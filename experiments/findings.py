@@ -1,0 +1,284 @@
+"""The page of findings and its appendix: verdicts, tables and the figure, from the committed documents."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from experiments import ewc_tables, runtime
+from experiments.claims import MARGIN, Judged, Note, judge
+from experiments.comparison import SETTINGS, Comparison, comparisons, document
+from experiments.figures import COLOURS, save, subplots
+from experiments.markdown import Parts, table
+from experiments.spread import mean
+
+__all__ = ["appendix", "draw", "overview", "parts"]
+
+PICTURE = "results-cpu.png"
+PLAIN = {
+    ("fisher", "baseline"): "the Fisher beats the baseline",
+    ("squisher", "baseline"): "the Squisher beats the baseline",
+    ("squisher", "fisher"): "the Squisher is as good as the Fisher",
+}
+
+
+def parts(folder: Path, images: Path) -> Parts:
+    """What docs/results.md takes: verdicts, stand-ins, what was not run, and numbers inside sentences."""
+    found = comparisons(folder, "cpu")
+    draw(found, images / PICTURE)
+    judged = judge(found)
+    blocks = {
+        "figure": f"![Fisher, Squisher and baseline in every setting: mean, standard deviation and single seeds](images/{PICTURE})",
+        "main claims": _main_claims(found, judged),
+        "other claims": _others([j for j in judged if not j.claim.ours and not _is_plain(j)]),
+        "our questions": _others([j for j in judged if j.claim.ours]),
+        "stand-ins": _stand_ins(),
+        "not run": ewc_tables.resume(folder),
+    }
+    return Parts(blocks, _words(found, judged, folder))
+
+
+def appendix(folder: Path, images: Path) -> Parts:
+    """What docs/results-tables.md takes: every table."""
+    found = comparisons(folder, "cpu")
+    sections = []
+    for name in SETTINGS:
+        of_setting = [c for c in found if c.name.partition("/")[0] == name]
+        if of_setting:
+            sections += _section(name, of_setting)
+    return Parts(
+        {
+            "overview": overview(found),
+            "tests": _tests(judge(found)),
+            "ewc table": ewc_tables.main_table(folder),
+            "ewc ablations": ewc_tables.ablations(folder),
+            "check": _check(folder),
+            "sections": "\n\n".join(sections),
+            "run times": "\n\n".join(_run_times(document("runtime", "cpu", folder))),
+        }
+    )
+
+
+def overview(found: Sequence[Comparison]) -> str:
+    """Fisher, Squisher and baseline of every setting."""
+    rows = []
+    for c in found:
+        values = {m: list(c.main(m).values()) for m in ("fisher", "squisher", c.baseline)}
+        chance = [c.chance_of(case) for case in c.main_cases]
+        rows.append(
+            [
+                c.title, f"{c.metric} ({'higher' if c.higher_is_better else 'lower'} is better)",
+                *(str(mean(v)) if v else "" for v in values.values()),
+                *(_gap(c, "squisher", second) for second in ("fisher", c.baseline)),
+                "" if None in chance or not chance else f"{mean([x for x in chance if x is not None]).value:.3g}",
+            ]
+        )  # fmt: skip
+    head = [
+        "setting",
+        "measure",
+        "Fisher",
+        "Squisher",
+        "baseline",
+        "Squisher − Fisher",
+        "Squisher − baseline",
+        "chance",
+    ]
+    return table(head, rows)
+
+
+def draw(found: Sequence[Comparison], path: Path) -> None:
+    """One panel a setting: Fisher, Squisher and baseline, with the standard deviation over seeds."""
+    shown = [c for c in found if all(c.main(m) for m in ("fisher", "squisher", c.baseline))]
+    figure, axes = subplots(len(shown), (1.9 * len(shown) + 0.6, 3.2))
+    for axis, c in zip(axes, shown, strict=True):
+        methods = {"Fisher": "fisher", "Squisher": "squisher", c.baseline: c.baseline}
+        for place, method in enumerate(methods.values()):
+            values = list(c.main(method).values())
+            m = mean(values)
+            colour = (COLOURS[0], COLOURS[1], COLOURS[-1])[place]
+            axis.errorbar(place, m.value, yerr=m.deviation, fmt="o", color=colour, capsize=4, markersize=7)
+            axis.annotate(f"{m.value:.3g}", (place, m.value), xytext=(7, -3), textcoords="offset points", fontsize=8)
+            axis.scatter([place] * m.count, values, s=6, color=colour, alpha=0.35, linewidths=0)
+        axis.set_xticks(range(3), list(methods), rotation=30, ha="right", fontsize=8)
+        axis.set_xlim(-0.5, 2.8)
+        axis.margins(y=0.2)
+        axis.tick_params(axis="y", labelsize=8)
+        axis.set_title(c.title.replace(", ", "\n", 1), fontsize=8)
+        axis.set_ylabel(c.metric + ("" if c.higher_is_better else " (lower is better)"), fontsize=8)
+    save(figure, path)
+
+
+def _is_plain(j: Judged) -> bool:
+    return (
+        (j.claim.first, j.claim.second) in PLAIN
+        and j.claim.case is None
+        and (j.claim.alike or j.claim.second == "baseline")
+    )
+
+
+def _cell(j: Judged) -> str:
+    mark = {Note.NONE: "", Note.ROWS: "†", Note.NO_GAIN: " (F)", Note.WEAK: " (W)"}[j.note]
+    return f"**{j.verdict.value}**{mark}: {j.gap}"
+
+
+def _main_claims(found: Sequence[Comparison], judged: Sequence[Judged]) -> str:
+    """The three claims that are made of every setting."""
+    by_claim = {(j.claim.setting, j.claim.first, j.claim.second): j for j in judged if _is_plain(j)}
+    rows = []
+    for c in found:
+        cells = [by_claim.get((c.name, *pair)) for pair in PLAIN]
+        if any(cells):
+            seeds = {j.gap.count for j in cells if j}
+            rows.append([c.title, *(_cell(j) if j else "" for j in cells), "/".join(map(str, sorted(seeds)))])
+    return table(["setting", *PLAIN.values(), "seeds"], rows)
+
+
+def _others(judged: Sequence[Judged]) -> str:
+    return table(
+        ["claim", "where", "here", "seeds"], [[j.claim.text, j.where, _cell(j), str(j.gap.count)] for j in judged]
+    )
+
+
+def _tests(judged: Sequence[Judged]) -> str:
+    rows = [
+        [
+            "ours" if j.claim.ours else "paper", j.claim.text, j.where, j.verdict.value, str(j.gap),
+            f"{j.gap.p(-MARGIN if j.claim.alike else 0.0):.2g}", f"{j.p:.2g}", f"{j.gap.sign_flip:.2g}", str(j.gap.count),
+        ]
+        for j in judged
+    ]  # fmt: skip
+    return table(
+        ["who", "claim", "where", "verdict", "difference", "p", "p, corrected", "p, sign flips", "seeds"], rows
+    )
+
+
+def _stand_ins() -> str:
+    modules = [importlib.import_module(f"experiments.{name}") for name in SETTINGS]
+    return table(["setting", "the paper", "here"], [[m.TITLE, *m.STAND_IN] for m in modules])
+
+
+def _gap(c: Comparison, first: str, second: str) -> str:
+    return str(c.difference(first, second)) if c.main(first).keys() & c.main(second).keys() else ""
+
+
+def _section(name: str, found: Sequence[Comparison]) -> list[str]:
+    module = importlib.import_module(f"experiments.{name}")
+    parts = [f"## {module.TITLE}", (module.__doc__ or "").strip()]
+    for c in found:
+        seconds = c.document["seconds"] / 60
+        missing = len(c.document.get("missing", ()))
+        parts += [
+            f"### {c.title}" if len(found) > 1 else "",
+            f"{c.document['seeds']} seeds, {seconds:.0f} minutes on one thread, on a shared machine"
+            + (f"; {missing} units were not run" if missing else "")
+            + f". {c.metric[:1].upper() + c.metric[1:]}, mean ± standard deviation. One unit again: `{_command(c)}`.",
+            *(_scores(c, metric) for metric in getattr(module, "METRICS", {c.metric: ""})),
+        ]
+    cases = {case: by_method for case, by_method in module.PAPER.items()}
+    methods = list(dict.fromkeys(m for by_method in cases.values() for m in by_method))
+    rows = [[case, *(f"{by[m]:g}" if m in by else "" for m in methods)] for case, by in cases.items()]
+    parts += [
+        "The paper's numbers (other models, other data, other budgets where the text above says so):",
+        table(["paper", *methods], rows),
+    ]
+    return [part for part in parts if part]
+
+
+def _command(c: Comparison) -> str:
+    """What runs one unit of a document again, into a folder of its own."""
+    name, _, part = c.name.partition("/")
+    key = next(key for key in c.document["units"] if not key.startswith("search"))
+    return f"python -m experiments {name} --scale {part or 'cpu'} --data DIR --out again --again '^{re.escape(key).replace(chr(92) + ' ', ' ').replace(chr(92) + '-', '-')}$'"
+
+
+def _scores(c: Comparison, metric: str) -> str:
+    values = c.values_of(metric)
+    methods = list(dict.fromkeys(method for case in values.values() for method in case))
+    rows = []
+    for case, by_method in values.items():
+        chance = c.chance_of(case)
+        rows.append(
+            [
+                case, *(str(mean(list(by_method[m].values()))) if m in by_method else "" for m in methods),
+                *([] if not c.chance else ["" if chance is None else f"{chance:.3g}"]),
+            ]
+        )  # fmt: skip
+    return table(["case", *methods, *(["chance"] if c.chance else [])], rows)
+
+
+def _check(folder: Path) -> str:
+    """One seed by the paper's training protocol beside the same seed of the reduced one, permuted MNIST."""
+    full, reduced = (document("ewc", scale, folder) for scale in ("permuted-check", "permuted-reduced"))
+    rows = []
+    for name, found in (("training protocol of the paper, λ = 100", full), ("reduced, λ searched for", reduced)):
+        units = {key: unit["result"]["accuracy"] for key, unit in found["units"].items()}
+        rows.append([name, *(f"{units[f'seed-1/{method}']:.2f}" for method in ("none", "fisher", "squisher"))])
+    return table(["permuted MNIST, task, seed 1", "none", "fisher", "squisher (B·v̂)"], rows)
+
+
+def _run_times(found: dict[str, Any]) -> list[str]:
+    """The time that an importance costs in each setting, and what the paper reports."""
+    methods = {
+        "loop": "fisher (loop)",
+        "engine": "fisher",
+        "joint": "joint",
+        "live": "squisher",
+        "file": "squisher (file)",
+    }
+    rows = []
+    for key, unit in found["units"].items():
+        case, result = key.split("/", 1)[1], unit["result"]
+        plan = found["config"]["cases"][case]
+        step = 1000 * sorted(result["measured_seconds"]["step"])[len(result["measured_seconds"]["step"]) // 2]
+        rows.append(
+            [
+                case, f"{plan['times']} × {plan['examples']:,}",
+                *(_seconds(result["setting_seconds"][way]) for way in methods),
+                f"{result['per_example_ms']['engine'] / (step / plan['batch']):.1f}",
+            ]
+        )  # fmt: skip
+    paper = [
+        [case, *(f"{known[m]:g}" if m in known else "" for m in ("fisher (loop)", "joint", "squisher"))]
+        for case, known in runtime.PAPER.items()
+    ]
+    return [
+        (runtime.__doc__ or "").strip(),
+        "Seconds for all importances of a setting, one thread. The last column is free of how long anybody trains: what one example of the fast Fisher costs, in training examples.",
+        table(["setting", "Fishers × examples", *methods.values(), "fisher, in training examples"], rows),
+        "The paper's seconds (GPUs, larger networks):",
+        table(["paper", "Fisher, one example at a time", "Fisher of batches", "Squisher"], paper),
+    ]
+
+
+def _words(found: Sequence[Comparison], judged: Sequence[Judged], folder: Path) -> dict[str, str]:
+    """Numbers that stand inside sentences."""
+    out: dict[str, str] = {"margin": f"{MARGIN:g}"}
+    for c in found:
+        for case, by_method in c.values.items():
+            place = c.name if case in c.main_cases and len(c.main_cases) == 1 else f"{c.name}/{case}"
+            for method, by_seed in by_method.items():
+                out[f"{place}/{method}"] = f"{mean(list(by_seed.values())).value:.1f}"
+            for first in by_method:
+                for second in by_method:
+                    if first != second and by_method[first].keys() & by_method[second].keys():
+                        out[f"{place}/{first} − {second}"] = str(c.difference(first, second, case))
+    for ours, who in ((False, "paper"), (True, "ours")):
+        family = [j for j in judged if j.claim.ours is ours]
+        out[f"{who}/claims"] = str(len(family))
+        for verdict in {j.verdict for j in family}:
+            out[f"{who}/{verdict.value}"] = str(sum(j.verdict is verdict for j in family))
+    ranking = [u["result"] for k, u in document("embedding", "cpu", folder)["units"].items() if k.endswith("/ranking")]
+    if all("traces" in r for r in ranking):
+        spreads = [max(r["traces"]["fisher"].values()) / min(r["traces"]["fisher"].values()) for r in ranking]
+        out["embedding/trace spread"] = f"{sorted(spreads)[len(spreads) // 2]:.0e}".replace("e+0", "·10^").replace(
+            "e+", "·10^"
+        )
+        out["embedding/trace and size"] = f"{mean([r['trace_and_size']['fisher'] for r in ranking]).value:.2f}"
+    return out
+
+
+def _seconds(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"

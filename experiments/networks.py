@@ -1,0 +1,69 @@
+"""The small networks that several settings train, and how accurate one is."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from experiments.data import Labelled
+
+__all__ = ["Headed", "Sliced", "accuracy", "perceptron", "vgg"]
+
+
+def perceptron(widths: Sequence[int], dropout: float | None = None) -> nn.Sequential:
+    """Linear layers with ReLU between them, and dropout behind each where a rate is given."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in itertools.pairwise(widths):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU(), *([] if dropout is None else [nn.Dropout(dropout)])]
+    return nn.Sequential(*layers[: -1 if dropout is None else -2])
+
+
+def vgg(plan: Sequence[int], classes: int) -> nn.Sequential:
+    """A VGG as OrthoReg has it: convolution, ReLU, normalization; 0 in the plan is pooling; one linear layer at the end."""
+    layers: list[nn.Module] = []
+    channels = 3
+    for width in plan:
+        if not width:
+            layers.append(nn.MaxPool2d(2))
+            continue
+        layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU(), nn.BatchNorm2d(width)]
+        channels = width
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes))
+
+
+class Headed(nn.Module):
+    """A perceptron's body, and a head that a task may have of its own."""
+
+    def __init__(self, widths: Sequence[int], classes: int) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*perceptron(widths), nn.ReLU())
+        self.head = nn.Linear(widths[-1], classes)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits."""
+        return self.head(self.body(inputs))
+
+
+class Sliced(nn.Module):
+    """A network of which only some outputs count: `head` is the slice in use."""
+
+    def __init__(self, network: nn.Module, head: slice = slice(None)) -> None:
+        super().__init__()
+        self.network, self.head = network, head
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Logits of the classes in use."""
+        return self.network(inputs)[:, self.head]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, data: Labelled, size: int = 500) -> float:
+    """The share of examples that are recognised, in percent, in evaluation mode."""
+    training = model.training
+    model.eval()
+    right = sum(int((model(inputs).argmax(-1) == labels).sum()) for inputs, labels in data.batches(size))
+    model.train(training)
+    return round(100.0 * right / len(data), 4)

@@ -1,0 +1,40 @@
+"""Writes every table, figure, verdict and number in docs/ that comes from the experiments, from the committed documents.
+
+python -m experiments.pages        # make results
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+
+from experiments import ewc_tables, findings, pruning_weights, trust
+from experiments.comparison import RESULTS
+from experiments.markdown import Parts, fill
+
+DOCS = Path(__file__).parents[1] / "docs"
+PAGES: dict[str, Callable[[Path, Path], Parts]] = {
+    "results.md": findings.parts,
+    "results-tables.md": findings.appendix,
+    "continual-learning.md": ewc_tables.parts,
+    "pruning.md": pruning_weights.parts,
+    "when-to-trust-it.md": trust.parts,
+}
+"""By page: what makes its parts from a folder of documents, and draws its figures into a folder of images."""
+
+
+def main() -> None:
+    """Fills the pages."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--documents", type=Path, default=RESULTS)
+    parser.add_argument("--docs", type=Path, default=DOCS)
+    options = parser.parse_args()
+    for name, make in PAGES.items():
+        page = options.docs / name
+        page.write_text(fill(page.read_text(), make(options.documents, options.docs / "images")))
+        print(page)
+
+
+if __name__ == "__main__":
+    main()
