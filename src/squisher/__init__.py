@@ -1,7 +1,7 @@
 """Which parameters of a trained network matter: measured, or recycled from the optimizer.
 
     optimizer state ─┐
-                     ├─►  Importance  ─►  merge · prune · mask · embed · consolidate
+                     ├─►  Importance  ─►  merge · prune · mask · patch · embed · consolidate · quantize · unlearn
     model + data  ───┘
 
 Names are resolved on first use, so that `squisher --help` does not wait for torch.
@@ -30,7 +30,10 @@ _HOMES = {
     "prune": "prune",
     "mask": "mask",
     "embed": "embed",
+    "patch": "patch",
     "EWC": "consolidate",
+    "quantize": "quantize",
+    "unlearn": "unlearn",
     # when something is wrong
     "SquisherError": "errors",
     "SquisherWarning": "errors",
@@ -51,11 +54,14 @@ __all__ = [
     "load",
     "mask",
     "merge",
+    "patch",
     "prune",
+    "quantize",
+    "unlearn",
 ]
 
 if TYPE_CHECKING:
-    from . import embed, mask, merge, prune
+    from . import embed, mask, merge, patch, prune, quantize, unlearn
     from .analysis.agreement import compare
     from .analysis.health import examine
     from .consolidate import EWC

@@ -9,11 +9,12 @@ from __future__ import annotations
 # isort: off
 from . import extract, fisher
 from . import inspect, compare, similarity, report
-from . import merge, mergekit, prune, mask, patch, embed
+from . import merge, mergekit, prune, mask, patch, embed, quantize, unlearn, export
 
 # isort: on
 from .app import app, main
 
 __all__ = [
-    "app", "compare", "embed", "extract", "fisher", "inspect", "main", "mask", "merge", "mergekit", "patch", "prune", "report", "similarity",
+    "app", "compare", "embed", "export", "extract", "fisher", "inspect", "main", "mask", "merge", "mergekit", "patch", "prune", "quantize", "report",
+    "similarity", "unlearn",
 ]  # fmt: skip

@@ -1,0 +1,28 @@
+"""`squisher export`: an importance as another tool reads it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import USE, app, open_importance
+
+
+@app.command(
+    rich_help_panel=USE,
+    epilog="Example: squisher export squisher.safetensors --format ota --out exp_avg_sq.safetensors",
+)
+def export(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An importance file, or a checkpoint to extract from.")],
+    to: Annotated[str, typer.Option("--format", help="bergson, squeezellm or ota.")],
+    out: Annotated[Path, typer.Option("--out", metavar="OUT", help="The folder to make; for ota a .safetensors file.")],
+    model: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="squeezellm: the model that the importance belongs to.")
+    ] = None,
+) -> None:
+    """Write an importance as another tool reads it."""
+    from ..integrations.exports import export as write
+
+    typer.echo(f"{out}: {write(open_importance(file), to, out, model)}.")

@@ -1,0 +1,91 @@
+"""`squisher quantize`: how many bits every tensor gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..errors import SquisherError
+from .app import USE, Json, app, open_importance, print_json, progress_bar
+
+_BITS = {"json": "2,3,4,8", "llama.cpp": "2,3,4,5,6,8", "mlx": "4,5"}
+
+
+@app.command(
+    rich_help_panel=USE,
+    epilog="Example: squisher quantize model --importance squisher.safetensors --bits-per-weight 4.5 --out plan.json",
+)
+def quantize(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or weight file, of any size.")],
+    importance: Annotated[
+        Path, typer.Option("--importance", metavar="FILE", help="An importance file, or a checkpoint.")
+    ],
+    bits_per_weight: Annotated[
+        float, typer.Option(metavar="B", help="The budget: a mean over the quantised weights, scales included.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="PLAN", help="The file to write.")],
+    to: Annotated[
+        str,
+        typer.Option("--format", help="json, llama.cpp (--tensor-type-file) or mlx (dynamic_quant --sensitivities)."),
+    ] = "json",
+    bits: Annotated[
+        str | None, typer.Option(metavar="B,B", help="Widths to choose from; mlx takes two, low and high.")
+    ] = None,
+    group: Annotated[int, typer.Option(metavar="N", help="Weights that share a scale.")] = 64,
+    scheme: Annotated[
+        str | None, typer.Option(metavar="S", help="affine, symmetric or llama.cpp, if the format does not fix it.")
+    ] = None,
+    exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors that are not quantised.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Choose how many bits every tensor gets: the least total loss ½ Σ F·(w − Q(w))² within a budget.
+
+    Nothing is quantised; the plan is for the tool that does it.
+    """
+    from ..integrations.exports import PLAN_FORMATS, write_plan
+    from ..integrations.folders import open_model
+    from ..quantize import allocate, sensitivity
+
+    if to not in PLAN_FORMATS:
+        raise SquisherError(f"--format is {', '.join(PLAN_FORMATS)}, not {to!r}.")
+    if not out.parent.is_dir():
+        raise SquisherError(f"--out {out}: there is no folder {out.parent}.")
+    try:
+        widths = [int(b) for b in (bits or _BITS[to]).split(",")]
+    except ValueError:
+        raise SquisherError(f"--bits {bits}: widths are written with commas, such as 2,3,4,8.") from None
+    if to == "mlx" and len(set(widths)) != 2:
+        raise SquisherError(f"--bits {bits}: mlx-lm chooses between two widths, such as 4,5.")
+    fixed = "llama.cpp" if to == "llama.cpp" else "affine"
+    with progress_bar("measuring") as progress:
+        found = sensitivity(
+            open_model(model).weights,
+            open_importance(importance),
+            widths,
+            group,
+            scheme=scheme or fixed,
+            exclude=exclude,
+            progress=progress,
+        )
+    plan = allocate(found, bits_per_weight)
+    write_plan(plan, to, out)
+    if as_json:
+        print_json(plan.to_dict())
+        return
+    counts = {b: sum(n == b for n in plan.bits.values()) for b in sorted(found.quantizers)}
+    typer.echo(
+        f"{out}: {len(plan.bits)} tensors at {plan.bits_per_weight:.3f} bits a weight, loss {plan.loss:.4g} ("
+        + ", ".join(f"{count} at {b}" for b, count in counts.items() if count)
+        + ")."
+    )
+    fitting = [p for b in found.quantizers if (p := found.uniform(b)).bits_per_weight <= bits_per_weight]
+    if fitting:
+        best = min(fitting, key=lambda p: p.loss)
+        typer.echo(
+            f"All at {next(iter(best.bits.values()))} bits: {best.bits_per_weight:.3f} a weight, loss {best.loss:.4g}."
+        )
+    if found.kept:
+        shown = ", ".join(f"{name} ({why})" for name, why in list(found.kept.items())[:5])
+        typer.echo(f"Kept as they are: {shown}{', …' if len(found.kept) > 5 else ''}.")

@@ -1,0 +1,204 @@
+"""Other tools' files: importances for bergson, SqueezeLLM and OTA merging; plans for llama.cpp and mlx-lm."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import NamingError, SquisherError, near
+from ..importance import Importance
+from ..quantize import Plan, Sensitivity
+from ..storage import archive
+from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of, shape_of
+from .folders import new_folder, open_model, write_model
+
+__all__ = ["FORMATS", "PLAN_FORMATS", "export", "gguf_name", "mlx_sensitivities", "tensor_types"]
+
+FORMATS = ("bergson", "squeezellm", "ota")
+PLAN_FORMATS = ("json", "llama.cpp", "mlx")
+
+
+def export(importance: Importance, to: str, out: Path, model: Path | None = None) -> str:
+    """Write an importance as another tool reads it, whole or not at all.
+
+    Args:
+        importance: What to write. Values are written as they are stored: bias-corrected, not brought to the scale of a Fisher.
+        to: `"bergson"`: a folder with an `optimizer.pt` whose states say their parameter's name, for its normalisers.
+            `"squeezellm"`: a model folder whose weights are the importances, its "gradient checkpoint".
+            `"ota"`: a plain safetensors file with the names of the model, as OTA merging's `exp_avg_sq.safetensors`.
+        out: The folder or file to make.
+        model: The model folder, for squeezellm: its config is copied, and its weights say what else must be there.
+
+    Returns:
+        One line on what was written.
+
+    Raises:
+        SquisherError: The format does not exist, or something that it needs is missing.
+    """
+    if to not in FORMATS:
+        raise SquisherError(f"The format is {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, not {to!r}.{near(to, FORMATS)}")
+    if to != "squeezellm" and model is not None:
+        raise SquisherError(f"--model has no meaning for {to}; only squeezellm writes a model folder.")
+    if to == "ota":
+        if out.suffix != ".safetensors":
+            raise SquisherError(f"--out {out}: OTA's file is a .safetensors file, such as exp_avg_sq.safetensors.")
+        archive.save(out, importance, None)
+        return f"{len(importance)} tensors; give it as preconditioner_path"
+    if to == "bergson":
+        with new_folder(out) as folder:
+            torch.save(_optimizer_state(importance), folder / "optimizer.pt")
+        return f"{len(importance)} states; give it as optimizer_state"
+    if model is None:
+        raise SquisherError("squeezellm needs --model: the folder whose config and names the written one is to have.")
+    squares = _Squares(importance, open_model(model).weights)
+    write_model(out, squares, model, dtype=torch.float32)
+    missing = f"; {len(squares.without)} tensors have no importance and are 0" if squares.without else ""
+    return f"{len(squares)} tensors{missing}; chunk it as the gradient checkpoint"
+
+
+def _optimizer_state(importance: Importance) -> dict[str, Any]:
+    """What `torch.save` writes for an Adam, with the name in every state: bergson prefers it to its own count."""
+    p = importance.provenance
+    names = [p.live_names.get(name, name) for name in importance]
+    group: dict[str, Any] = {"params": list(range(len(names)))}
+    facts = p.optimizer or {}
+    if facts.get("beta2") is not None:
+        group["betas"] = (0.9, facts["beta2"])
+    if facts.get("eps") is not None:
+        group["eps"] = facts["eps"]
+    state = {k: {"exp_avg_sq": importance[name], "param_name": names[k]} for k, name in enumerate(importance)}
+    return {"state": state, "param_groups": [group]}
+
+
+class _Squares(Computed):
+    """The importance under all names of a model; 0 where a weight has none."""
+
+    def __init__(self, importance: Importance, weights: Any) -> None:
+        super().__init__(weights)
+        for name in importance:
+            if name not in weights or shape_of(weights, name) != importance.shape(name):
+                raise NamingError(
+                    f"{name!r} has an importance, but the model has no weight of this name and shape.{near(name, weights)}"
+                )
+        self._importance = importance
+        self.without = [name for name in weights if name not in importance]
+
+    def dtype(self, name: str) -> torch.dtype:
+        """float32: squared gradients underflow in float16."""
+        return torch.float32
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat chunks, in order."""
+        if name in self._importance:
+            for piece in chunks_of(self._importance, name, size):
+                yield piece.to(torch.float32)
+            return
+        numel = numel_of(self, name)
+        for start in range(0, numel, size):
+            yield torch.zeros(min(size, numel - start))
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+# What llama.cpp's converter calls the tensors of Hugging Face models; experts are stacked into one tensor there.
+_BLOCK = r"(?:model\.(?:language_model\.)?layers|transformer\.h|model\.decoder\.layers)\.(\d+)\."
+_PARTS = {
+    r"self_attn\.q_proj": "attn_q",
+    r"self_attn\.k_proj": "attn_k",
+    r"self_attn\.v_proj": "attn_v",
+    r"self_attn\.(?:o_proj|out_proj)|attn\.c_proj": "attn_output",
+    r"self_attn\.qkv_proj|attn\.c_attn": "attn_qkv",
+    r"mlp\.gate_proj": "ffn_gate",
+    r"mlp\.up_proj|mlp\.gate_up_proj|mlp\.c_fc|fc1": "ffn_up",
+    r"mlp\.down_proj|mlp\.c_proj|fc2": "ffn_down",
+    r"(?:mlp|block_sparse_moe)\.gate": "ffn_gate_inp",
+    r"mlp\.experts\.\d+\.gate_proj|block_sparse_moe\.experts\.\d+\.w1": "ffn_gate_exps",
+    r"mlp\.experts\.\d+\.down_proj|block_sparse_moe\.experts\.\d+\.w2": "ffn_down_exps",
+    r"mlp\.experts\.\d+\.up_proj|block_sparse_moe\.experts\.\d+\.w3": "ffn_up_exps",
+    r"mlp\.shared_experts?\.gate_proj": "ffn_gate_shexp",
+    r"mlp\.shared_experts?\.up_proj": "ffn_up_shexp",
+    r"mlp\.shared_experts?\.down_proj": "ffn_down_shexp",
+}
+_OUTSIDE = {
+    r"model\.(?:language_model\.|decoder\.)?embed_tokens|transformer\.wte": "token_embd",
+    r"transformer\.wpe|model\.decoder\.embed_positions": "position_embd",
+    r"lm_head": "output",
+}
+
+
+def gguf_name(name: str) -> str:
+    """Return what llama.cpp calls a tensor of a Hugging Face model.
+
+    Raises:
+        NamingError: It is not known; the architectures are those of Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral, OPT and GPT-2.
+    """
+    if re.fullmatch(r"(blk\.\d+\.\w+|token_embd|position_embd|output)\.weight", name):
+        return name
+    block = re.match(_BLOCK, name)
+    rest, table = (name[block.end() :], _PARTS) if block else (name, _OUTSIDE)
+    for pattern, part in table.items():
+        if re.fullmatch(rf"(?:{pattern})\.weight", rest):
+            return f"blk.{block[1]}.{part}.weight" if block else f"{part}.weight"
+    raise NamingError(
+        f"What llama.cpp calls {name!r} is not known. Leave it out with --exclude, or write --format json and rename it there."
+    )
+
+
+def tensor_types(plan: Plan) -> str:
+    """Return the lines that `llama-quantize --tensor-type-file` reads: a pattern for one tensor each, and its type.
+
+    Experts that llama.cpp stacks into one tensor get the widest width among them.
+
+    Raises:
+        SquisherError: The plan is not for llama.cpp's types, or it does not know a name.
+    """
+    quantizers = plan.sensitivity.quantizers
+    types = {b: q.name for b, q in quantizers.items()}
+    if not all(re.fullmatch(r"q\d_[K0]", name) for name in types.values()):
+        raise SquisherError(
+            "This plan is not for llama.cpp's types: measure with scheme='llama.cpp' (--scheme llama.cpp)."
+        )
+    widest: dict[str, int] = {}
+    for name, bits in plan.bits.items():
+        there = gguf_name(name)
+        widest[there] = max(bits, widest.get(there, 0))
+    return "".join(f"^{re.escape(name)}$={types[bits].lower()}\n" for name, bits in widest.items())
+
+
+def mlx_sensitivities(found: Sensitivity, low: int, high: int) -> list[list[Any]]:
+    """Return what `mlx_lm.dynamic_quant --sensitivities` reads: [module, loss saved by the wider width per million weights].
+
+    Raises:
+        SquisherError: A width was not measured.
+    """
+    for bits in (low, high):
+        if bits not in found.quantizers:
+            raise SquisherError(f"mlx-lm chooses between {low} and {high} bits, but {bits} were not measured.")
+    return [
+        [name.removesuffix(".weight"), (own[low] - own[high]) / (found.numel[name] / 1e6)]
+        for name, own in found.losses.items()
+    ]
+
+
+def write_plan(plan: Plan, to: str, out: Path) -> None:
+    """Write a plan as JSON or as another tool reads it, whole or not at all.
+
+    Raises:
+        SquisherError: The format does not exist, or the plan cannot be written in it.
+    """
+    if to not in PLAN_FORMATS:
+        raise SquisherError(f"The format is {', '.join(PLAN_FORMATS)}, not {to!r}.{near(to, PLAN_FORMATS)}")
+    if to == "llama.cpp":
+        text = tensor_types(plan)
+    elif to == "mlx":
+        low, high = sorted(plan.sensitivity.quantizers)[:2]
+        text = json.dumps(mlx_sensitivities(plan.sensitivity, low, high)) + "\n"
+    else:
+        text = json.dumps(plan.to_dict(), indent=2, ensure_ascii=False) + "\n"
+    archive._write_text(out, text)

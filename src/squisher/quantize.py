@@ -1,0 +1,411 @@
+"""Where bits matter: what every tensor loses at every width, and the widths of least total loss under a budget.
+
+    found = squisher.quantize.sensitivity(weights, importance, bits=(2, 3, 4, 8), group=64)
+    plan = squisher.quantize.allocate(found, bits_per_weight=4.5)
+
+The loss of a tensor is ½ Σ F·(w − Q(w))², the second-order increase of the training loss when its weights are rounded. It is no
+importance matrix of llama.cpp: that one is the mean square of a layer's inputs and steers the rounding inside a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import NamingError, SquisherError, near
+from .importance import Importance, check_values
+from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, one_thread, shape_of
+
+__all__ = ["SCHEMES", "Plan", "Quantizer", "Sensitivity", "allocate", "sensitivity", "simulate"]
+
+Progress = Callable[[int, int], None]
+"""Called with what is done and what there is in all."""
+
+SCHEMES = ("affine", "symmetric", "llama.cpp")
+_STATES = 20_000  # partial assignments that the search keeps at most
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """Rounding to the nearest of 2^bits evenly spaced values, with a scale (and an offset) for every group of a row.
+
+    Attributes:
+        name: What others call it: a ggml type, or scheme and width.
+        bits: The width of a value.
+        group: Values that share a scale; the last group of a row may be shorter.
+        affine: From the group's smallest to its largest value; otherwise symmetric around 0.
+        overhead: Bits that a group's scale and offset take.
+    """
+
+    name: str
+    bits: int
+    group: int
+    affine: bool
+    overhead: int
+
+    def size(self, shape: Sequence[int]) -> int:
+        """The bits that a tensor takes, scales and offsets included."""
+        row = _row(shape)
+        numel = math.prod(shape)
+        return numel * self.bits + numel // max(row, 1) * -(-row // self.group) * self.overhead
+
+    def rounded(self, rows: Tensor) -> Tensor:
+        """Round a matrix whose rows are made of whole groups, the last of a row perhaps shorter."""
+        width = rows.shape[1]
+        groups = _padded(rows, self.group).unflatten(1, (-1, self.group))
+        if self.affine:
+            low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+            step = (high - low) / (2**self.bits - 1)
+            level = ((groups - low) / torch.where(step > 0, step, 1)).round_().clamp_(0, 2**self.bits - 1)
+            out = level.mul_(step).add_(low)
+        else:
+            most = 2 ** (self.bits - 1) - 1
+            step = groups.abs().amax(-1, keepdim=True) / most
+            out = (groups / torch.where(step > 0, step, 1)).round_().clamp_(-most, most).mul_(step)
+        return out.flatten(1)[:, :width]
+
+
+# Name, group, affine, bits of scales and offsets a group, so that 256 values take the bytes of ggml's super-blocks.
+_GGML = {
+    2: Quantizer("q2_K", 2, 16, True, 10),
+    3: Quantizer("q3_K", 3, 16, False, 7),
+    4: Quantizer("q4_K", 4, 32, True, 16),
+    5: Quantizer("q5_K", 5, 32, True, 16),
+    6: Quantizer("q6_K", 6, 16, False, 9),
+    8: Quantizer("q8_0", 8, 32, False, 16),
+}
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """What each tensor loses and takes at each width.
+
+    Attributes:
+        losses: ½ Σ F·(w − Q(w))² by tensor and width.
+        sizes: Bits, scales and offsets included, by tensor and width.
+        numel: Number of weights by tensor.
+        quantizers: What each width stands for.
+        kept: Tensors that are not quantised, and why.
+    """
+
+    losses: dict[str, dict[int, float]]
+    sizes: dict[str, dict[int, int]]
+    numel: dict[str, int]
+    quantizers: dict[int, Quantizer] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def uniform(self, bits: int) -> Plan:
+        """Return the plan that gives every tensor the same width."""
+        return _plan(self, dict.fromkeys(self.losses, bits), 0.0)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A width for every tensor.
+
+    Attributes:
+        bits: Width by tensor.
+        loss: The total loss.
+        bits_per_weight: Mean over the weights of these tensors, scales and offsets included.
+        gap: By which fraction of `loss` another assignment could be better at most; 0 where none can be.
+        sensitivity: What it was made from.
+    """
+
+    bits: dict[str, int]
+    loss: float
+    bits_per_weight: float
+    gap: float
+    sensitivity: Sensitivity
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return everything as plain types, for JSON."""
+        found = self.sensitivity
+        quantizers = {str(b): vars(q) for b, q in found.quantizers.items()}
+        return {
+            "bits_per_weight": self.bits_per_weight,
+            "loss": self.loss,
+            "gap": self.gap,
+            "quantizers": quantizers,
+            "tensors": {
+                name: {"bits": b, "numel": found.numel[name], "loss": found.losses[name][b]}
+                for name, b in self.bits.items()
+            },
+            "kept": dict(found.kept),
+        }
+
+
+def quantizers_of(bits: Sequence[int], group: int, scheme: str) -> dict[int, Quantizer]:
+    """Return the quantiser of each width.
+
+    Raises:
+        SquisherError: The scheme, a width or the group does not exist.
+    """
+    if scheme not in SCHEMES:
+        raise SquisherError(
+            f"scheme is {', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}, not {scheme!r}.{near(str(scheme), SCHEMES)}"
+        )
+    widths = sorted(set(bits))
+    known = list(_GGML) if scheme == "llama.cpp" else list(range(2, 9))
+    wrong = [b for b in widths if b not in known]
+    if wrong or not widths:
+        raise SquisherError(f"bits for {scheme} are some of {', '.join(map(str, known))}, not {list(bits)}.")
+    if scheme == "llama.cpp":
+        return {b: _GGML[b] for b in widths}
+    if not (isinstance(group, int) and group > 0):
+        raise SquisherError(f"group is the number of weights that share a scale, 1 or more, not {group!r}.")
+    affine = scheme == "affine"
+    return {b: Quantizer(f"{scheme}-{b}", b, group, affine, 32 if affine else 16) for b in widths}
+
+
+def sensitivity(
+    weights: Mapping[str, Tensor],
+    importance: Mapping[str, Tensor],
+    bits: Sequence[int] = (2, 3, 4, 8),
+    group: int = 64,
+    *,
+    scheme: str = "affine",
+    exclude: str | None = None,
+    progress: Progress | None = None,
+) -> Sensitivity:
+    """Measure what every tensor loses at every width: ½ Σ F·(w − Q(w))², streamed.
+
+    Tensors with two or more dimensions take part. A row is everything under one index of the first dimension; groups never
+    cross rows. Memory is bounded by a chunk, or by one row where the group does not divide it.
+
+    Args:
+        weights: Any mapping, in memory or in files.
+        importance: Of the same names and shapes. Weights without one are kept as they are and listed in `kept`.
+        bits: The widths to choose from: 2 to 8.
+        group: Weights that share a scale; not for llama.cpp, whose types fix it.
+        scheme: `"affine"` (16-bit scale and offset a group, as MLX), `"symmetric"` (16-bit scale), or `"llama.cpp"` (q2_K, q3_K,
+            q4_K, q5_K, q6_K and q8_0 with their block sizes; llama.cpp itself searches and rounds the scales of k-quants).
+        exclude: A regular expression: tensors that are not quantised.
+        progress: Called with the weights read so far and in all.
+
+    Raises:
+        NamingError: Names or shapes of importance and weights do not fit.
+        SquisherError: A width, group or scheme does not exist, or weights are not finite.
+    """
+    quantizers = quantizers_of(bits, group, scheme)
+    names, kept = _candidates(weights, importance, exclude)
+    total, done = sum(numel_of(weights, name) for name in names), 0
+    losses: dict[str, dict[int, float]] = {}
+    with one_thread():  # sums that do not depend on the number of threads
+        for name, own in names.items():
+            sums = dict.fromkeys(quantizers, 0.0)
+            for w, f in _runs(weights, name, importance, own, quantizers):
+                for b, quantizer in quantizers.items():
+                    error = (quantizer.rounded(w) - w).double()
+                    sums[b] += 0.5 * float((error * error * f).sum())
+                done += w.numel()
+                if progress is not None:
+                    progress(done, total)
+            if not all(map(math.isfinite, sums.values())):
+                raise SquisherError(
+                    f"{name!r} has NaN or infinite values, which have no nearest value: take sound weights."
+                )
+            losses[name] = sums
+    shapes = {name: tuple(shape_of(weights, name)) for name in names}
+    sizes = {name: {b: q.size(shape) for b, q in quantizers.items()} for name, shape in shapes.items()}
+    return Sensitivity(losses, sizes, {name: math.prod(s) for name, s in shapes.items()}, quantizers, kept)
+
+
+def simulate(
+    weights: Mapping[str, Tensor], bits: Mapping[str, int], group: int = 64, *, scheme: str = "affine"
+) -> Mapping[str, Tensor]:
+    """Return the weights as a quantised model has them: rounded and back in their own type, lazily.
+
+    Args:
+        weights: Any mapping.
+        bits: Width by tensor, such as `plan.bits`; the other tensors are as they were.
+        group: As in `sensitivity`.
+        scheme: As in `sensitivity`.
+
+    Raises:
+        NamingError: A tensor does not exist.
+        SquisherError: A width, group or scheme does not exist.
+    """
+    for name in bits:
+        if name not in weights:
+            raise NamingError(f"The plan has {name!r}, which is no weight.{near(name, weights)}")
+    return _Rounded(weights, bits, quantizers_of(list(bits.values()), group, scheme))
+
+
+def allocate(sensitivity: Sensitivity, bits_per_weight: float) -> Plan:
+    """Return the assignment of least total loss whose mean width, scales and offsets included, is within a budget.
+
+    This is a multiple-choice knapsack. A branch and bound over partial assignments, with the Lagrangian relaxation as the bound,
+    finds the best one; where it would have to keep more than 20,000 of them it drops the least promising, and `plan.gap` says
+    how much better another assignment could be at most.
+
+    Args:
+        sensitivity: What `sensitivity` measured.
+        bits_per_weight: The budget, a mean over all weights of these tensors.
+
+    Raises:
+        SquisherError: Nothing fits the budget.
+    """
+    names = list(sensitivity.losses)
+    if not names:
+        raise SquisherError("There is no tensor to quantise: none with two dimensions has an importance.")
+    widths = sorted(sensitivity.losses[names[0]])
+    sizes = np.array([[sensitivity.sizes[name][b] for b in widths] for name in names], np.int64)
+    losses = np.array([[sensitivity.losses[name][b] for b in widths] for name in names])
+    numel, least = sum(sensitivity.numel.values()), int(sizes.min(1).sum())
+    if not (math.isfinite(bits_per_weight) and math.floor(bits_per_weight * numel + 1e-6) >= least):
+        raise SquisherError(
+            f"bits_per_weight is {bits_per_weight}, but the smallest widths take {least / numel:.4g} already, scales included. Give a "
+            "larger budget, or smaller bits."
+        )
+    chosen, gap = _search(sizes, losses, math.floor(bits_per_weight * numel + 1e-6))
+    return _plan(sensitivity, {name: widths[k] for name, k in zip(names, chosen, strict=True)}, gap)
+
+
+# -- inside ------------------------------------------------------------------------------------------------------------
+
+
+def _plan(found: Sensitivity, bits: dict[str, int], gap: float) -> Plan:
+    loss = math.fsum(found.losses[name][b] for name, b in bits.items())
+    size = sum(found.sizes[name][b] for name, b in bits.items())
+    return Plan(bits, loss, size / max(sum(found.numel.values()), 1), gap, found)
+
+
+def _candidates(
+    weights: Mapping[str, Tensor], importance: Mapping[str, Tensor], exclude: str | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Weight name to importance name for what is quantised; and why other matrices are not."""
+    pattern = name_pattern(exclude)
+    provenance = importance.provenance if isinstance(importance, Importance) else None
+    other = {} if provenance is None else {name: alias for alias, name in provenance.tied.items()}
+    names: dict[str, str] = {}
+    for own in importance:
+        name = own if own in weights else other.get(own, own)
+        if name not in weights:
+            raise NamingError(f"There is an importance for {own!r}, but no weight of that name.{near(own, weights)}")
+        if shape_of(weights, name) != shape_of(importance, own):
+            raise NamingError(
+                f"{name!r} has the shape {tuple(shape_of(weights, name))}, but its importance {tuple(shape_of(importance, own))}. The "
+                "importance belongs to another model."
+            )
+        if len(shape_of(weights, name)) > 1 and numel_of(weights, name) and dtype_of(weights, name).is_floating_point:
+            names[name] = own
+    kept = {}
+    for name in weights:
+        if len(shape_of(weights, name)) > 1 and dtype_of(weights, name).is_floating_point and name not in names:
+            kept[name] = "no importance"
+    if pattern is not None:
+        kept |= {name: "excluded" for name in names if pattern.search(name)}
+    return {name: own for name, own in names.items() if name not in kept}, kept
+
+
+def _row(shape: Sequence[int]) -> int:
+    return math.prod(shape[1:])
+
+
+def _runs(
+    weights: Mapping[str, Tensor],
+    name: str,
+    importance: Mapping[str, Tensor],
+    own: str,
+    quantizers: Mapping[int, Quantizer],
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Weights in the type to compute in and importances as float64, as matrices of whole groups."""
+    length, width = _run(_row(shape_of(weights, name)), math.lcm(*(q.group for q in quantizers.values())))
+    work = torch.float64 if torch.float64 in (dtype_of(weights, name), dtype_of(importance, own)) else torch.float32
+    checked = isinstance(importance, Importance)  # by itself
+    pairs = zip(chunks_of(weights, name, length), chunks_of(importance, own, length), strict=True)
+    for w, f in pairs:
+        if not checked:
+            check_values(own, f)
+        yield w.to(work).view(-1, width), f.double().view(-1, width)
+
+
+def _run(row: int, group: int) -> tuple[int, int]:
+    """How many values are read at once, and how wide the matrix is that they become."""
+    if row % group == 0:  # groups are then whole wherever a chunk begins
+        return max(CHUNK // group, 1) * group, group
+    return max(CHUNK // row, 1) * row, row
+
+
+def _padded(rows: Tensor, group: int) -> Tensor:
+    """Repeat the last value of each row until the groups are whole: that changes neither their limits nor their rounding."""
+    missing = -rows.shape[1] % group
+    return torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1) if missing else rows
+
+
+class _Rounded(Computed):
+    """Weights after rounding, computed when asked for."""
+
+    def __init__(self, weights: Mapping[str, Tensor], bits: Mapping[str, int], quantizers: Mapping[int, Quantizer]):
+        super().__init__(weights)
+        self._weights, self._bits, self._quantizers = weights, dict(bits), quantizers
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat chunks, in order."""
+        if name not in self._bits:
+            yield from chunks_of(self._weights, name, size)
+            return
+        quantizer, dtype = self._quantizers[self._bits[name]], self.dtype(name)
+        length, width = _run(_row(self.shape(name)), quantizer.group)
+        held = torch.zeros(0, dtype=dtype)
+        for piece in chunks_of(self._weights, name, length):
+            work = piece.to(torch.float64 if dtype == torch.float64 else torch.float32).view(-1, width)
+            held = torch.cat([held, quantizer.rounded(work).reshape(-1).to(dtype)])
+            whole = held.numel() // size * size
+            yield from held[:whole].split(size) if whole else ()
+            held = held[whole:]
+        if held.numel():
+            yield held
+
+
+def _search(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[list[int], float]:
+    """Each tensor's choice, and by which fraction of the loss another assignment could be better at most."""
+    price, chosen = _relaxed(sizes, losses, budget)
+    best = float(np.take_along_axis(losses, chosen[:, None], 1).sum())
+    # At this price of a bit, what a choice costs more than the cheapest one: any assignment is above the bound by the sum of it.
+    above = losses + price * sizes
+    bound = float(above.min(1).sum()) - price * budget
+    above -= above.min(1, keepdims=True)
+    rest = np.append(np.cumsum(sizes.min(1)[::-1])[::-1], 0)  # bits that the tensors from here on take at least
+    cap = min(_STATES, 20_000_000 // len(sizes) + 1)
+    size, loss, extra = np.zeros(1, np.int64), np.zeros(1), np.zeros(1)
+    steps: list[np.ndarray] = []
+    complete = True
+    for k in range(len(sizes)):
+        size, loss, extra = (np.add.outer(a, b[k]).ravel() for a, b in ((size, sizes), (loss, losses), (extra, above)))
+        kept = np.flatnonzero((size + rest[k + 1] <= budget) & (bound + extra < best))
+        kept = kept[np.lexsort((loss[kept], size[kept]))]
+        lowest = np.minimum.accumulate(np.append(np.inf, loss[kept]))[:-1]
+        kept = kept[loss[kept] < lowest]  # of the others, some assignment is neither larger nor worse
+        if len(kept) > cap:
+            complete = False
+            kept = kept[np.sort(np.argpartition(extra[kept], cap)[:cap])]
+        steps.append(kept)
+        size, loss, extra = size[kept], loss[kept], extra[kept]
+    if len(loss) and loss.min() < best:
+        place, best = int(loss.argmin()), float(loss.min())
+        for k in reversed(range(len(sizes))):
+            place, chosen[k] = divmod(int(steps[k][place]), sizes.shape[1])
+    return chosen.tolist(), 0.0 if complete or best <= 0 else max(best - bound, 0.0) / best
+
+
+def _relaxed(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[float, np.ndarray]:
+    """The lowest price of a bit at which everyone's cheapest choice is within the budget, and these choices."""
+
+    def at(price: float) -> np.ndarray:
+        return (losses + price * sizes).argmin(1)
+
+    low, high = 0.0, float(losses.max() - losses.min()) + 1e-300  # a bit for more than all losses: nobody buys any
+    if np.take_along_axis(sizes, at(low)[:, None], 1).sum() <= budget:
+        return low, at(low)
+    for _ in range(200):
+        middle = (low + high) / 2
+        fits = np.take_along_axis(sizes, at(middle)[:, None], 1).sum() <= budget
+        low, high = (low, middle) if fits else (middle, high)
+    return high, at(high)

@@ -1,0 +1,152 @@
+"""Selective synaptic dampening: forget some training data by shrinking the weights that matter to it far more than to all data.
+
+Foster, Schoepf and Brintrup, AAAI 2024. Where F_forget > select·F, a weight θ becomes min(strength·F/F_forget, 1)·θ. No training,
+and with a Squisher as F only the data to forget need a Fisher.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .errors import NamingError, SquisherError, near
+from .importance import Importance, check_values, on_common_scale
+from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, shape_of
+
+__all__ = ["Dampened", "dampen"]
+
+_TINY = 1.2e-38  # below the smallest normal float32: read as 0
+
+
+def dampen(
+    weights: Mapping[str, Tensor],
+    importance: Mapping[str, Tensor],
+    forget_importance: Mapping[str, Tensor],
+    select: float = 10.0,
+    strength: float = 1.0,
+    scale: str = "auto",
+    *,
+    exclude: str | None = None,
+) -> Dampened:
+    """Return the weights after forgetting, as a lazy mapping: min(strength·F/F_forget, 1)·θ where F_forget > select·F.
+
+    Where both importances are 0 nothing changes.
+
+    Args:
+        weights: Any mapping, in memory or in files.
+        importance: Of all training data, F: a Fisher or a Squisher.
+        forget_importance: Of the data to forget, F_forget: a Fisher of them. Weights without one stay as they are.
+        select: α. Larger ones dampen fewer weights; the paper uses 5 to 50, and the method depends on it.
+        strength: λ. Smaller ones dampen more.
+        scale: How the two are brought to one scale: `auto`, `as_fisher` or `stored`. Only with one scale does `select` mean what
+            it says.
+        exclude: A regular expression: tensors that stay as they are.
+
+    Raises:
+        NamingError: Names or shapes do not fit.
+        ScaleError: The two importances have no common scale.
+        SquisherError: A number is not positive.
+    """
+    for what, number in (("select", select), ("strength", strength)):
+        if not (isinstance(number, (int, float)) and math.isfinite(number) and number > 0):
+            raise SquisherError(f"{what} is a positive number, not {number!r}.")
+    whole, forget = on_common_scale([importance, forget_importance], scale)
+    names = _matched(weights, whole, forget, exclude)
+    return Dampened(weights, whole, forget, names, float(select), float(strength))
+
+
+class Dampened(Computed):
+    """Weights of which some were dampened, computed when asked for.
+
+    Attributes:
+        dampened: Names of the tensors that take part; the others are as they were.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        importance: Mapping[str, Tensor],
+        forget: Mapping[str, Tensor],
+        names: Mapping[str, tuple[str, str]],
+        select: float,
+        strength: float,
+    ) -> None:
+        super().__init__(weights)
+        self._weights, self._importance, self._forget = weights, importance, forget
+        self._own, self._select, self._strength = dict(names), select, strength
+        self.dampened = tuple(names)
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat chunks, in order."""
+        if name not in self._own:
+            yield from chunks_of(self._weights, name, size)
+            return
+        for weight, factor in zip(chunks_of(self._weights, name, size), self._factors(name, size), strict=True):
+            yield torch.where(factor == 1, weight, (weight * factor).to(weight.dtype))  # what stays, stays to the bit
+
+    def counts(self) -> dict[str, tuple[int, int]]:
+        """Return for each tensor that takes part how many of its entries shrink, and how many there are; one pass."""
+        out = {}
+        for name in self._own:
+            shrinks = sum(int(np.count_nonzero((factor != 1).numpy())) for factor in self._factors(name))
+            out[name] = (shrinks, math.prod(self.shape(name)))
+        return out
+
+    def _factors(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """What the entries are multiplied by, in flat chunks."""
+        whole_name, forget_name = self._own[name]
+        work = torch.float64 if dtype_of(self._weights, name) == torch.float64 else torch.float32
+        for f, g in zip(
+            _checked(self._importance, whole_name, size), _checked(self._forget, forget_name, size), strict=True
+        ):
+            f, g = (torch.where(values < _TINY, 0, values.to(work)) for values in (f, g))
+            shrunk = (self._strength * f / torch.where(g > 0, g, 1)).clamp_max_(1)
+            yield torch.where(g > self._select * f, shrunk, 1)
+
+
+def _checked(importance: Mapping[str, Tensor], name: str, size: int) -> Iterator[Tensor]:
+    for piece in chunks_of(importance, name, size):
+        if not isinstance(importance, Importance):  # which checks itself
+            check_values(name, piece)
+        yield piece
+
+
+def _matched(
+    weights: Mapping[str, Tensor], importance: Mapping[str, Tensor], forget: Mapping[str, Tensor], exclude: str | None
+) -> dict[str, tuple[str, str]]:
+    """Weight name to the two importances' own names for it; refuses a forget importance without a partner."""
+    pattern = name_pattern(exclude)
+    names: dict[str, tuple[str, str]] = {}
+    for own in forget:
+        name = _name_in(weights, own, forget)
+        if pattern is not None and pattern.search(name or own):
+            continue
+        partner = None if name is None else _name_in(importance, name, importance)
+        for where, found, source in (
+            ("the weights", name, weights),
+            ("the importance of all data", partner, importance),
+        ):
+            if found is None:
+                raise NamingError(
+                    f"There is a forget importance for {own!r}, which is not in {where}.{near(own, source)}"
+                )
+            if shape_of(source, found) != shape_of(forget, own):
+                raise NamingError(
+                    f"{own!r} has the shape {tuple(shape_of(forget, own))} in the forget importance and "
+                    f"{tuple(shape_of(source, found))} in {where}: they belong to different models."
+                )
+        names[str(name)] = (str(partner), own)
+    if not names:
+        raise NamingError(f"No tensor is left to dampen: {exclude!r} excludes all of them.")
+    return names
+
+
+def _name_in(tensors: Mapping[str, Tensor], name: str, known: Mapping[str, Tensor]) -> str | None:
+    """The name that a mapping has for a parameter, itself or tied."""
+    tied = known.provenance.tied if isinstance(known, Importance) else {}
+    others = [alias for alias, first in tied.items() if first == name]
+    return next((n for n in (name, tied.get(name), *others) if n is not None and n in tensors), None)
