@@ -58,7 +58,8 @@ class Quantizer:
     def rounded(self, rows: Tensor) -> Tensor:
         """Round a matrix whose rows are made of whole groups, the last of a row perhaps shorter."""
         width = rows.shape[1]
-        groups = _padded(rows, self.group).unflatten(1, (-1, self.group))
+        group = min(self.group, width)
+        groups = _padded(rows, group).unflatten(1, (-1, group))
         if self.affine:
             low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
             step = (high - low) / (2**self.bits - 1)
