@@ -53,7 +53,7 @@ def make(folder: Path, parameters: int) -> int:
     import torch
 
     import squisher
-    from squisher.storage import archive
+    from squisher.storage import safetensors as archive
 
     torch.manual_seed(0)
     for part, size in (("full", parameters), ("shallow", parameters // 4)):

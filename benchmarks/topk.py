@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import harness
 from squisher.order import Selection, threshold
-from squisher.storage.archive import open_archive, save
+from squisher.storage.safetensors import open_archive, save
 from squisher.storage.tensors import CHUNK, chunks_of
 
 PEERS = ("torch.topk", "torch.kthvalue", "torch.sort", "numpy.partition")

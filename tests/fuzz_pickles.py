@@ -31,7 +31,8 @@ import torch
 
 from squisher.errors import SquisherError
 from squisher.storage import torch_files as pickles
-from squisher.storage.torch_files import Array, Span, StoredTensor
+from squisher.storage.byte_range import ByteRange
+from squisher.storage.torch_files import Array, StoredTensor
 from squisher.storage.torch_files.known import BUILDERS, VALUES
 
 SECONDS = 5.0
@@ -260,7 +261,7 @@ def makers(samples: dict[str, bytes]) -> Iterator[Maker]:
                 entries = {name: archive.read(name) for name in archive.namelist()}
             if any(name.rpartition("/")[2] == "data.pkl" for name in entries):
                 put, pickled = packed(entries)
-                assert pickles.read(Span.of_bytes(put(pickled))) is not None
+                assert pickles.read(ByteRange.of_bytes(put(pickled))) is not None
                 yield inside(put, pickled)
                 yield inside(put, pickled)
     assert put is not None
@@ -272,7 +273,7 @@ def makers(samples: dict[str, bytes]) -> Iterator[Maker]:
 
 def attempt(data: bytes) -> str:
     """Read an input and look at what came out of it; returns "read" or "refused"."""
-    span = Span.of_bytes(data)
+    span = ByteRange.of_bytes(data)
     try:
         value = pickles.read(span) if data[:1] in (b"P", b"\x80") else pickles.unpickle(data)
     except SquisherError:

@@ -16,7 +16,7 @@ from torch import nn
 
 import squisher
 from squisher import merge
-from squisher.integrations.folders import open_model
+from squisher.storage.folders import open_model
 
 SQUISHER = Path(sys.executable).with_name("squisher")
 

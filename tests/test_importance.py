@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import squisher
-import squisher.storage.archive
+import squisher.storage.safetensors
 from squisher.errors import FileError, NamingError, ScaleError, SquisherError, SquisherWarning
 from squisher.importance import Importance, load, on_common_scale, structure_hash
 from squisher.storage.tensors import chunks_of
@@ -33,7 +33,7 @@ def test_impossible_values_are_refused_by_name(tmp_path, value, words):
     with pytest.raises(SquisherError, match=rf"'bad\.one' has {words}"):
         Importance({"good": torch.rand(2), "bad.one": tensor})
     # The same in a file: opening it costs nothing, so it is noticed when it is read, in whole or in pieces.
-    squisher.storage.archive.save(tmp_path / "x.safetensors", {"bad.one": tensor}, {"kind": "fisher"})
+    squisher.storage.safetensors.save(tmp_path / "x.safetensors", {"bad.one": tensor}, {"kind": "fisher"})
     lazy = load(tmp_path / "x.safetensors")
     with pytest.raises(SquisherError, match=rf"'bad\.one' has {words}"):
         lazy["bad.one"]
@@ -113,7 +113,7 @@ def test_a_folder_and_files_that_are_not_ours(tmp_path):
     assert set(load(tmp_path)) == set(example())
     with pytest.raises(FileError, match="There is no file"):
         load(tmp_path / "nothing.safetensors")
-    squisher.storage.archive.save(tmp_path / "weights.safetensors", {"a": torch.rand(2)}, {"kind": "mask"})
+    squisher.storage.safetensors.save(tmp_path / "weights.safetensors", {"a": torch.rand(2)}, {"kind": "mask"})
     with pytest.raises(FileError, match="holds a 'mask', not an importance"):
         load(tmp_path / "weights.safetensors")
     from safetensors.torch import save_file
@@ -121,7 +121,7 @@ def test_a_folder_and_files_that_are_not_ours(tmp_path):
     save_file({"a": torch.rand(2)}, tmp_path / "plain.safetensors")
     with pytest.raises(FileError, match="without Squisher's metadata"):
         load(tmp_path / "plain.safetensors")
-    squisher.storage.archive.save(
+    squisher.storage.safetensors.save(
         tmp_path / "new.safetensors", {"a": torch.rand(2)}, {"kind": "fisher", "format_version": 99}
     )
     with pytest.raises(FileError, match="update torch-squisher"):

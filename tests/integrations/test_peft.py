@@ -9,9 +9,9 @@ import torch
 
 import squisher
 from squisher.errors import NamingError, SquisherError
-from squisher.integrations.folders import open_model
 from squisher.integrations.merging import merge_folders
 from squisher.integrations.peft import Folded, open_adapter
+from squisher.storage.folders import open_model
 
 NAMES = {"layer.q.weight": (12, 8), "layer.v.weight": (12, 8), "embed.weight": (20, 8)}
 PLAIN = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "base_model_name_or_path": "somewhere/base"}

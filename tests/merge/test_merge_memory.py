@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import squisher
-from squisher.storage import archive
+from squisher.storage import safetensors as archive
 
 SIDE = 1024
 

@@ -7,7 +7,7 @@ import torch
 
 from squisher import patch
 from squisher.errors import FileError, NamingError, SquisherError
-from squisher.storage import archive
+from squisher.storage import safetensors as archive
 from squisher.storage.tensors import chunks_of
 
 

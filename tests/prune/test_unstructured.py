@@ -10,7 +10,7 @@ from torch import nn
 import squisher
 from squisher import prune
 from squisher.errors import NamingError, SquisherError
-from squisher.storage import archive
+from squisher.storage import safetensors as archive
 from squisher.storage.tensors import chunks_of
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from squisher.recycle.naming.adapters import adapter_orders
-from squisher.recycle.weights import Weights
+from squisher.storage.folders import Weights
 
 
 def weights(*names):

@@ -8,7 +8,7 @@ from squisher.errors import NamingError
 from squisher.recycle.naming import candidates as module
 from squisher.recycle.naming.candidates import candidates_of_module
 from squisher.recycle.states import Piece
-from squisher.recycle.weights import Weights
+from squisher.storage.folders import Weights
 
 
 class Tied(nn.Module):

@@ -5,7 +5,7 @@ from safetensors.torch import save_file
 
 from squisher.recycle.naming.frozen import by_evidence
 from squisher.recycle.states import Candidate, Piece
-from squisher.recycle.weights import open_weights
+from squisher.storage.folders import open_weights
 
 
 def weights(path, tensors):

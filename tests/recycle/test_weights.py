@@ -8,7 +8,8 @@ from safetensors.torch import save_file
 
 from squisher.errors import FileError
 from squisher.recycle.states import Entry, OptimizerState
-from squisher.recycle.weights import open_weights, pinned
+from squisher.recycle.weights import pinned
+from squisher.storage.folders import open_weights
 
 TENSORS = {"b": torch.zeros(2, 3), "a": torch.zeros(4), "c": torch.zeros(1, 2)}
 
@@ -41,7 +42,7 @@ def test_a_folder_without_weights(tmp_path):
         ({"weight_map": {"a": "../x.bin"}}, "outside its own folder"),
         ({"weight_map": {"a": ".."}}, "outside its own folder"),
         ({"weight_map": {"a": "gone.bin"}}, "which is missing"),
-        ({"weight_map": {"a": 3}}, "outside its own folder"),
+        ({"weight_map": {"a": 3}}, "no weight_map"),
         ({}, "no weight_map"),
         ([], "no weight_map"),
     ],

@@ -529,13 +529,13 @@ def test_bytes_changed_at_random_never_give_a_python_error(tmp_path, variant):
 
 
 def test_what_is_not_needed_is_not_read(tmp_path, monkeypatch):
-    from squisher.storage.torch_files import Span
+    from squisher.storage.byte_range import ByteRange
 
     folder = write(tmp_path / "run", [{"a": torch.ones(1000, 30), "b": torch.ones(5)}], 3, 2)
     read = []
-    original = Span.read_into
+    original = ByteRange.read_into
     monkeypatch.setattr(
-        Span,
+        ByteRange,
         "read_into",
         lambda self, target, offset=0: (read.append(target.nbytes), original(self, target, offset))[1],
     )

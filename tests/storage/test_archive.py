@@ -10,7 +10,7 @@ import torch
 
 import squisher
 from squisher.errors import FileError, NamingError, SquisherError
-from squisher.storage import archive
+from squisher.storage import safetensors as archive
 
 
 def test_the_same_input_gives_the_same_bytes(tmp_path):
@@ -35,7 +35,10 @@ def test_shards_and_their_index(tmp_path):
     assert list(lazy) == list(tensors)
     assert metadata["a"] == 1
     assert metadata["sum"]["layer.3"] == pytest.approx(tensors["layer.3"].double().sum().item())
+    with pytest.raises(FileError, match=r"big-00001-of-00004\.safetensors is still being read|still being read"):
+        archive.save(path, tensors, {"a": 2})
     # Written again as one file, nothing of the old set is left to be found instead.
+    del lazy
     archive.save(path, tensors, {"a": 2})
     assert [p.name for p in tmp_path.iterdir()] == ["big.safetensors"]
     archive.save(path, tensors, {"a": 3}, shard_bytes=900)
@@ -78,7 +81,7 @@ KILLED = """
 import signal, sys, time, torch
 import squisher
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite that runs in the background has it ignored
-from squisher import archive
+from squisher.storage import safetensors as archive
 class Slow(dict):
     def chunks(self, name, size):
         for k in range(1000):

@@ -5,7 +5,8 @@ import concurrent.futures
 import pytest
 import torch
 
-from squisher.storage import archive, tensors
+from squisher.storage import safetensors as archive
+from squisher.storage import tensors
 from squisher.storage.safetensors import open_safetensors
 from squisher.storage.tensors import (
     CHUNK,

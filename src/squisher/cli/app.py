@@ -84,9 +84,9 @@ Plot = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Also d
 def open_importance(path: Path) -> Importance:
     """An importance file as it is; anything else is extracted on the fly."""
     from ..importance import FILE_NAME, load
-    from ..storage import archive
+    from ..storage import safetensors
 
-    if path.suffix in (".safetensors", ".json") or (path.is_dir() and archive.exists(path / FILE_NAME)):
+    if path.suffix in (".safetensors", ".json") or (path.is_dir() and safetensors.exists(path / FILE_NAME)):
         return load(path)
     from ..recycle import extract as recycle
 

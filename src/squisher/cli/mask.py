@@ -30,8 +30,8 @@ def mask(
     plot: Plot = None,
 ) -> None:
     """Choose the entries that a sparse fine-tune may move: the most important ones."""
-    from ..integrations.folders import open_model
     from ..mask import top_k
+    from ..storage.folders import open_model
 
     check_target(out)
     weights = None if model is None else open_model(model).weights

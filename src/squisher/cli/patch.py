@@ -33,9 +33,9 @@ def patch_make(
     ] = False,
 ) -> None:
     """Write what a fine-tune changed: the entries whose bits differ, and their new values."""
-    from ..integrations.folders import open_model
     from ..mask import load
     from ..patch import make
+    from ..storage.folders import open_model
 
     check_target(out)
     if drop_outside and mask is None:
@@ -64,8 +64,8 @@ def patch_apply(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")],
 ) -> None:
     """Give the fine-tuned model back from its base and a patch; another base is refused."""
-    from ..integrations.folders import open_model, write_model
     from ..patch import apply
+    from ..storage.folders import open_model, write_model
 
     patched = apply(open_model(base).weights, patch)
     with progress_bar("writing") as progress:

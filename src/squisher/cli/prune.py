@@ -37,8 +37,8 @@ def prune(
 
     The zeros make the model neither smaller nor faster by themselves; formats and processors that use them do.
     """
-    from ..integrations.folders import open_model, write_model
     from ..prune import weights as prune_weights
+    from ..storage.folders import open_model, write_model
     from ..storage.tensors import tied_names
 
     opened = open_model(model)
@@ -77,8 +77,8 @@ def _importance_of(model: Path, given: Path | None, needed: bool) -> Importance 
         return open_importance(given)
     if not needed:
         from ..importance import FILE_NAME
-        from ..storage import archive
+        from ..storage import safetensors
 
-        if not (model.is_dir() and archive.exists(model / FILE_NAME)):
+        if not (model.is_dir() and safetensors.exists(model / FILE_NAME)):
             return None
     return open_importance(model)

@@ -39,8 +39,8 @@ def report(
         _check_page(out)
     models = _one_each(model or [], files)
 
-    from ..integrations.folders import open_model
     from ..report import Subject, collect, report_page, write
+    from ..storage.folders import open_model
 
     subjects = [
         Subject(name, open_importance(file), None if folder is None else open_model(folder).weights)

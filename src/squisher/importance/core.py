@@ -23,7 +23,7 @@ from ..errors import (
     SquisherWarning,
     near,
 )
-from ..storage import archive
+from ..storage import safetensors
 from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
 from .checks import check_all, check_values, checked_dtype, short, tensors_only
 from .mean import Mean, same_tensors, tokens_of, weights_of
@@ -240,8 +240,8 @@ class Importance(Mapping[str, Tensor]):
         path: str | os.PathLike[str],
         *,
         dtype: torch.dtype | str | None = None,
-        shard_bytes: int = archive.SHARD_BYTES,
-        progress: archive.Progress | None = None,
+        shard_bytes: int = safetensors.SHARD_BYTES,
+        progress: safetensors.Progress | None = None,
     ) -> None:
         """Writes the importance as safetensors, whole or not at all; memory is bounded by one piece.
 
@@ -268,7 +268,7 @@ class Importance(Mapping[str, Tensor]):
         metadata.pop("sum_of_squares", None)
 
         def write(tensors: Mapping[str, Tensor]) -> None:
-            archive.save(
+            safetensors.save(
                 path,
                 tensors,
                 metadata,
@@ -296,10 +296,10 @@ def load(path: str | os.PathLike[str]) -> Importance:
     """
     path = Path(path)
     if path.is_dir():
-        if not archive.exists(path / FILE_NAME):
+        if not safetensors.exists(path / FILE_NAME):
             raise FileError(f"The folder {path} holds no {FILE_NAME}; make one with: squisher extract {path} --out …")
         path = path / FILE_NAME
-    tensors, metadata = archive.open_archive(path)
+    tensors, metadata = safetensors.open_archive(path)
     if metadata is None:
         raise FileError(
             f"{path} is a safetensors file without Squisher's metadata, so what its numbers mean is not known. If you "

@@ -13,7 +13,6 @@ dtype: bfloat16
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -25,8 +24,8 @@ from ..errors import FileError, SquisherError
 from ..importance import FILE_NAME, Importance, load
 from ..merge import average, fisher
 from ..merge.importances import graded, matched, tied_in
-from ..storage.safetensors import sync_folder
-from .folders import open_model
+from ..storage.atomic import new_folder
+from ..storage.folders import open_model
 
 __all__ = ["METHOD", "register", "run"]
 
@@ -75,23 +74,12 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
         raise FileError(f"{config} is not a mergekit configuration: {' '.join(str(error).split())}") from error
     if merge_config.merge_method == METHOD:
         _check(merge_config)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileError(f"{out} exists already: choose a new folder, or remove it.")
-    if not out.resolve().parent.is_dir():
-        raise FileError(f"There is no folder {out.parent} to write {out.name} into.")
-    # mergekit names the model after the folder, so that the folder has its name and only the one above is temporary.
-    partial = out.resolve().with_name(f".{out.resolve().name}.{os.getpid()}.partial")
-    inner = partial / out.resolve().name
-    try:
-        inner.mkdir(parents=True)
-        run_merge(merge_config, str(inner), MergeOptions(quiet=True), config_source=source)
-        os.replace(inner, out)
-        sync_folder(out.resolve().parent)
-    except (RuntimeError, ValueError, KeyError, OSError) as error:
-        cause = error.__cause__ if isinstance(error.__cause__, SquisherError) else error
-        raise SquisherError(f"mergekit could not merge: {' '.join(str(cause).split())}") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    with new_folder(out) as folder:  # called as it will be, because mergekit names the model after it
+        try:
+            run_merge(merge_config, str(folder), MergeOptions(quiet=True), config_source=source)
+        except (RuntimeError, ValueError, KeyError, OSError) as error:
+            cause = error.__cause__ if isinstance(error.__cause__, SquisherError) else error
+            raise SquisherError(f"mergekit could not merge: {' '.join(str(cause).split())}") from error
 
 
 def _check(config: Any) -> None:

@@ -14,10 +14,10 @@ from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, 
 from ..importance import FILE_NAME, Importance, load
 from ..merge import Merged, average, fisher, task_arithmetic, ubgm
 from ..recycle import extract
-from ..storage import archive
+from ..storage import safetensors
+from ..storage.folders import Model, open_model, write_model
 from ..storage.tensors import dtype_of
 from . import peft
-from .folders import Model, open_model, write_model
 
 __all__ = ["METHODS", "Report", "merge_folders"]
 
@@ -92,7 +92,7 @@ def merge_folders(
     missing: str = "error",
     exclude: str | None = None,
     dtype: str | None = None,
-    shard_bytes: int = archive.SHARD_BYTES,
+    shard_bytes: int = safetensors.SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
     """Merges models on disk into a new folder (or a `.safetensors` file) that appears whole or not at all.
@@ -259,7 +259,7 @@ def _importance(model: Path, given: Sequence[Path], k: int) -> Importance:
     if given:
         return _open_importance(given[k])
     folder = model if model.is_dir() else model.parent
-    if archive.exists(folder / FILE_NAME) and model.is_dir():
+    if safetensors.exists(folder / FILE_NAME) and model.is_dir():
         return load(folder)
     try:
         return extract(model)
@@ -280,7 +280,7 @@ def _base_importance(base: Path | None, given: Path | None, size: float | None) 
 
 def _open_importance(path: Path) -> Importance:
     """An importance file as it is; anything else is extracted on the fly."""
-    if path.suffix in (".safetensors", ".json") or (path.is_dir() and archive.exists(path / FILE_NAME)):
+    if path.suffix in (".safetensors", ".json") or (path.is_dir() and safetensors.exists(path / FILE_NAME)):
         return load(path)
     return extract(path)
 

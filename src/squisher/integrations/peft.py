@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FileError, NamingError, SquisherError, near
-from ..recycle.weights import open_weights
+from ..storage.folders import open_weights
 from ..storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, tied_names
 
 __all__ = ["CONFIG", "WEIGHTS", "Adapter", "Folded", "is_adapter", "open_adapter", "why_not_together"]

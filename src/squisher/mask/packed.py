@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..errors import FileError, SquisherError, near
-from ..storage import archive
+from ..storage import safetensors
 from ..storage.tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of
 
 __all__ = ["FORMAT_VERSION", "Mask", "Packed", "load", "pack"]
@@ -141,7 +141,7 @@ class Mask(Mapping[str, Tensor]):
         except KeyError:
             raise KeyError(f"no mask for {name!r}.{near(name, self._layout)}") from None
 
-    def save(self, path: str | os.PathLike[str], progress: archive.Progress | None = None) -> None:
+    def save(self, path: str | os.PathLike[str], progress: safetensors.Progress | None = None) -> None:
         """Writes the mask as safetensors, whole or not at all.
 
         Args:
@@ -162,7 +162,7 @@ class Mask(Mapping[str, Tensor]):
             "created_with": f"torch-squisher {__version__}",
             "tensors": tensors,
         }
-        archive.save(path, self._data, metadata, progress=progress)
+        safetensors.save(path, self._data, metadata, progress=progress)
 
 
 def pack(shape: tuple[int, ...], pieces: Iterable[Tensor]) -> tuple[Packed, Tensor]:
@@ -205,7 +205,7 @@ def load(path: str | os.PathLike[str]) -> Mask:
         FileError: Nothing is there, it is damaged, or it is no mask.
     """
     path = Path(path)
-    data, metadata = archive.open_archive(path)
+    data, metadata = safetensors.open_archive(path)
     if metadata is None or metadata.get("kind") != "mask":
         what = "nothing that says so" if metadata is None else repr(metadata.get("kind"))
         raise FileError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FileError, NamingError, SquisherError, near
-from ..storage import archive
+from ..storage import safetensors
 from ..storage.tensors import (
     CHUNK,
     Computed,
@@ -39,7 +39,7 @@ def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[s
         NamingError: The base has other tensors than the patch's; one with other values is refused when it is read.
     """
     path = Path(path)
-    data, metadata = archive.open_archive(path)
+    data, metadata = safetensors.open_archive(path)
     if metadata is None or metadata.get("kind") != "patch":
         raise FileError(f"{path} is not a patch; make one with: squisher patch make BASE TUNED --out {path}")
     if metadata.get("format_version") != FORMAT_VERSION:

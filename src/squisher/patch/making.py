@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..errors import NamingError, SquisherError, near
-from ..storage import archive
+from ..storage import safetensors
 from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
 from .content import FORMAT_VERSION, INDICES, VALUES, Digest, hash_of
 
@@ -95,7 +95,7 @@ def make(
         "tensors": entries,
         "names": [name for name in tuned if name in base or name in stored],
     }
-    archive.save(path, _Stored(base, tuned, None if not drop_outside else mask, stored), metadata)
+    safetensors.save(path, _Stored(base, tuned, None if not drop_outside else mask, stored), metadata)
     return Summary(
         {name: part.inside for name, part in stored.items()}, outside, sum(numel_of(tuned, name) for name in tuned)
     )

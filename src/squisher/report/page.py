@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from functools import cache
 from html import escape
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from .. import __version__
-from ..errors import FileError, SquisherError
+from ..errors import SquisherError
+from ..storage.atomic import write_file
 from .numbers import formatted
 from .scales import colour_steps
 
@@ -206,14 +206,7 @@ def write(path: str | os.PathLike[str], text: str) -> None:
     Raises:
         FileError: The disk is full, or the folder cannot be written to.
     """
-    path = Path(path)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(text.encode("utf-8", "replace"))
-        os.replace(partial, path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise FileError(f"Cannot write {path}: {error.strerror or error}.") from error
+    write_file(path, text.encode("utf-8", "replace"))
 
 
 @cache

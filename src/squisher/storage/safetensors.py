@@ -1,29 +1,48 @@
-"""safetensors as streams: read by byte range, written front to back, whole or not at all.
+"""safetensors: read by byte range, written front to back, one file or shards with an index, whole or not at all.
 
 The format is eight bytes of length, a JSON header and the bytes, so that reading ranges and writing streams is simpler
-without the library than with it.
+without the library than with it. Our own files have one JSON more, under the metadata key `squisher`.
 """
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import json
+import math
 import os
-import shutil
+import re
+import stat
 import struct
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import FileError, NamingError, SquisherError
-from .tensors import FileTensor, LazyTensors
+from .atomic import PartialFile, check_free, check_not_read, exclusive, told, write_file
+from .byte_range import ByteRange, shown
+from .json_files import no_duplicates, parse_json, read_json
+from .tensors import CHUNK, FileTensor, LazyTensors, chunks_of, dtype_of, shape_of
 
-__all__ = ["SafetensorsWriter", "open_safetensors", "read_header", "sync_folder"]
+__all__ = [
+    "KEY", "SHARD_BYTES", "Progress", "SafetensorsWriter", "exists", "open_archive", "open_safetensors", "read_header", "read_index",
+    "save",
+]  # fmt: skip
+
+KEY = "squisher"
+"""The metadata key that holds the JSON."""
+
+SHARD_BYTES = 5_000_000_000
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes in all."""
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -34,6 +53,9 @@ _DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FLUSH = 1 << 25
 _HEADER_LIMIT = 100_000_000  # what the safetensors library itself accepts
+_ROW = 8192
+_ONES = np.ones(_ROW)
+_WIDEST = -1.2345678901234567e-300  # no float prints longer; not a denormal, which torch may have switched off
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, FileTensor], dict[str, str]]:
@@ -41,58 +63,71 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, FileTensor], di
 
     Raises:
         FileError: The file is not a safetensors file, or lies about itself.
+        NamingError: A name appears twice.
     """
-    path = os.fspath(path)
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
-            if not 2 <= length <= min(_HEADER_LIMIT, size - 8):
-                raise FileError(f"{path} is not a safetensors file, or it is truncated ({size} bytes).")
-            header = json.loads(file.read(length).decode("utf-8"), object_pairs_hook=_no_duplicates)
-    except OSError as error:
-        raise FileError(f"Cannot read {path}: {error.strerror or error}.") from error
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise FileError(f"{path} is not a safetensors file: its header is not JSON.") from error
-    except NamingError as error:
-        raise NamingError(f"{path}: {error}") from None
+    file = ByteRange.of(path)
+    prefix = file.read(0, min(8, file.length))
+    length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else -1
+    if not 2 <= length <= min(_HEADER_LIMIT, file.length - 8):
+        raise FileError(f"{file.label} is not a safetensors file, or it is truncated ({file.length} bytes).")
+    header = parse_json(file.read(8, length), f"The header of {file.label}", no_duplicates)
     if not isinstance(header, dict):
-        raise FileError(f"{path} is not a safetensors file: its header is not a JSON object.")
+        raise FileError(f"{file.label} is not a safetensors file: its header is not a JSON object.")
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise FileError(f"{path}: the metadata of a safetensors file must be strings.")
-    tensors = {name: _file_tensor(path, name, entry, 8 + length, size) for name, entry in header.items()}
-    ordered = sorted(tensors.items(), key=lambda item: item[1].offset)
-    end = 8 + length
+        raise FileError(f"{file.label}: the metadata of a safetensors file must be strings.")
+    data = file.part(8 + length, file.length - 8 - length)
+    tensors = {name: _file_tensor(data, name, entry) for name, entry in header.items()}
+    ordered = sorted(tensors.items(), key=lambda item: item[1].byte_range.offset)
+    end = data.offset
     for name, tensor in ordered:  # overlaps would let one tensor pose as two
-        if tensor.offset < end and _numel(tensor.shape):
-            raise FileError(f"{path}: tensor {name!r} overlaps another one; the file is damaged.")
-        end = max(end, tensor.offset + _numel(tensor.shape) * tensor.dtype.itemsize)
+        if tensor.byte_range.offset < end and tensor.byte_range.length:
+            raise FileError(f"{file.label}: tensor {name!r} overlaps another one; the file is damaged.")
+        end = max(end, tensor.byte_range.offset + tensor.byte_range.length)
     return dict(ordered), metadata
 
 
-def _numel(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
-
-
-def _file_tensor(path: str, name: str, entry: Any, base: int, size: int) -> FileTensor:
+def _file_tensor(data: ByteRange, name: str, entry: Any) -> FileTensor:
     try:
         dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         valid = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
     except (KeyError, TypeError, ValueError):
         valid = False
-    if not valid or stop - start != _numel(shape) * dtype.itemsize or base + stop > size:
-        raise FileError(f"{path}: tensor {name!r} does not fit the file; it is damaged or truncated.")
-    return FileTensor(path, dtype, shape, base + start)
+    if not valid or stop - start != math.prod(shape) * dtype.itemsize or stop > data.length or len(shape) > 64:
+        raise FileError(f"{data.label}: tensor {name!r} does not fit the file; it is damaged or truncated.")
+    _check_name(name, data.label)
+    return FileTensor(data.part(start, stop - start), dtype, shape)
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise NamingError(f"the name {next(n for n in names if names.count(n) > 1)!r} appears twice.")
-    return out
+def _check_name(name: object, where: str) -> None:
+    """Refuse a name that no file can hold, or that no message could show."""
+    if isinstance(name, str) and name and name != "__metadata__":
+        with contextlib.suppress(UnicodeEncodeError):
+            name.encode("utf-8")
+            return
+    raise NamingError(f"{where}: a tensor cannot have the name {name!r}; names are text, and not empty.")
+
+
+def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """The `weight_map` of an index of shards, and the strings of its metadata; every shard lies in the folder of the index.
+
+    Raises:
+        FileError: It is no index, a shard is missing, or it names something outside its own folder.
+        NamingError: A name appears twice.
+    """
+    path = Path(path)
+    index = read_json(path, no_duplicates)
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise FileError(f"{path} is not an index of weight shards: it has no weight_map.")
+    for shard in sorted(set(weight_map.values())):
+        if Path(shard).name != shard or shard in ("..", ".") or "\0" in shard:
+            raise FileError(f"{path} names the shard {shard!r}, which is outside its own folder.")
+        if not os.path.isfile(path.parent / shard):
+            raise FileError(f"{path} names the shard {shard!r}, which is missing; copy the whole set.")
+    metadata = index.get("metadata")
+    strings = {k: v for k, v in metadata.items() if isinstance(v, str)} if isinstance(metadata, dict) else {}
+    return weight_map, strings
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
@@ -101,49 +136,58 @@ def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
     The metadata of a sharded set are the strings under `metadata` in the index.
 
     Raises:
-        FileError: A file is missing, damaged, or outside the folder of the index.
+        FileError: A file is missing, damaged, or outside the folder of the index, or is replaced while it is opened.
         NamingError: A name appears twice, or is not where the index says.
     """
     path = Path(path)
     if path.suffix != ".json":
         return LazyTensors(*read_header(path))
-    try:
-        index = json.loads(path.read_text("utf-8"), object_pairs_hook=_no_duplicates)
-        weight_map = index["weight_map"]
-        metadata = {k: v for k, v in (index.get("metadata") or {}).items() if isinstance(v, str)}
-        shards = sorted(set(weight_map.values()))
-        if not all(isinstance(name, str) for name in shards):
-            raise TypeError("a shard is not a file name")
-    except OSError as error:
-        raise FileError(f"Cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise FileError(f"{path} is not an index of safetensors shards: it has no weight_map.") from error
+    opened = ByteRange.of(path)
+    weight_map, metadata = read_index(path)
     found: dict[str, FileTensor] = {}
-    for shard in shards:
-        if Path(shard).name != shard or shard in ("..", "."):
-            raise FileError(f"{path} names the shard {shard!r}, which is outside its own folder.")
-        if not (path.parent / shard).is_file():
-            raise FileError(f"{path} names the shard {shard!r}, which is missing; copy the whole set.")
+    for shard in sorted(set(weight_map.values())):
         found.update({n: t for n, t in read_header(path.parent / shard)[0].items() if weight_map.get(n) == shard})
     missing = [name for name in weight_map if name not in found]
     if missing:
         raise NamingError(f"{path} promises {missing[0]!r} in {weight_map[missing[0]]}, which does not have it.")
+    opened.read()  # who replaces a set removes its index first: if it is still the same, so were all shards
     return LazyTensors({name: found[name] for name in weight_map}, metadata)
 
 
+def open_archive(path: str | os.PathLike[str]) -> tuple[LazyTensors, dict[str, Any] | None]:
+    """Open what `save` wrote, lazily: the tensors, and the metadata or None where the file has none of ours.
+
+    Raises:
+        FileError: Nothing is there, or it is damaged.
+    """
+    path = Path(path)
+    if path.suffix != ".json" and not os.path.exists(path) and os.path.isfile(_index_path(path)):
+        path = _index_path(path)
+    if not os.path.lexists(path):
+        raise FileError(f"There is no file {shown(str(path))}.")
+    tensors = open_safetensors(path)
+    text = tensors.metadata.get(KEY)
+    if text is None:
+        return tensors, None
+    metadata = parse_json(text, f"The metadata under {KEY!r} of {path}")
+    if not isinstance(metadata, dict):
+        raise FileError(f"{path}: the metadata under {KEY!r} is not a JSON object; the file is damaged.")
+    return tensors, metadata
+
+
+def exists(path: str | os.PathLike[str]) -> bool:
+    """Whether `open_archive` would find something under this name."""
+    return os.path.isfile(path) or os.path.isfile(_index_path(Path(path)))
+
+
 class SafetensorsWriter:
-    """Writes one safetensors file front to back and the header last; it appears under its name whole or not at all.
+    """Write one safetensors file front to back and the header last; it appears under its name whole or not at all.
 
     The header comes first in the file but may hold what is known only at the end (sums over the tensors), so room for
     `metadata_bound` is kept, and what is left of it is filled with the spaces that the format allows.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        layout: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-        metadata_bound: Mapping[str, str],
-    ):
+    def __init__(self, path: str | os.PathLike[str], layout: Layout, metadata_bound: Mapping[str, str]):
         self.path = Path(path)
         self._layout = dict(layout)
         self._ends: dict[str, int] = {}
@@ -151,14 +195,13 @@ class SafetensorsWriter:
         for name, (dtype, shape) in self._layout.items():
             if dtype not in _DTYPE_NAMES:
                 raise SquisherError(f"{name!r} has the type {dtype}, which a safetensors file cannot hold.")
-            end += _numel(shape) * dtype.itemsize
+            end += math.prod(shape) * dtype.itemsize
             self._ends[name] = end
         self._total = end
         self._room = -(-len(self._header(metadata_bound)) // 8) * 8
         self._done = 0
         self._flushed = 0
-        # The suffix is no extension that anything loads, and the name is unique to the process.
-        self._partial = self.path.with_name(f".{self.path.name}.{os.getpid()}.partial")
+        self._partial = PartialFile(self.path)
 
     def _header(self, metadata: Mapping[str, str]) -> bytes:
         entries: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -170,49 +213,29 @@ class SafetensorsWriter:
         return json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
 
     def __enter__(self) -> SafetensorsWriter:
-        folder = self.path.parent
-        try:
-            free = shutil.disk_usage(folder).free
-            if free < self._total + self._room:
-                raise FileError(
-                    f"Writing {self.path} needs {self._total + self._room:,} bytes, but only {free:,} are free in its "
-                    "folder. Nothing was written."
-                )
-            self._file = open(self._partial, "wb", buffering=0)
-            self._file.seek(8 + self._room)
-        except OSError as error:
-            raise FileError(f"Cannot write {self.path}: {error.strerror or error}.") from error
+        check_free(self.path.parent, self._total + self._room)
+        self._partial.__enter__()
+        self._partial.file.seek(8 + self._room)
         return self
 
-    def write(self, piece: Tensor) -> None:
-        """Appends a flat piece of the current tensor; the pieces come in the order of the layout.
+    def write(self, chunk: Tensor) -> None:
+        """Append a flat chunk of the current tensor; the chunks come in the order of the layout.
 
         Raises:
             FileError: The disk is full or the file cannot be written.
         """
-        with self._told():
-            self._done += self._put(piece.contiguous().view(-1).view(torch.uint8).numpy().data)
+        with told(self.path):
+            view = chunk.contiguous().view(-1).view(torch.uint8).numpy().data
+            self._partial.write(view)
+            self._done += len(view)
             if self._done - self._flushed >= _FLUSH:
-                _start_writing_back(self._file.fileno(), 8 + self._room + self._flushed, self._done - self._flushed)
+                _start_writing_back(
+                    self._partial.file.fileno(), 8 + self._room + self._flushed, self._done - self._flushed
+                )
                 self._flushed = self._done
 
-    def _put(self, view: memoryview) -> int:
-        """All of the bytes: one call may write fewer, and the next one then says why."""
-        done = 0
-        while done < len(view):
-            done += self._file.write(view[done:])
-        return done
-
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or error
-            raise FileError(f"Cannot write {self.path}: {reason}. Nothing was left behind.") from error
-
     def finish(self, metadata: Mapping[str, str]) -> None:
-        """Writes the header and makes the bytes durable; `publish` then gives the file its name.
+        """Write the header and make the bytes durable; `publish` then gives the file its name.
 
         Raises:
             FileError: Fewer or more bytes were written than the layout promises, or the disk is full.
@@ -222,48 +245,201 @@ class SafetensorsWriter:
         header = self._header(metadata)
         if len(header) > self._room:
             raise FileError(f"Cannot write {self.path}: its header outgrew the room kept for it.")
-        with self._told():
-            self._file.seek(0)
-            self._put(memoryview(struct.pack("<Q", self._room) + header.ljust(self._room)))
-            os.fsync(self._file.fileno())
+        with told(self.path):
+            self._partial.file.seek(0)
+            self._partial.write(struct.pack("<Q", self._room) + header.ljust(self._room))
+            os.fsync(self._partial.file.fileno())
 
     def publish(self) -> None:
-        """Gives the finished file its final name, replacing what was there, in one step.
-
-        Raises:
-            FileError: It cannot have the name; a folder has it, for example.
-        """
-        with self._told():
-            os.replace(self._partial, self.path)
-        sync_folder(self.path.parent)
+        """Give the finished file its final name, replacing what was there, in one step."""
+        self._partial.publish()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._file.close()
-        if kind is not None:
-            self.discard()
-
-    def discard(self) -> None:
-        """Removes what was written, if it has not been published."""
-        self._partial.unlink(missing_ok=True)
+        self._partial.discard()
 
 
 def _start_writing_back(handle: int, offset: int, length: int) -> None:
-    """Lets the system write what it has so far, while more is made, so that the last `fsync` has little left to wait for."""
+    """Let the system write what it has so far, while more is made, so that the last `fsync` has little left to wait for."""
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(handle, offset, length, os.POSIX_FADV_DONTNEED)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes a rename durable, where the system knows how to."""
+def save(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, Any] | None,
+    *,
+    dtype: torch.dtype | None = None,
+    statistics: bool = False,
+    check: Callable[[str, Tensor], None] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Write named tensors with their metadata; memory is bounded by one chunk for a lazy mapping.
+
+    Args:
+        path: A `.safetensors` file. Above `shard_bytes`, shards and `<path>.index.json` are written instead.
+        tensors: Any mapping; a lazy one is read chunk by chunk.
+        metadata: Becomes one JSON string under the key `squisher`. No date, host or path belongs into it. With None the
+            file is a plain weight file.
+        dtype: The type to write; the stored one if none is given.
+        statistics: Add the keys `sum` and `sum_of_squares` to the metadata: each tensor's, as written.
+        check: Called with the name and every chunk that is written; raises to stop. Nothing is then left behind.
+        shard_bytes: Largest file.
+        progress: Called with the bytes written so far and in all.
+
+    Raises:
+        SquisherError: The name or a tensor is not one that can be written, or `check` objects.
+        FileError: The disk is full or the folder cannot be written.
+    """
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise SquisherError(f"{path}: a file of named tensors ends in .safetensors; choose such a name.")
+    layout = {}
+    for name in tensors:
+        _check_name(name, f"Cannot write {path}")
+        layout[name] = (dtype or dtype_of(tensors, name), tuple(shape_of(tensors, name)))
+    shards = list(_shards(layout, shard_bytes))
+    total = sum(_bytes(spec) for spec in layout.values())
+    bound = dict(metadata or {})
+    if statistics:
+        widest = dict.fromkeys(layout, _WIDEST)
+        bound |= {"sum": widest, "sum_of_squares": widest}
+    files = _file_names(path, len(shards))
+    alone = len(shards) == 1
+    sums: dict[str, float] = {}
+    squares: dict[str, float] = {}
+    done = 0
+
+    def texts(values: dict[str, Any]) -> dict[str, str]:
+        return {} if metadata is None else {KEY: _dumps(values)}
+
+    def final_metadata() -> dict[str, str]:
+        return texts({**(metadata or {}), "sum": sums, "sum_of_squares": squares} if statistics else bound)
+
+    for target in {*files, *_old_files(path)}:
+        check_not_read(target)
+    with ExitStack() as stack:
+        writers = []
+        for file, shard in zip(files, shards, strict=True):
+            writer = stack.enter_context(
+                SafetensorsWriter(file, shard, {"format": "pt", **(texts(bound) if alone else {})})
+            )
+            for name, (target_dtype, _) in shard.items():
+                parts = []
+                for chunk in chunks_of(tensors, name, CHUNK):
+                    chunk = chunk.to(target_dtype)
+                    if check is not None:
+                        check(name, chunk)
+                    if statistics:
+                        parts.append(_sums(chunk))
+                    writer.write(chunk)
+                    done += chunk.numel() * target_dtype.itemsize
+                    if progress is not None:
+                        progress(done, total)
+                sums[name], squares[name] = (_rounded([pair[k] for pair in parts]) for k in (0, 1))
+            writer.finish({"format": "pt", **(final_metadata() if alone else {})})
+            writers.append(writer)
+        index = None
+        if not alone:
+            weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
+            index = _dumps({"metadata": {"total_size": total, **final_metadata()}, "weight_map": weight_map}, indent=2)
+        _publish(path, writers, index)
+
+
+def _publish(path: Path, writers: list[SafetensorsWriter], index: str | None) -> None:
+    """Give finished files their names in place of what was there; others who write the same set wait.
+
+    Until the last rename nothing answers to the name of a set: an old index goes first, a new one comes last.
+    """
+    with told(path), exclusive(path.parent):
+        old = _old_files(path)
+        for target in {*old, path}:
+            check_not_read(target)
+        _index_path(path).unlink(missing_ok=True)
+        if index is not None:
+            path.unlink(missing_ok=True)
+        for writer in writers:
+            writer.publish()
+        if index is not None:
+            write_file(_index_path(path), (index + "\n").encode("utf-8"))
+        for leftover in old - {writer.path for writer in writers}:
+            leftover.unlink(missing_ok=True)
+
+
+def _sums(chunk: Tensor) -> tuple[float, float]:
+    # Rows of fixed length, each summed by itself, so that the result does not depend on a number of threads; numpy, because
+    # torch would share even a chunk of this size among threads, which stalls on a machine that has other work to do.
+    values = _plain(chunk)
+    row = np.empty(_ROW)
+    total, squares = [], []
+    for start in range(0, values.size, _ROW):
+        part = row[: min(_ROW, values.size - start)]
+        np.copyto(part, values[start : start + _ROW])
+        total.append(float(np.dot(part, _ONES[: part.size])))
+        squares.append(float(np.dot(part, part)))
+    return math.fsum(total), math.fsum(squares)
+
+
+def _plain(chunk: Tensor) -> np.ndarray[Any, Any]:
+    if chunk.dtype != torch.bfloat16:
+        return chunk.numpy()
+    return (chunk.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+
+
+def _rounded(parts: list[float]) -> float:
+    # Twelve digits: more than a sum of float32 deserves, and the same on every kind of processor.
+    return float(f"{math.fsum(parts):.12g}") if all(map(math.isfinite, parts)) else math.nan
+
+
+def _shards(layout: Layout, limit: int) -> Iterator[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
+    shard: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    size = 0
+    for name, spec in layout.items():
+        if shard and size + _bytes(spec) > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = spec
+        size += _bytes(spec)
+    yield shard
+
+
+def _bytes(spec: tuple[torch.dtype, tuple[int, ...]]) -> int:
+    return math.prod(spec[1]) * spec[0].itemsize
+
+
+def _file_names(path: Path, count: int) -> list[Path]:
+    if count == 1:
+        return [path]
+    return [path.with_name(f"{path.stem}-{k + 1:05d}-of-{count:05d}.safetensors") for k in range(count)]
+
+
+def _index_path(path: Path) -> Path:
+    return path.with_name(path.name + ".index.json")
+
+
+def _old_files(path: Path) -> set[Path]:
+    """The shards of an earlier set of this name, to be replaced or removed.
+
+    The index is not believed: only regular files directly in its folder that are called as we call shards.
+    """
+    ours = re.compile(re.escape(path.stem) + r"-\d{5}-of-\d{5}\.safetensors")
+    found: set[Path] = set()
+    with contextlib.suppress(FileError, OSError):
+        index = read_json(_index_path(path)) if os.path.isfile(_index_path(path)) else None
+        weight_map = index.get("weight_map") if isinstance(index, dict) else None
+        for name in weight_map.values() if isinstance(weight_map, dict) else ():
+            if isinstance(name, str) and ours.fullmatch(name):
+                place = path.parent / name
+                if os.path.lexists(place) and stat.S_ISREG(os.lstat(place).st_mode):
+                    found.add(place)
+    return found
+
+
+def _dumps(value: Any, indent: int | None = None) -> str:
     try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:  # a folder cannot be opened on every system
-        return
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+        return json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False, indent=indent)
+    except (TypeError, ValueError) as error:
+        raise SquisherError(f"The metadata cannot be written as JSON: {error}.") from error

@@ -8,10 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import FileError
+from ...storage.folders import Weights, open_weights
 from ..naming.hf_rules import trainer_rules
 from ..naming.solver import RULES, exact, matching
 from ..states import Candidate, Found, OptimizerState, Options
-from ..weights import Weights, open_weights, pinned, sorted_by_name
+from ..weights import pinned, sorted_by_name
 from .model_source import with_model
 from .torch_file import candidates_of, read_torch_file
 from .trainer import optimizer_file

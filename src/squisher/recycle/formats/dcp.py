@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ...errors import FileError, NamingError
-from ...storage.pieces import Block, Blocks, Verified
-from ...storage.tensors import CHUNK, TensorSource
-from ...storage.torch_files import Record, Span, StoredTensor, read, unpickle
+from ...storage.byte_range import ByteRange
+from ...storage.tensors import CHUNK, Block, Blocks, TensorSource
+from ...storage.torch_files import Record, StoredTensor, Verified, read, unpickle
 from ..naming.solver import clean_names, recorded_name
 from ..optimizers.accumulators import step_of
 from ..states import Candidate, Entry, Found, OptimizerState, Options
@@ -290,7 +290,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        record = unpickle(Span.of(folder / ".metadata").read(), name=str(folder / ".metadata"))
+        record = unpickle(ByteRange.of(folder / ".metadata").read(), name=str(folder / ".metadata"))
         entries = _attribute(record, "state_dict_metadata", dict)
         self._entries: dict[str, Record] = {
             k: v for k, v in entries.items() if isinstance(k, str) and isinstance(v, Record)
@@ -301,7 +301,7 @@ class Checkpoint:
                 name, offset = index.get("fqn"), index.get("offset")
                 if isinstance(name, str) and (offset is None or _is_tuple_of(offset, int)):
                     self._places[name, offset] = info
-        self._files: dict[str, Span] = {}
+        self._files: dict[str, ByteRange] = {}
         planned = record.get("planner_data")
         known = planned if isinstance(planned, dict) else {}
         self.paths: dict[str, tuple[Any, ...]] = {
@@ -349,7 +349,7 @@ class Checkpoint:
         """An entry of any kind: a tensor to be read when asked for, or the object itself."""
         return self.tensor(key) if self.is_tensor(key) else read(self._span(key, None))
 
-    def _span(self, key: str, offset: tuple[int, ...] | None) -> Span:
+    def _span(self, key: str, offset: tuple[int, ...] | None) -> ByteRange:
         info = self._places.get((key, offset))
         if info is None:
             raise self._damaged(f"nothing says where the part of {key!r} at {offset} is")
@@ -376,7 +376,7 @@ class Checkpoint:
                     f"The distributed checkpoint {self.folder} lacks the file {name}, which holds a part of {key!r}. Every "
                     "rank writes its own: copy all of them into the folder."
                 )
-            self._files[name] = Span.of(self.folder / inside)
+            self._files[name] = ByteRange.of(self.folder / inside)
         return self._files[name].part(start, length, key)
 
     def _sizes(self, value: Any, key: str) -> tuple[int, ...]:
@@ -391,7 +391,7 @@ class Checkpoint:
 class _Blob:
     """One block of a tensor: a torch file inside a shard, opened when its values are asked for."""
 
-    def __init__(self, span: Span, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def __init__(self, span: ByteRange, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.span, self.shape, self.dtype = span, shape, dtype
         self._stored: Verified | None = None
 

@@ -14,8 +14,8 @@ from typing import Any, BinaryIO
 import torch
 
 from ...errors import FileError
-from ...storage.span_tensor import JoinedTensor, SpanTensor
-from ...storage.torch_files import Span
+from ...storage.byte_range import ByteRange
+from ...storage.tensors import FileTensor, Joined, Slice
 
 __all__ = ["is_msgpack", "read_msgpack"]
 
@@ -45,7 +45,7 @@ def read_msgpack(path: Path) -> dict[str, Any]:
     Raises:
         FileError: It is damaged, or not what flax writes.
     """
-    span = Span.of(path)
+    span = ByteRange.of(path)
     with span.open() as file:
         try:
             tree = _Parser(span, file).value(0)
@@ -57,7 +57,7 @@ def read_msgpack(path: Path) -> dict[str, Any]:
 
 
 class _Parser:
-    def __init__(self, span: Span, file: BinaryIO):
+    def __init__(self, span: ByteRange, file: BinaryIO):
         self.span, self.file, self.count = span, file, 0
 
     def value(self, depth: int) -> Any:
@@ -121,7 +121,7 @@ class _Parser:
             if dtype is not None and isinstance(shape, list) and all(isinstance(n, int) and n >= 0 for n in shape):
                 if math.prod(shape) * dtype.itemsize != size:
                     raise ValueError("it has an array whose shape does not fit its bytes")
-                found = SpanTensor(self.span.part(place, size), dtype, tuple(shape))
+                found = FileTensor(self.span.part(place, size), dtype, tuple(shape))
         self.file.seek(start)
         self._skip(length)
         return found
@@ -163,7 +163,7 @@ _FIXED = {0xD4: 1, 0xD5: 2, 0xD6: 4, 0xD7: 8, 0xD8: 16}
 _EXTENSIONS = {0xC7: "B", 0xC8: "H", 0xC9: "I"}
 
 
-def _unchunked(tree: dict[str, Any]) -> JoinedTensor:
+def _unchunked(tree: dict[str, Any]) -> Joined:
     """An array of over a gigabyte is stored as flat pieces."""
     shape, chunks = tree.get("shape"), tree.get("chunks")
     if isinstance(shape, dict) and isinstance(chunks, dict):
@@ -171,9 +171,9 @@ def _unchunked(tree: dict[str, Any]) -> JoinedTensor:
         parts = [chunks[str(k)] for k in range(len(chunks)) if str(k) in chunks]
         whole = (
             bool(parts)
-            and all(isinstance(part, SpanTensor) for part in parts)
+            and all(isinstance(part, FileTensor) for part in parts)
             and all(isinstance(n, int) for n in sizes)
         )
         if whole and sum(math.prod(part.shape) for part in parts) == math.prod(sizes):
-            return JoinedTensor(parts, sizes)
+            return Joined(sizes, parts[0].dtype, [Slice(part, 0, math.prod(part.shape)) for part in parts])
     raise ValueError("it has an array in pieces that do not fit together")

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from ...errors import FileError, SquisherError
-from ...storage.span_tensor import SpanTensor
-from ...storage.torch_files import Span
+from ...storage.byte_range import ByteRange
+from ...storage.tensors import FileTensor
 
 __all__ = ["attribute", "is_hdf5", "open_hdf5", "tensor_at"]
 
@@ -34,7 +34,7 @@ def is_hdf5(path: Path) -> bool:
 
 
 @contextmanager
-def open_hdf5(span: Span) -> Iterator[Any]:
+def open_hdf5(span: ByteRange) -> Iterator[Any]:
     """An HDF5 file, whole or inside another one, to look around in.
 
     Raises:
@@ -79,7 +79,7 @@ _HEAP = b"GCOL\x01\0\0\0"
 _PIECE = 1 << 24
 
 
-def _check_heaps(span: Span) -> None:
+def _check_heaps(span: ByteRange) -> None:
     """Walks the heaps of strings as the HDF5 library does, because it walks a damaged one for ever.
 
     Raises:
@@ -95,7 +95,7 @@ def _check_heaps(span: Span) -> None:
         start += _PIECE
 
 
-def _check_heap(span: Span, at: int) -> None:
+def _check_heap(span: ByteRange, at: int) -> None:
     if at + 16 > span.length:
         return  # HDF5 itself notices
     (size,) = struct.unpack("<Q", span.read(at + 8, 8))
@@ -111,7 +111,7 @@ def _check_heap(span: Span, at: int) -> None:
         place += step
 
 
-def tensor_at(span: Span, file: Any, path: str) -> Any:
+def tensor_at(span: ByteRange, file: Any, path: str) -> Any:
     """One dataset: its bytes in the file where they lie in one stretch, else its values.
 
     Raises:
@@ -130,8 +130,8 @@ def tensor_at(span: Span, file: Any, path: str) -> Any:
     shape, offset = tuple(data.shape), data.id.get_offset()
     numel = math.prod(shape)
     if offset is not None and data.chunks is None:
-        return SpanTensor(span.part(offset, numel * dtype.itemsize, path), dtype, shape)
+        return FileTensor(span.part(offset, numel * dtype.itemsize, path), dtype, shape)
     if numel * dtype.itemsize > max(64 * data.id.get_storage_size(), 1 << 20):
         raise FileError(f"{span.label}: {path} claims {numel} elements but stores few bytes, so it is not read.")
     content = data[()].tobytes()
-    return SpanTensor(Span.of_bytes(content, f"{span.label}, {path}"), dtype, shape)
+    return FileTensor(ByteRange.of_bytes(content, f"{span.label}, {path}"), dtype, shape)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NoAccumulatorError
-from ...storage.torch_files import Span, zip_entries
+from ...storage.byte_range import ByteRange
+from ...storage.torch_files import zip_entries
 from ..states import Candidate, Entry, Found, OptimizerState, Options
 from .hdf5 import attribute, is_hdf5, open_hdf5, tensor_at
 
@@ -58,7 +59,7 @@ def read_keras(path: Path, options: Options) -> Found:
         NoAccumulatorError: Its optimizer keeps no average of the squared gradient.
     """
     if is_hdf5(path):
-        span, config = Span.of(path), {}
+        span, config = ByteRange.of(path), {}
     else:
         entries = zip_entries(path)
         if "model.weights.h5" not in entries or "config.json" not in entries:
@@ -85,7 +86,7 @@ def _json(text: bytes | str, what: str) -> dict[str, Any]:
 # -- numbered variables ------------------------------------------------------------------------------------------------
 
 
-def _numbered(span: Span, file: Any, config: Mapping[str, Any]) -> Found:
+def _numbered(span: ByteRange, file: Any, config: Mapping[str, Any]) -> Found:
     group = file["optimizer"]["vars"]
     numbers = sorted((key for key in group if key.isdecimal()), key=int)
     if [int(number) for number in numbers] != list(range(len(numbers))):
@@ -112,7 +113,7 @@ def _class_by_name(name: str) -> str:
     return name
 
 
-def _refuse(name: Any, span: Span) -> None:
+def _refuse(name: Any, span: ByteRange) -> None:
     if name in _REFUSED:
         raise NoAccumulatorError(
             f"{span.label} was trained with Keras's {name}, which {_REFUSED[name]}, so it holds no usable average of the "
@@ -125,7 +126,7 @@ def _refuse(name: Any, span: Span) -> None:
         )
 
 
-def _layout(name: str, tensors: Sequence[Any], settings: Mapping[str, Any], span: Span) -> tuple[Any, list[Any]]:
+def _layout(name: str, tensors: Sequence[Any], settings: Mapping[str, Any], span: ByteRange) -> tuple[Any, list[Any]]:
     """The iteration, and the squared-gradient variables in the model's order; shapes must prove the layout."""
     each, blocks = _LAYOUTS[name]
     header = 2 if len(tensors) > 1 and tensors[1].shape == () else 1  # a learning-rate schedule is no variable
@@ -168,7 +169,7 @@ def _layout(name: str, tensors: Sequence[Any], settings: Mapping[str, Any], span
 # -- legacy ------------------------------------------------------------------------------------------------------------
 
 
-def _legacy(span: Span, file: Any) -> Found:
+def _legacy(span: ByteRange, file: Any) -> Found:
     training = _json(attribute(file, "training_config", "{}"), f"training_config in {span.label}")
     saved = training.get("optimizer_config") or {}
     name, settings = saved.get("class_name"), saved.get("config") or {}

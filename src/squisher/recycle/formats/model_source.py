@@ -6,10 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import FileError, NamingError
+from ...storage.folders import Weights, open_weights
 from ..naming.candidates import Candidates, candidates_of_module
 from ..naming.hf_model import MissingPackage, built_by, meta_model
 from ..states import Found, Options
-from ..weights import Weights, open_weights
 from .torch_file import candidates_of
 
 __all__ = ["model_candidates", "with_model"]

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NamingError
-from ...storage.pieces import Block, Blocks, Verified
-from ...storage.torch_files import Record, StoredTensor, read
+from ...storage.tensors import Block, Blocks
+from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..naming.solver import clean_names
 from ..optimizers.accumulators import step_of
 from ..states import Candidate, Found, Options

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
-from ...storage.torch_files import Span, read, zip_entries
+from ...storage.byte_range import ByteRange
+from ...storage.torch_files import read, zip_entries
 from ..states import Candidate, Found, OptimizerState, Options
 from .torch_file import candidates_of, find_optimizers, optimizer_state
 
@@ -67,7 +68,7 @@ def read_sb3(path: Path, options: Options) -> Found:
 
 
 def _own(
-    module: str | None, variable: str | None, trained: list[Candidate], entries: Mapping[str, Span]
+    module: str | None, variable: str | None, trained: list[Candidate], entries: Mapping[str, ByteRange]
 ) -> list[tuple[str, list[Candidate]]]:
     """Where an optimizer's names come from: a part of the policy, or a variable beside it (`ent_coef_optimizer`)."""
     if variable is not None:
@@ -83,7 +84,7 @@ def _own(
     return [(f"{module} in policy.pth", [c for c in trained if c.name.startswith(f"{module}.")])]
 
 
-def _settings(entries: Mapping[str, Span]) -> dict[str, Any]:
+def _settings(entries: Mapping[str, ByteRange]) -> dict[str, Any]:
     """What `data` says in plain JSON; the pickles in it are left alone."""
     if "data" not in entries or entries["data"].length > _LARGEST:
         return {}

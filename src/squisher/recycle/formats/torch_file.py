@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ...errors import FileError, NamingError
+from ...storage.byte_range import ByteRange
 from ...storage.tensors import LazyTensors, TensorSource, tied_names
-from ...storage.torch_files import Record, Span, StoredTensor, read
+from ...storage.torch_files import Record, find_weights, is_optimizer, read, walk
 from ..naming.solver import clean_names
 from ..optimizers.quantized import decoded
 from ..states import Candidate, Entry, Found, OptimizerState
 
-__all__ = ["candidates_of", "find_optimizers", "find_weights", "mesh_size", "read_torch_file", "without_shards"]
-
-_DEPTH = 8  # deeper than any training script nests; the walk stays short on hostile files
+__all__ = ["candidates_of", "find_optimizers", "mesh_size", "read_torch_file", "without_shards"]
 
 
-def read_torch_file(path: str | os.PathLike[str] | Span) -> Found:
+def read_torch_file(path: str | os.PathLike[str] | ByteRange) -> Found:
     """The optimizer states in a torch file, and the weights beside them, which keep the module's order.
 
     Raises:
@@ -29,7 +28,7 @@ def read_torch_file(path: str | os.PathLike[str] | Span) -> Found:
     optimizers = [optimizer_state(value, place) for place, value in find_optimizers(tree)]
     if not optimizers:
         weights = any(True for _ in find_weights(tree))
-        shown = path.path if isinstance(path, Span) else os.fspath(path)
+        shown = path.path if isinstance(path, ByteRange) else os.fspath(path)
         what = "holds weights but no optimizer state: give the file or folder that was saved with the optimizer" if weights else (
             "holds no optimizer state (a dictionary with 'state' and 'param_groups')"
         )  # fmt: skip
@@ -44,16 +43,7 @@ def read_torch_file(path: str | os.PathLike[str] | Span) -> Found:
 
 def find_optimizers(tree: Any) -> list[tuple[str, Any]]:
     """Every optimizer state in what a file holds, with the place where it was: dictionaries or pickled optimizers."""
-    return [(place, value) for place, value in _walk(tree) if _is_optimizer(value)]
-
-
-def find_weights(tree: Any) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
-    """Every dictionary of named tensors outside the optimizers, with the place where it was."""
-    for place, value in _walk(tree):
-        if isinstance(value, dict) and len(value) > 1 and not _is_optimizer(value):
-            tensors = {k: v for k, v in value.items() if isinstance(v, StoredTensor)}
-            if len(tensors) == len(value) and all(isinstance(name, str) for name in tensors):
-                yield place, tensors
+    return [(place, value) for place, value in walk(tree) if is_optimizer(value)]
 
 
 def candidates_of(weights: Mapping[str, TensorSource]) -> tuple[list[Candidate], dict[str, str]]:
@@ -99,46 +89,6 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
             own = own if isinstance(own, dict) else {}
             entries.append(Entry(own, settings, number, name or (member if isinstance(member, str) else None)))
     return OptimizerState(decoded(without_shards(entries), class_name), class_name, place)
-
-
-def _is_optimizer(value: Any) -> bool:
-    content = value.attributes if isinstance(value, Record) else value
-    return (
-        isinstance(content, dict)
-        and isinstance(content.get("state"), dict)
-        and isinstance(content.get("param_groups"), list)
-        and bool(content["param_groups"])
-    )
-
-
-def _walk(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Everything that may hold an optimizer or weights, breadth first, each object once."""
-    seen: set[int] = set()
-    level: list[tuple[str, Any]] = [("", tree)]
-    for _ in range(_DEPTH):
-        following: list[tuple[str, Any]] = []
-        for place, value in level:
-            if id(value) in seen:
-                continue
-            seen.add(id(value))
-            yield place, value
-            if not _is_optimizer(value):
-                following.extend(_inside(place, value))
-        level = following
-
-
-def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Record):
-        value = {**value.attributes, **value.mapping}
-    if isinstance(value, dict):
-        items = [(str(key), item) for key, item in value.items()]
-    elif isinstance(value, (list, tuple)):
-        items = [(str(k), item) for k, item in enumerate(value)]
-    else:
-        return
-    for key, item in items:
-        if isinstance(item, (dict, list, tuple, Record)):
-            yield f"{place}.{key}" if place else key, item
 
 
 def _is_buffer(name: str, tensor: TensorSource) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...errors import FileError, NamingError
+from ...storage.folders import Weights, open_weights
 from ..naming.adapters import adapter_orders
 from ..naming.candidates import Candidates, candidates_of_module
 from ..naming.frozen import by_evidence
@@ -16,7 +17,7 @@ from ..naming.hf_rules import galore_rule, trainer_rules
 from ..naming.solver import RULES, Rule, fitting, matching
 from ..optimizers.accumulators import step_of
 from ..states import Candidate, Found, OptimizerState, Options
-from ..weights import Weights, open_weights, pinned, sorted_by_name
+from ..weights import pinned, sorted_by_name
 from .model_source import model_candidates, with_model
 from .torch_file import candidates_of, read_torch_file
 from .training_args import facts_of, target_modules, training_args

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
-from ...storage.pieces import Run as Stretch
-from ...storage.pieces import Runs, Verified
-from ...storage.torch_files import Record, StoredTensor, read
+from ...storage.tensors import Joined, Slice
+from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..optimizers.accumulators import step_of
 from ..states import Entry, Found, OptimizerState, Options
 from .model_source import with_model
@@ -306,8 +305,8 @@ def _entry(
         if not isinstance(value, StoredTensor) or len(value.shape) != 1:
             state[key] = value
         elif all(isinstance(p, StoredTensor) and p.is_contiguous and p.dtype == value.dtype for p in parts):
-            stretches = [Stretch(rank.part(k, key), *cut) for rank, cut in zip(ranks, cuts, strict=True)]
-            state[key] = Runs(shape, value.dtype, stretches)
+            slices = [Slice(rank.part(k, key), *cut) for rank, cut in zip(ranks, cuts, strict=True)]
+            state[key] = Joined(shape, value.dtype, slices)
         else:
             raise FileError(f"The ranks in {run.folder} do not agree about {key} of group {k}: it is damaged.")
     number = ranks[0].groups[k]

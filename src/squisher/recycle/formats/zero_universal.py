@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ...errors import FileError
-from ...storage.pieces import Verified
-from ...storage.torch_files import Record, StoredTensor, read
+from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..optimizers.accumulators import step_of
 from ..states import Entry, Found, OptimizerState
 from .zero_run import Run

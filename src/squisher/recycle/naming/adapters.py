@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from ...storage.folders import Weights
 from ..states import Candidate
-from ..weights import Weights
 
 __all__ = ["adapter_orders"]
 

@@ -11,9 +11,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import NamingError
+from ...storage.folders import Weights
 from ...storage.tensors import LiveParameter, live_parameters
 from ..states import Candidate, Piece
-from ..weights import Weights
 
 __all__ = ["Candidates", "candidates_of_module"]
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import torch
 
+from ...storage.folders import Weights
 from ...storage.tensors import CHUNK, TensorSource
 from ..states import Candidate
-from ..weights import Weights
 
 __all__ = ["by_evidence"]
 

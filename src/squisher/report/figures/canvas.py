@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ...analysis.distribution import LOG10_EDGES
 from ...errors import FileError, SquisherError
+from ...storage.atomic import write_file
 
 BLUE, ORANGE, GREY, RED = "#2f6690", "#d9822b", "#8a8a8a", "#b23a48"
 LABELLED = 40
@@ -47,13 +48,7 @@ def figure_at(path: str | os.PathLike[str], width: float, height: float) -> Iter
             axes.spines[["top", "right"]].set_visible(False)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_bytes(buffer.getvalue())
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise FileError(f"Cannot write {path}: {error.strerror or error}.") from error
+    write_file(path, buffer.getvalue())
 
 
 def filled(counts: Sequence[int] | Tensor) -> tuple[int, int]:

@@ -1,9 +1,11 @@
-"""Named tensors: in memory or in files, read when asked for, piece by piece.
+"""Named tensors: in memory or in files, read when asked for, chunk by chunk.
 
 A lazy mapping, a `state_dict()` and a test dict are the same to every caller: `shape_of`, `dtype_of` and `chunks_of`
 work on all of them, and read nothing that was not asked for.
 """
 
+from .ahead import Ahead
+from .lazy import FileTensor, LazyTensors, TensorSource, room_for
 from .live import LiveParameter, adapter_file_name, live_parameters
 from .named import (
     CHUNK,
@@ -15,16 +17,20 @@ from .named import (
     one_thread,
     shape_of,
 )
-from .room import room_for
-from .stored import FileTensor, LazyTensors, TensorSource, read_into
+from .shards import Block, Blocks, Joined, Slice
 from .tied import tied_names
 
 __all__ = [
     "CHUNK",
+    "Ahead",
+    "Block",
+    "Blocks",
     "Computed",
     "FileTensor",
+    "Joined",
     "LazyTensors",
     "LiveParameter",
+    "Slice",
     "TensorSource",
     "adapter_file_name",
     "chunks_of",
@@ -33,7 +39,6 @@ __all__ = [
     "name_pattern",
     "numel_of",
     "one_thread",
-    "read_into",
     "room_for",
     "shape_of",
     "tied_names",

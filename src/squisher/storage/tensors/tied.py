@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from ...ranks import local_of
+from .lazy import FileTensor, LazyTensors
 from .named import numel_of
-from .stored import FileTensor, LazyTensors
 
 __all__ = ["tied_names"]
 
@@ -40,8 +40,9 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _place(source: Any) -> Any:
     if isinstance(source, FileTensor):
-        return (source.path, source.offset, source.shape)
-    return (source.span, source.storage_offset, source.shape) if hasattr(source, "span") else None
+        return (source.byte_range, source.shape)
+    storage = getattr(source, "storage", None)
+    return None if storage is None else (storage.byte_range, source.storage_offset, source.shape)
 
 
 def _address(tensor: Tensor) -> Any:

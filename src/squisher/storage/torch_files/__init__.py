@@ -5,11 +5,17 @@ from __future__ import annotations
 from .containers import read as read
 from .containers import unpickle as unpickle
 from .containers import zip_entries as zip_entries
-from .records import Array as Array
-from .records import Global as Global
-from .records import Record as Record
-from .spans import Span as Span
-from .stored import Storage as Storage
-from .stored import StoredTensor as StoredTensor
+from .search import find_weights as find_weights
+from .search import is_optimizer as is_optimizer
+from .search import walk as walk
+from .values import Array as Array
+from .values import Global as Global
+from .values import Record as Record
+from .values import Storage as Storage
+from .values import StoredTensor as StoredTensor
+from .values import Verified as Verified
 
-__all__ = ["Array", "Global", "Record", "Span", "Storage", "StoredTensor", "read", "unpickle", "zip_entries"]
+__all__ = [
+    "Array", "Global", "Record", "Storage", "StoredTensor", "Verified", "find_weights", "is_optimizer", "read", "unpickle", "walk",
+    "zip_entries",
+]  # fmt: skip

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from ...errors import FileError
+from ..byte_range import ByteRange
 from .known import StorageType
 from .machine import Machine
-from .records import shortened
-from .spans import Span
-from .stored import Storage
+from .values import Storage, shortened
 from .zips import STORED, Archive
 
 __all__ = ["read", "unpickle", "zip_entries"]
@@ -26,7 +25,7 @@ MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 
 
-def read(source: str | os.PathLike[str] | Span) -> Any:
+def read(source: str | os.PathLike[str] | ByteRange) -> Any:
     """Read a `torch.save` file (new or old format) or a plain pickle; nothing in it is executed.
 
     Args:
@@ -39,7 +38,7 @@ def read(source: str | os.PathLike[str] | Span) -> Any:
     Raises:
         FileError: If the file is missing, damaged, hostile, or of another format.
     """
-    span = source if isinstance(source, Span) else Span.of(source)
+    span = source if isinstance(source, ByteRange) else ByteRange.of(source)
     return _read(span, 0)
 
 
@@ -54,15 +53,15 @@ def unpickle(data: bytes, persistent_load: Callable[[Any], Any] | None = None, n
     return Machine(data, name, persistent_load=persistent_load, nested_load=_nested(name, 0)).run()
 
 
-def zip_entries(source: str | os.PathLike[str] | Span) -> dict[str, Span]:
+def zip_entries(source: str | os.PathLike[str] | ByteRange) -> dict[str, ByteRange]:
     """Where each entry of a zip archive is; nothing is unpacked, and compressed entries are left out."""
-    span = source if isinstance(source, Span) else Span.of(source)
+    span = source if isinstance(source, ByteRange) else ByteRange.of(source)
     with span.open() as file:
         archive = Archive(span, file)
         return {name: archive.place(name) for name, entry in archive.entries.items() if entry.method == STORED}
 
 
-def _read(span: Span, nesting: int) -> Any:
+def _read(span: ByteRange, nesting: int) -> Any:
     head = span.read(0, min(span.length, 512))
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
         return _read_zip(span, nesting)
@@ -75,12 +74,12 @@ def _nested(label: str, nesting: int) -> Callable[[bytes], Any]:
     def load(data: bytes) -> Any:
         if nesting >= MAX_NESTING:
             raise FileError(f"{label} holds torch files inside torch files, too deep to be read.")
-        return _read(Span.of_bytes(data, label), nesting + 1)
+        return _read(ByteRange.of_bytes(data, label), nesting + 1)
 
     return load
 
 
-def _read_zip(span: Span, nesting: int) -> Any:
+def _read_zip(span: ByteRange, nesting: int) -> Any:
     with span.open() as file:
         archive = Archive(span, file)
         pickles = [name for name in archive.entries if name.rpartition("/")[2] == "data.pkl"]
@@ -129,7 +128,7 @@ def _zip_storage(archive: Archive, folder: str, key: str, dtype: torch.dtype, nu
     return storage
 
 
-def _read_pickles(span: Span, nesting: int) -> Any:
+def _read_pickles(span: ByteRange, nesting: int) -> Any:
     """The old format, or a plain pickle: only as much of the file is read as the pickles at its beginning need."""
     window = FIRST_WINDOW
     while True:
@@ -145,7 +144,7 @@ def _read_pickles(span: Span, nesting: int) -> Any:
 class _Legacy:
     """A file of torch before 1.6: five pickles, then the storages one after another."""
 
-    def __init__(self, span: Span, data: bytes, nesting: int) -> None:
+    def __init__(self, span: ByteRange, data: bytes, nesting: int) -> None:
         self.span = span
         self.data = data
         self.nesting = nesting
@@ -180,7 +179,7 @@ class _Legacy:
                 f"{self.span.label} lacks the data of {len(self.storages)} storages: it is cut short. Get it again."
             )
         for view, whole, offset in self.views.values():
-            view.place(whole.span.part(offset, view.nbytes))
+            view.place(whole.byte_range.part(offset, view.nbytes))
         return value
 
     def _next(self, persistent_load: Callable[[Any], Any] | None) -> Any:
@@ -238,7 +237,7 @@ def _storage_identifier(identifier: Any, length: int) -> tuple[StorageType, str,
     return kind, key, location if type(location) is str else "cpu", numel
 
 
-def _mistaken(span: Span, head: bytes) -> str:
+def _mistaken(span: ByteRange, head: bytes) -> str:
     """What a file that is no torch file is instead, and what to do."""
     text = head.lstrip().lower()
     if not head:

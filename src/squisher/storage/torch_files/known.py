@@ -15,9 +15,8 @@ import numpy as np
 import torch
 
 from ...errors import FileError
-from .records import Array, Global, Record, shortened
-from .spans import Span
-from .stored import Storage, StoredTensor
+from ..byte_range import ByteRange
+from .values import Array, Global, Record, Storage, StoredTensor, shortened
 
 if TYPE_CHECKING:
     from .machine import Machine
@@ -253,7 +252,7 @@ def _from_numpy(m: Machine, data: Any, dtype: Any, device: Any, requires_grad: A
     except (FileError, RuntimeError) as error:  # a dtype that torch cannot convert to
         m.fail(str(error), error)
     content = values.reshape(-1).view(torch.uint8).numpy().tobytes()
-    storage = Storage(dtype, len(content), span=Span.of_bytes(content, m.label))
+    storage = Storage(dtype, len(content), byte_range=ByteRange.of_bytes(content, m.label))
     return StoredTensor(storage, dtype, tuple(values.shape), values.stride(), 0, bool(requires_grad))
 
 

@@ -16,8 +16,7 @@ import torch
 from ...errors import FileError
 from .known import BUILDERS, VALUES, StorageType
 from .opcodes import TABLE
-from .records import Array, Global, Record
-from .stored import Storage, StoredTensor
+from .values import Array, Global, Record, Storage, StoredTensor
 
 __all__ = ["Machine"]
 

@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from .records import shortened
+from .values import shortened
 
 if TYPE_CHECKING:
     from .machine import Machine

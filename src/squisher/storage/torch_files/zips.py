@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from ...errors import FileError
-from .records import shortened
-from .spans import Span
+from ..byte_range import ByteRange
+from .values import shortened
 
 __all__ = ["Archive", "Entry"]
 
@@ -48,12 +48,12 @@ class Archive:
         file: The same, open; it stays the caller's to close.
     """
 
-    def __init__(self, span: Span, file: BinaryIO) -> None:
+    def __init__(self, span: ByteRange, file: BinaryIO) -> None:
         self.span = span
         self._file = file
         self.entries = {entry.name: entry for entry in self._directory()}
 
-    def place(self, name: str) -> Span:
+    def place(self, name: str) -> ByteRange:
         """The bytes of a stored entry."""
         entry = self.entries[name]
         if entry.method != STORED:
@@ -85,7 +85,7 @@ class Archive:
             raise self._damaged(f"the checksum of {shortened(name)} does not fit its bytes")
         return data
 
-    def _data(self, entry: Entry) -> Span:
+    def _data(self, entry: Entry) -> ByteRange:
         self._file.seek(entry.header)
         header = self._file.read(_local.size)
         if len(header) < _local.size or header[:4] != LOCAL:

@@ -1,4 +1,4 @@
-"""Merged tensors for one who writes them in order: the next pieces are read and merged while one is written."""
+"""Reading ahead: the next chunks are read and computed while the current one is written."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from types import TracebackType
 
 from torch import Tensor
 
-from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of
-from .lazy import Merged
+from .named import CHUNK, Computed, chunks_of, numel_of
 
 __all__ = ["Ahead"]
 
-_IN_FLIGHT = 2  # pieces that are being merged, or wait to be written
-_PIECE = 2 * CHUNK  # handing a piece over costs as much as merging a tenth of this
+_IN_FLIGHT = 2  # chunks that are being computed, or wait to be written
+_AT_ONCE = 2 * CHUNK  # handing a chunk over costs as much as merging a tenth of this
 
 
 class Ahead(Computed):
     """Some names of a mapping, to be asked for in order; in any other order it is only slower.
 
-    Another thread reads and merges, the caller's has only to write: long calls that leave the interpreter alone. With more
-    threads they would wait for one another. The bytes are those of a run without threads; memory is bounded by a few pieces.
+    Another thread reads and computes, the caller's has only to write: long calls that leave the interpreter alone. With more
+    threads they would wait for one another. The bytes are those of a run without threads; memory is bounded by a few chunks.
 
     Args:
-        tensors: Merged weights, or any other mapping.
+        tensors: Any mapping. One that computes its tensors may have a method `pieces(name, size)`, like `chunks` but free to give
+            shorter ones.
         names: The names, in the order in which they will be asked for.
     """
 
@@ -48,7 +48,7 @@ class Ahead(Computed):
         return self._tensors[self._name_there(name)]
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat pieces, in order; they may be shorter than `size`."""
+        """One tensor in flat chunks, in order; they may be shorter than `size`."""
         if name != self._next or size != CHUNK:
             yield from chunks_of(self._tensors, name, size)
             return
@@ -72,6 +72,5 @@ class Ahead(Computed):
                     future.cancel()
 
     def _pieces_of(self, name: str) -> Iterator[Tensor]:
-        return (
-            self._tensors.pieces(name, _PIECE) if isinstance(self._tensors, Merged) else chunks_of(self._tensors, name)
-        )
+        pieces = getattr(self._tensors, "pieces", None)
+        return pieces(name, _AT_ONCE) if callable(pieces) else chunks_of(self._tensors, name)

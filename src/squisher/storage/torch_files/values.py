@@ -1,4 +1,4 @@
-"""Tensors that are still in their file: dtype, shape and place are known, the numbers are read when asked for."""
+"""What unpickling yields: names and records in place of foreign objects, tensors that are still in their file; nothing that runs."""
 
 from __future__ import annotations
 
@@ -8,18 +8,103 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...errors import FileError
-from .records import shortened
-from .spans import Span
+from ..byte_range import ByteRange
 
-__all__ = ["Storage", "StoredTensor"]
+__all__ = ["Array", "Global", "Record", "Storage", "StoredTensor", "Verified", "shortened"]
 
 MAX_DIMENSIONS = 64
 # An expanded tensor (stride 0) holds more elements than its storage; beyond this it is taken for an attack, not a broadcast.
 MAX_EXPANDED_BYTES = 1 << 28
-PIECE = 1 << 24
+CHECKED_AT_ONCE = 1 << 24
+
+
+class Global:
+    """The name of a class or function that a pickle mentions; it was not looked up and cannot be called."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Global) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
+    def __repr__(self) -> str:
+        return f"Global({shortened(self.name)})"
+
+
+class Record:
+    """An object that was not built: its class name, and the arguments and state that it would have got.
+
+    Two records are equal only if they are the same object, so that records can be keys as the originals were.
+
+    Attributes:
+        name: The class or function, `module.qualname`.
+        args: The positional arguments of the constructor; the value of an enum member is `args[0]`.
+        kwargs: Its keyword arguments. A tensor subclass without data of its own has dtype, shape, stride, device and
+            requires_grad here.
+        attributes: Its instance dictionary and slots.
+        state: The state as it stood, where it is neither of the two.
+        sequence: What was appended or added to it (a list, deque or set of a foreign class).
+        mapping: What was set in it by key (a dict of a foreign class).
+    """
+
+    __slots__ = ("args", "attributes", "kwargs", "mapping", "name", "sequence", "state")
+
+    def __init__(self, name: str, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        self.name = name
+        self.args = args
+        self.kwargs: dict[str, Any] = {} if kwargs is None else kwargs
+        self.attributes: dict[Any, Any] = {}
+        self.state: Any = None
+        self.sequence: list[Any] = []
+        self.mapping: dict[Any, Any] = {}
+
+    def get(self, attribute: str, default: Any = None) -> Any:
+        """An attribute, or a keyword argument of that name, or the default."""
+        if attribute in self.attributes:
+            return self.attributes[attribute]
+        return self.kwargs.get(attribute, default)
+
+    def set_state(self, state: Any) -> None:
+        """Take over what `__setstate__` would have been given."""
+        parts = state if type(state) is tuple and len(state) == 2 else (state,)
+        if all(part is None or type(part) is dict for part in parts):
+            for part in parts:
+                self.attributes.update(part or {})
+        else:
+            self.state = state
+
+    def __repr__(self) -> str:
+        return f"<Record of {shortened(self.name)}>"
+
+
+class Array(Record):
+    """A pickled numpy array: kept as it stands, made only when asked for."""
+
+    __slots__ = ()
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        """The array, if it holds plain numbers and its size is what its shape says."""
+        state = self.state
+        if type(state) is not tuple or len(state) != 5:
+            raise FileError("A numpy array in the file is incomplete. Get the file again.")
+        _, shape, dtype, fortran, data = state
+        if not isinstance(dtype, np.dtype):
+            raise FileError("A numpy array in the file does not hold plain numbers, so it is not read.")
+        if type(data) is str:  # what Python 2 wrote
+            data = data.encode("latin1", "replace")
+        sizes_fit = type(shape) is tuple and all(type(n) is int and n >= 0 for n in shape) and len(shape) <= 32
+        if not sizes_fit or not isinstance(data, (bytes, bytearray)) or math.prod(shape) * dtype.itemsize != len(data):
+            raise FileError("A numpy array in the file has a shape that does not fit its data. Get the file again.")
+        return np.frombuffer(bytes(data), dtype=dtype).reshape(shape, order="F" if fortran else "C")
 
 
 class Storage:
@@ -32,40 +117,44 @@ class Storage:
         checksum: The bytes that the zip archive keeps a CRC-32 of, and the CRC-32, if it does.
     """
 
-    __slots__ = ("_span", "checksum", "dtype", "location", "nbytes")
+    __slots__ = ("_byte_range", "checksum", "dtype", "location", "nbytes")
 
-    def __init__(self, dtype: torch.dtype, nbytes: int, location: str = "cpu", span: Span | None = None) -> None:
+    def __init__(
+        self, dtype: torch.dtype, nbytes: int, location: str = "cpu", byte_range: ByteRange | None = None
+    ) -> None:
         self.dtype = dtype
         self.nbytes = nbytes
         self.location = location
-        self.checksum: tuple[Span, int] | None = None
-        self._span = span
+        self.checksum: tuple[ByteRange, int] | None = None
+        self._byte_range = byte_range
 
     @property
-    def span(self) -> Span:
+    def byte_range(self) -> ByteRange:
         """Where its bytes are."""
-        if self._span is None:
+        if self._byte_range is None:
             raise FileError("A storage has no data in the file. Get the file again.")
-        return self._span
+        return self._byte_range
 
-    def place(self, span: Span) -> None:
+    def place(self, byte_range: ByteRange) -> None:
         """Say where its bytes are; a file of the old format tells only at its end."""
-        self._span = span
+        self._byte_range = byte_range
 
     def verify(self) -> None:
         """Compare the bytes with the checksum in the file; does nothing where the file keeps none."""
         if self.checksum is None:
             return
-        span, expected = self.checksum
+        kept, expected = self.checksum
         found = 0
-        for start in range(0, span.length, PIECE):
-            found = zlib.crc32(span.read(start, min(PIECE, span.length - start)), found)
+        for start in range(0, kept.length, CHECKED_AT_ONCE):
+            found = zlib.crc32(kept.read(start, min(CHECKED_AT_ONCE, kept.length - start)), found)
         if found != expected:
             raise self.damaged()
 
     def damaged(self) -> FileError:
         """The error for bytes that are not the ones that were written."""
-        return FileError(f"{self.span.label} is damaged: its checksum does not fit its bytes. Get the file again.")
+        return FileError(
+            f"{self.byte_range.label} is damaged: its checksum does not fit its bytes. Get the file again."
+        )
 
     def __repr__(self) -> str:
         return f"<Storage of {self.nbytes} bytes, {self.dtype}>"
@@ -75,7 +164,7 @@ class Storage:
 class StoredTensor:
     """A tensor in a file; equal only to itself, so that a pickled optimizer can use it as a key.
 
-    All of it has been checked against the size of its storage. Two tensors with the same `span`, offset and shape are tied.
+    All of it has been checked against the size of its storage. Two tensors with the same storage bytes, offset and shape are tied.
 
     Attributes:
         storage: The block of bytes that it looks into.
@@ -115,11 +204,6 @@ class StoredTensor:
             raise ValueError(f"an expanded tensor of {self.nbytes} bytes over a storage of {self.storage.nbytes}")
 
     @property
-    def span(self) -> Span:
-        """Where the whole storage is."""
-        return self.storage.span
-
-    @property
     def numel(self) -> int:
         """The number of elements."""
         return math.prod(self.shape)
@@ -139,15 +223,15 @@ class StoredTensor:
             expected *= size
         return True
 
-    def byte_range(self) -> tuple[int, int]:
-        """Offset in the file and number of bytes of a contiguous tensor.
+    def byte_range(self) -> ByteRange:
+        """Where the elements of a contiguous tensor are.
 
         Raises:
             ValueError: If it is not contiguous.
         """
         if not self.is_contiguous:
-            raise ValueError("only a contiguous tensor is one range of bytes; use load()")
-        return self.span.offset + self.storage_offset * self.dtype.itemsize, self.nbytes
+            raise ValueError("only a contiguous tensor is one byte range; use load()")
+        return self.storage.byte_range.part(self.storage_offset * self.dtype.itemsize, self.nbytes)
 
     def load(self) -> torch.Tensor:
         """Read it: a fresh contiguous CPU tensor."""
@@ -206,8 +290,41 @@ class StoredTensor:
             return torch.empty(0, dtype=self.dtype)
         size = self.dtype.itemsize
         data = torch.empty((stop - start) * size, dtype=torch.uint8)
-        self.span.read_into(data.numpy().data, start * size)
+        self.storage.byte_range.read_into(data.numpy().data, start * size)
         return data.view(self.dtype)
 
     def __repr__(self) -> str:
         return f"<StoredTensor {self.shape}, {self.dtype}>"
+
+
+class Verified:
+    """A tensor in a file whose checksum is compared once, before the first of its values is given out.
+
+    Shards are read in any order, so no checksum can be had on the way.
+    """
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self.shape, self.dtype = stored.shape, stored.dtype
+        self._stored = stored
+        self._verified = False
+
+    def load(self) -> torch.Tensor:
+        """The whole tensor."""
+        return self._checked().load()
+
+    def read_flat(self, start: int, stop: int) -> torch.Tensor:
+        """Elements `start` to `stop` in flat order."""
+        stored = self._checked()
+        return stored.read_flat(start, stop) if stored.is_contiguous else stored.load().reshape(-1)[start:stop]
+
+    def _checked(self) -> StoredTensor:
+        if not self._verified:
+            self._stored.storage.verify()
+            self._verified = True
+        return self._stored
+
+
+def shortened(text: object, length: int = 80) -> str:
+    """The text for use in a message: quoted, without control characters, and not long."""
+    shown = str(text)
+    return repr(shown if len(shown) <= length else shown[: length - 3] + "...")

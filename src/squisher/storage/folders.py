@@ -8,8 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,20 +16,83 @@ import torch
 from torch import Tensor
 
 from ..errors import FileError, SquisherError
-from ..merge.ahead import Ahead
-from ..recycle.weights import open_weights
-from ..storage import archive
-from ..storage.safetensors import sync_folder
-from ..storage.tensors import LazyTensors, dtype_of, numel_of
+from . import safetensors
+from .atomic import check_free, new_folder
+from .byte_range import shown
+from .json_files import read_object
+from .tensors import Ahead, LazyTensors, TensorSource, dtype_of, numel_of
+from .torch_files import find_weights, read
 
-__all__ = ["Model", "check_free", "new_folder", "open_model", "write_model"]
+__all__ = ["Model", "Weights", "open_model", "open_weights", "write_model"]
 
 _WEIGHTS = "model.safetensors"
+_IN_FOLDER = (
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "model.pt",
+    "model.pth",
+    "model.bin",
+)
 _COPIED = (
     "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
     "configuration_*.py", "modeling_*.py", "tokenization_*.py", "LICENSE*",
 )  # fmt: skip
+
+
+class Weights(NamedTuple):
+    """Named tensors of a weight file.
+
+    Attributes:
+        label: The file's name, for messages.
+        tensors: Every tensor, unread.
+        in_module_order: Whether they come in the order of the module. A safetensors file is sorted by name: its order says
+            nothing, and following it gives wrong names without any shape being wrong.
+    """
+
+    label: str
+    tensors: Mapping[str, TensorSource]
+    in_module_order: bool
+
+    def has(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Whether there is a tensor of this name and this shape."""
+        return name in self.tensors and tuple(self.tensors[name].shape) == tuple(shape)
+
+
+def open_weights(path: Path) -> Weights | None:
+    """The weights in a file or in a model's folder; None if the folder has none.
+
+    Raises:
+        FileError: The file is damaged, not a weight file, or a shard is missing.
+    """
+    if os.path.isdir(path):
+        file = next((path / name for name in _IN_FOLDER if os.path.isfile(path / name)), None)
+        return None if file is None else open_weights(file)
+    if path.name.endswith((".safetensors", ".safetensors.index.json")):
+        lazy = safetensors.open_safetensors(path)
+        return Weights(path.name, {name: lazy.source(name) for name in lazy}, False)
+    if path.suffix == ".json":
+        return _torch_shards(path)
+    return Weights(path.name, _torch_weights(path), True)
+
+
+def _torch_weights(path: Path) -> Mapping[str, TensorSource]:
+    found = [tensors for _, tensors in find_weights(read(path))]
+    if not found:
+        raise FileError(f"{path} holds no weights: no dictionary of named tensors is in it.")
+    return max(found, key=len)
+
+
+def _torch_shards(index: Path) -> Weights:
+    weight_map, _ = safetensors.read_index(index)
+    tensors: dict[str, TensorSource] = {}
+    for shard in sorted(set(weight_map.values())):  # numbered, and each holds the next parameters of the module
+        tensors.update(_torch_weights(index.parent / shard))
+    return Weights(index.name, tensors, True)
 
 
 class Model(NamedTuple):
@@ -49,7 +111,7 @@ class Model(NamedTuple):
 
 
 def open_model(path: str | os.PathLike[str]) -> Model:
-    """Opens a model folder (safetensors or torch files, sharded or not), a safetensors file or a torch file, lazily.
+    """Open a model folder (safetensors or torch files, sharded or not), a safetensors file or a torch file, lazily.
 
     No file is executed.
 
@@ -58,30 +120,21 @@ def open_model(path: str | os.PathLike[str]) -> Model:
         SquisherError: The weights are quantised.
     """
     path = Path(path)
-    if not path.exists():
-        raise FileError(f"There is no model {path}.")
+    if not os.path.exists(path):
+        raise FileError(f"There is no model {shown(str(path))}.")
     found = open_weights(path)
     if found is None:
         raise FileError(
             f"The folder {path} holds no weights: neither {_WEIGHTS} nor pytorch_model.bin, nor an index of shards."
         )
-    config = _json(path / "config.json") if path.is_dir() and (path / "config.json").is_file() else {}
-    if config.get("quantization_config"):
-        method = (config["quantization_config"] or {}).get("quant_method", "an unknown method")
-        raise SquisherError(f"The weights of {path} are quantised ({method}): take those from before quantisation.")
+    config = read_object(path / "config.json") if os.path.isfile(path / "config.json") else {}
+    quantized = config.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        raise SquisherError(
+            f"The weights of {path} are quantised ({method or 'an unknown method'}): take those from before quantisation."
+        )
     return Model(path, LazyTensors(found.tensors), config)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise FileError(f"Cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is not JSON; it is damaged or half-written: copy the folder again.") from error
-    if not isinstance(value, dict):
-        raise FileError(f"{path} is not a JSON object, as a configuration must be.")
-    return value
 
 
 def write_model(
@@ -94,16 +147,16 @@ def write_model(
     leave_out: Mapping[str, str] | None = None,
     file_name: str = _WEIGHTS,
     extra_files: tuple[str, ...] = (),
-    shard_bytes: int = archive.SHARD_BYTES,
+    shard_bytes: int = safetensors.SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
-    """Writes weights as a folder that `from_pretrained` loads, or as one `.safetensors` file if `out` is called so.
+    """Write weights as a folder that `from_pretrained` loads, or as one `.safetensors` file if `out` is called so.
 
     The folder is made under another name and renamed at the end: a killed run leaves nothing that loads.
 
     Args:
         out: A folder that does not exist yet (or is empty), or a `.safetensors` file.
-        weights: Any mapping; a lazy one is read piece by piece.
+        weights: Any mapping; a lazy one is read chunk by chunk.
         like: A model folder whose config and tokenizer files are copied.
         card: The text of the README.md.
         dtype: The type that the config should say, if it is to be changed.
@@ -120,55 +173,17 @@ def write_model(
     with Ahead(weights, [name for name in weights if name not in (leave_out or {})]) as written:
         check_free(out.parent, sum(numel_of(written, name) * dtype_of(written, name).itemsize for name in written))
         if out.suffix == ".safetensors":
-            archive.save(out, written, None, shard_bytes=shard_bytes, progress=progress)
+            safetensors.save(out, written, None, shard_bytes=shard_bytes, progress=progress)
             return
         with new_folder(out) as folder:
             for source in _side_files(like, extra_files):
                 if source.name == "config.json":
-                    (folder / source.name).write_text(_config(_json(source), dtype), "utf-8")
+                    (folder / source.name).write_text(_config(read_object(source), dtype), "utf-8")
                 else:
                     shutil.copyfile(source, folder / source.name)
             if card is not None:
                 (folder / "README.md").write_text(card, "utf-8")
-            archive.save(folder / file_name, written, None, shard_bytes=shard_bytes, progress=progress)
-
-
-@contextmanager
-def new_folder(out: Path) -> Iterator[Path]:
-    """A folder to write into, which gets its name when all is done and is removed when something fails.
-
-    Raises:
-        FileError: There is something of this name already, or it cannot be made.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise FileError(f"{out} exists already: choose a new folder, or remove it.")
-    if not out.resolve().parent.is_dir():
-        raise FileError(f"There is no folder {out.parent} to write {out.name} into.")
-    partial = out.resolve().with_name(f".{out.resolve().name}.{os.getpid()}.partial")
-    try:
-        partial.mkdir()
-        yield partial
-        sync_folder(partial)
-        os.replace(partial, out)
-        sync_folder(out.resolve().parent)
-    except FileError as error:  # who reads it looks for the folder that was asked for
-        raise FileError(str(error).replace(str(partial), str(out))) from error
-    except OSError as error:
-        raise FileError(f"Cannot write {out}: {error.strerror or error}. Nothing was left behind.") from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def check_free(folder: Path, needed: int) -> None:
-    """Refuses before hours of work what would not fit afterwards.
-
-    Raises:
-        FileError: The disk has less room.
-    """
-    if folder.is_dir() and (free := shutil.disk_usage(folder).free) < needed:
-        raise FileError(
-            f"The output needs {needed:,} bytes, but only {free:,} are free in {folder}. Nothing was written."
-        )
+            safetensors.save(folder / file_name, written, None, shard_bytes=shard_bytes, progress=progress)
 
 
 def _side_files(like: Path | None, extra: tuple[str, ...]) -> list[Path]:

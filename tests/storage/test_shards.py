@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from squisher.storage.pieces import Block, Blocks, Run, Runs
+from squisher.storage.tensors import Block, Blocks, Joined, Slice
 
 
 class Memory:
@@ -86,7 +86,7 @@ def test_a_part_outside_is_noticed():
 
 def test_runs_read_only_what_is_asked_for():
     a, b = Memory(torch.arange(10.0)), Memory(torch.arange(100.0, 110.0))
-    runs = Runs((2, 4), torch.float32, [Run(a, 7, 10), Run(b, 5, 5), Run(b, 0, 5)])
+    runs = Joined((2, 4), torch.float32, [Slice(a, 7, 10), Slice(b, 5, 5), Slice(b, 0, 5)])
     expected = torch.tensor([7.0, 8, 9, 100, 101, 102, 103, 104])
     assert torch.equal(runs.load(), expected.reshape(2, 4))
     for start in range(9):
@@ -99,4 +99,4 @@ def test_runs_read_only_what_is_asked_for():
 
 def test_runs_must_fill_the_shape():
     with pytest.raises(ValueError, match="elements for the shape"):
-        Runs((3,), torch.float32, [Run(Memory(torch.zeros(2)), 0, 2)])
+        Joined((3,), torch.float32, [Slice(Memory(torch.zeros(2)), 0, 2)])

@@ -1,4 +1,4 @@
-"""One tensor whose elements lie in several places: shards of other ranks, blobs of other files."""
+"""One tensor whose elements lie in several places: slices or rectangular blocks, in shards of other ranks or in other files."""
 
 from __future__ import annotations
 
@@ -11,41 +11,14 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from .tensors import CHUNK, TensorSource
-from .torch_files import StoredTensor
+from .lazy import TensorSource
+from .named import CHUNK
 
-__all__ = ["Block", "Blocks", "Run", "Runs", "Verified"]
-
-
-class Verified:
-    """A tensor in a file whose checksum is compared once, before the first of its values is given out.
-
-    Pieces of a shard are read in any order, so no checksum can be had on the way.
-    """
-
-    def __init__(self, stored: StoredTensor) -> None:
-        self.shape, self.dtype = stored.shape, stored.dtype
-        self._stored = stored
-        self._verified = False
-
-    def load(self) -> Tensor:
-        """The whole tensor."""
-        return self._checked().load()
-
-    def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order."""
-        stored = self._checked()
-        return stored.read_flat(start, stop) if stored.is_contiguous else stored.load().reshape(-1)[start:stop]
-
-    def _checked(self) -> StoredTensor:
-        if not self._verified:
-            self._stored.storage.verify()
-            self._verified = True
-        return self._stored
+__all__ = ["Block", "Blocks", "Joined", "Slice"]
 
 
 @dataclass(frozen=True)
-class Run:
+class Slice:
     """Elements `start` to `stop`, in flat order, of a tensor in some file."""
 
     source: TensorSource
@@ -53,14 +26,14 @@ class Run:
     stop: int
 
 
-class Runs:
-    """A tensor that is several runs of elements, one after the other."""
+class Joined:
+    """A tensor that is several slices, one after the other."""
 
-    def __init__(self, shape: Sequence[int], dtype: torch.dtype, runs: Sequence[Run]) -> None:
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, slices: Sequence[Slice]) -> None:
         self.shape = tuple(shape)
         self.dtype = dtype
-        self._runs = [run for run in runs if run.stop > run.start]
-        self._ends = list(accumulate(run.stop - run.start for run in self._runs))
+        self._slices = [one for one in slices if one.stop > one.start]
+        self._ends = list(accumulate(one.stop - one.start for one in self._slices))
         if (self._ends[-1] if self._ends else 0) != math.prod(self.shape):
             raise ValueError(f"{self._ends[-1:]} elements for the shape {self.shape}")
 
@@ -69,18 +42,18 @@ class Runs:
         return self.read_flat(0, math.prod(self.shape)).reshape(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order; only the runs that hold them are read."""
-        parts = []
+        """Elements `start` to `stop` in flat order; only the slices that hold them are read."""
+        found = []
         k = bisect_right(self._ends, start)
         while start < stop:
-            run, end = self._runs[k], self._ends[k]
+            one, end = self._slices[k], self._ends[k]
             taken = min(stop, end)
-            shift = run.stop - end  # from places in this tensor to places in the run's source
-            parts.append(run.source.read_flat(start + shift, taken + shift))
+            shift = one.stop - end  # from places in this tensor to places in the slice's source
+            found.append(one.source.read_flat(start + shift, taken + shift))
             start, k = taken, k + 1
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts) if parts else torch.empty(0, dtype=self.dtype)
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype)
 
 
 class Block:

@@ -1,19 +1,22 @@
-"""Tensors in files, read when asked for."""
+"""Tensors that are not read yet: dtype and shape are known, values are read when asked for, chunk by chunk."""
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
+from threading import Lock
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from ...errors import FileError, near
+from ...errors import near
+from ..byte_range import ByteRange
 from .named import CHUNK
-from .room import room_for
 
-__all__ = ["FileTensor", "LazyTensors", "TensorSource", "read_into"]
+__all__ = ["FileTensor", "LazyTensors", "TensorSource", "room_for"]
 
 
 @runtime_checkable
@@ -36,48 +39,22 @@ class TensorSource(Protocol):
 
 
 class FileTensor(NamedTuple):
-    """A tensor that lies in one stretch of bytes of a file."""
+    """A tensor that is one byte range."""
 
-    path: str
+    byte_range: ByteRange
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offset: int
 
     def load(self) -> Tensor:
         """The whole tensor."""
         return self.read_flat(0, math.prod(self.shape)).view(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order, read with plain `read` calls so that no page stays mapped."""
+        """Elements `start` to `stop` in flat order."""
         out = room_for(stop - start, self.dtype)
         if stop > start:
-            read_into(self.path, self.offset + start * self.dtype.itemsize, out)
+            self.byte_range.read_into(out.view(torch.uint8).numpy().data, start * self.dtype.itemsize)
         return out
-
-
-def read_into(path: str, offset: int, out: Tensor) -> None:
-    """Fills a contiguous tensor with the bytes of a file from `offset` on.
-
-    Raises:
-        FileError: The file cannot be read or ends too early.
-    """
-    view = out.view(-1).view(torch.uint8).numpy().data
-    done = 0
-    try:
-        with open(path, "rb", buffering=0) as file:
-            file.seek(offset)
-            while done < len(view):
-                got = file.readinto(view[done:])
-                if not got:
-                    break
-                done += got
-    except OSError as error:
-        raise FileError(f"Cannot read {path}: {error.strerror or error}.") from error
-    if done < len(view):
-        raise FileError(
-            f"{path} ends at byte {offset + done}, but a tensor should reach to byte {offset + len(view)}: "
-            "the file is truncated; copy or download it again."
-        )
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -126,3 +103,35 @@ class LazyTensors(Mapping[str, Tensor]):
             return self._sources[name]
         except KeyError:
             raise KeyError(f"no tensor named {name!r}.{near(name, self._sources)}") from None
+
+
+_ROOM = 8 * CHUNK  # bytes
+_ROOMS = 32
+_rooms: list[np.ndarray] = []
+_rooms_lock = Lock()
+
+
+def room_for(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for a chunk, with arbitrary content; that of an earlier chunk is used again once nothing refers to it.
+
+    The system takes chunks of this size back when they are freed, and a page fault for every 4 kB of a new one costs as much as
+    the work on it. The first free one is taken, so that few are in use and those are in the cache.
+    """
+    size = numel * dtype.itemsize
+    if not _ROOM // 16 <= size <= _ROOM:
+        return torch.empty(numel, dtype=dtype)
+    with _rooms_lock:
+        place = next((k for k in range(len(_rooms)) if _holders(_rooms, k) == _NOBODY), None)
+        if place is None:
+            if len(_rooms) == _ROOMS:
+                return torch.empty(numel, dtype=dtype)
+            _rooms.append(np.empty(_ROOM, np.uint8))
+            place = -1
+        return torch.from_numpy(_rooms[place][:size]).view(dtype)
+
+
+def _holders(rooms: list[np.ndarray], place: int) -> int:
+    return sys.getrefcount(rooms[place])
+
+
+_NOBODY = _holders([np.empty(0, np.uint8)], 0)  # as this interpreter counts: nothing but the list, and what counts

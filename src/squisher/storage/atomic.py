@@ -1,0 +1,345 @@
+"""Whole or not at all: files and folders that get their name when they are complete, and leave nothing behind when they are not.
+
+Whatever is being made has a partial name that no other writer has, and its writer holds a lock on it. The system drops the lock
+however the writer ends, so that the next writer in the same folder can tell what is left over from what is being written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import io
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+from ..errors import FileError
+from .byte_range import is_being_read, shown
+
+try:
+    import fcntl
+except ImportError:  # a system without such locks: nothing is taken for left over there
+    fcntl = None  # type: ignore[assignment]
+
+__all__ = ["PartialFile", "check_free", "check_target", "exclusive", "new_folder", "write_file"]
+
+_PARTIAL = re.compile(r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{8})-[0-9a-f]{16}\.partial", re.DOTALL)
+_LONGEST_NAME = 200  # bytes; with what a partial name adds, below the 255 that file systems allow
+_OTHER_MACHINE = 24 * 3600  # seconds after which a partial of another machine, whose locks are not seen, is left over
+_PATIENCE = 120  # seconds; to publish takes milliseconds
+
+
+class PartialFile:
+    """A file that is written under another name and then gets its own, in one step.
+
+    Leaving the `with` block without `publish` removes it. Of two writers of one file the last one wins, whole.
+
+    Args:
+        path: Its final name.
+
+    Attributes:
+        file: The open file, unbuffered, from `__enter__` until it is published or discarded.
+    """
+
+    file: io.FileIO
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._pending = False
+
+    def __enter__(self) -> PartialFile:
+        with told(self.path):
+            _check_name(self.path)
+            check_not_read(self.path)
+            _remove_left_over(self.path.parent)
+            while not self._pending:
+                self._partial = _partial_name(self.path)
+                handle = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+                self.file = io.FileIO(handle, "r+")
+                self._pending = _lock_new(handle, self._partial)
+                if not self._pending:
+                    self.file.close()
+        return self
+
+    def write(self, data: bytes | memoryview) -> None:
+        """All of the bytes: one call of the system may write fewer, and the next one then says why."""
+        view = memoryview(data)
+        done = 0
+        while done < len(view):
+            done += self.file.write(view[done:])
+
+    def publish(self) -> None:
+        """Give it its final name, durably, replacing what was there.
+
+        Raises:
+            FileError: It cannot have the name: a folder has it, or something still reads the file that has it.
+        """
+        with told(self.path):
+            check_not_read(self.path)
+            os.fsync(self.file.fileno())
+            if fcntl is None:  # where a lock is no reason to keep it open, an open file cannot be renamed
+                self.file.close()
+            os.replace(self._partial, self.path)
+            self._pending = False
+            self.file.close()
+        _sync_folder(self.path.parent)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.discard()
+
+    def discard(self) -> None:
+        """Remove it, unless it has been published."""
+        if self._pending:
+            self._pending = False
+            self._partial.unlink(missing_ok=True)
+            self.file.close()
+
+
+def write_file(path: str | os.PathLike[str], data: bytes) -> None:
+    """Write a small file, whole or not at all.
+
+    Raises:
+        FileError: The disk is full or the folder cannot be written.
+    """
+    with PartialFile(path) as partial:
+        with told(partial.path):
+            partial.write(data)
+        partial.publish()
+
+
+@contextmanager
+def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a folder to write into; it gets its name when all is done, and is removed when something fails.
+
+    It is called as it will be, but lies in a folder of its own beside the final place.
+
+    Raises:
+        FileError: There is something of this name already, somebody else is making it, or it cannot be made.
+    """
+    out = Path(out)
+    check_target(out)
+    target = out.resolve()
+    with told(out), exclusive(target.parent):
+        _remove_left_over(target.parent, refuse=target)
+        outer, handle = _new_partial_folder(target)
+    inner = outer / target.name
+    try:
+        with told(out):
+            inner.mkdir()
+            yield inner
+            _sync_folder(inner)
+            with exclusive(target.parent):
+                os.replace(inner, target)
+            _sync_folder(target.parent)
+    except FileError as error:  # who reads it looks for the folder that was asked for
+        raise FileError(str(error).replace(str(inner), str(out))) from error
+    finally:
+        shutil.rmtree(outer, ignore_errors=True)
+        if handle >= 0:
+            os.close(handle)
+
+
+def check_target(
+    out: str | os.PathLike[str], *, overwrite: bool = False, sources: Iterable[str | os.PathLike[str]] = ()
+) -> None:
+    """Refuse before hours of work an output that could not, or should not, be written after them.
+
+    Args:
+        out: A file or a folder to make.
+        overwrite: Whether a file of this name may be replaced. A folder that is not empty never is.
+        sources: Files and folders that the output is made from. None of them is replaced, whatever `overwrite` says.
+
+    Raises:
+        FileError: It is there already, it is a source, or there is no folder to put it into.
+    """
+    out = Path(out)
+    name = shown(str(out))
+    if not os.path.isdir(os.path.dirname(os.path.abspath(out))):
+        raise FileError(f"There is no folder {shown(str(out.parent))} to write {out.name} into.")
+    for source in sources:
+        if os.path.exists(out) and os.path.exists(source) and os.path.samefile(out, source):
+            raise FileError(f"{name} is what the output is made from: choose another name.")
+    check_not_read(out)
+    if os.path.isdir(out):
+        if os.listdir(out):
+            raise FileError(f"{name} exists already: choose a new folder, or remove it.")
+    elif os.path.lexists(out) and not overwrite:
+        raise FileError(f"{name} exists already: choose another name, or replace it with --overwrite.")
+
+
+def check_not_read(path: Path) -> None:
+    """Refuse to replace a file whose tensors would still be read.
+
+    Raises:
+        FileError: Something in this process refers to them.
+    """
+    if is_being_read(path):
+        raise FileError(
+            f"{shown(str(path))} is still being read (tensors are read when asked for), so it is not replaced: write to another "
+            "name, or load what you need of it into memory first."
+        )
+
+
+def check_free(folder: Path, needed: int) -> None:
+    """Refuse before hours of work what would not fit afterwards.
+
+    Raises:
+        FileError: The disk has less room.
+    """
+    if folder.is_dir() and (free := shutil.disk_usage(folder).free) < needed:
+        raise FileError(
+            f"The output needs {needed:,} bytes, but only {free:,} are free in {folder}. Nothing was written."
+        )
+
+
+@contextmanager
+def exclusive(folder: Path) -> Iterator[None]:
+    """Keep other writers of several files in one folder waiting; where the system has no locks for folders, do nothing.
+
+    Raises:
+        FileError: Somebody else holds it for longer than anything takes.
+    """
+    handle = os.open(folder, os.O_RDONLY) if fcntl is not None else -1
+    try:
+        deadline = time.monotonic() + _PATIENCE
+        while handle >= 0 and _lock(handle) is False:
+            if time.monotonic() > deadline:
+                raise FileError(f"Another process has been writing into {folder} for {_PATIENCE} seconds; try again.")
+            time.sleep(0.01)
+        yield
+    finally:
+        if handle >= 0:
+            os.close(handle)
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """Turn what the system says about a file that cannot be written into one sentence."""
+    try:
+        yield
+    except (OSError, UnicodeEncodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        if getattr(error, "errno", None) == errno.ENOSPC:
+            reason = "the disk is full"
+        raise FileError(f"Cannot write {shown(str(path))}: {reason}. Nothing was left behind.") from error
+
+
+def _new_partial_folder(target: Path) -> tuple[Path, int]:
+    while True:
+        outer = _partial_name(target)
+        outer.mkdir()
+        if fcntl is None:
+            return outer, -1
+        with contextlib.suppress(FileNotFoundError):
+            handle = os.open(outer, os.O_RDONLY)
+            if _lock_new(handle, outer):
+                return outer, handle
+            os.close(handle)
+
+
+def _check_name(path: Path) -> None:
+    """Find out before the work, not after it, that the system takes no file of this name."""
+    with contextlib.suppress(FileNotFoundError):
+        if "\0" in str(path):
+            raise OSError(errno.EINVAL, "a name cannot hold a zero byte")
+        os.lstat(path)
+
+
+def _partial_name(path: Path) -> Path:
+    return path.with_name(f".{_short(path.name)}.{_machine()}-{secrets.token_hex(8)}.partial")
+
+
+def _short(name: str) -> str:
+    encoded = os.fsencode(name)
+    return name if len(encoded) <= _LONGEST_NAME else f"{name[:30]}~{hashlib.sha256(encoded).hexdigest()[:16]}"
+
+
+def _machine() -> str:
+    """Eight digits that are the same for all who share this machine's locks, containers too, since it was started."""
+    with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()[:8]
+    return hashlib.sha256(os.fsencode(getattr(os, "uname", lambda: ("", "?"))()[1])).hexdigest()[:8]
+
+
+def _lock(handle: int) -> bool | None:
+    """Lock an open file or folder: True; False where somebody else has; None where the system cannot."""
+    if fcntl is None:
+        return None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return None
+    return True
+
+
+def _lock_new(handle: int, path: Path) -> bool:
+    """Lock a new partial file; False if somebody took it for left over before it could be locked."""
+    while _lock(handle) is False:
+        time.sleep(0.001)
+    try:
+        return os.path.samestat(os.fstat(handle), os.lstat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _remove_left_over(folder: Path, refuse: Path | None = None) -> None:
+    """Remove what writers that are dead have left in a folder.
+
+    Args:
+        folder: Where to look; never below it.
+        refuse: A folder that only one writer may make at a time.
+
+    Raises:
+        FileError: Somebody is making the folder `refuse`.
+    """
+    with os.scandir(folder) as entries:
+        found = [(Path(entry.path), match) for entry in entries if (match := _PARTIAL.fullmatch(entry.name))]
+    for path, match in found:
+        if _is_left_over(path, match["machine"] == _machine()):
+            continue
+        if refuse is not None and match["name"] == _short(refuse.name) and path.is_dir():
+            raise FileError(f"{refuse} is being written by another process: wait for it, or choose another name.")
+
+
+def _is_left_over(path: Path, same_machine: bool) -> bool:
+    """Remove a partial file or folder if its writer is dead; whether it was."""
+    try:
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    except OSError:  # gone, not ours, or a link
+        return not os.path.lexists(path)
+    try:
+        info = os.fstat(handle)
+        old = same_machine or time.time() - info.st_mtime > _OTHER_MACHINE
+        if not old or _lock(handle) is not True:
+            return False
+        if stat.S_ISDIR(info.st_mode):
+            shutil.rmtree(path, ignore_errors=True)
+        elif stat.S_ISREG(info.st_mode):
+            path.unlink(missing_ok=True)
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(handle)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable, where the system knows how to."""
+    with contextlib.suppress(OSError):  # a folder cannot be opened on every system
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
