@@ -1,29 +1,15 @@
-"""The command line as a user meets it: in a process of its own."""
+"""The command line as a user meets it."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import squisher
-
-SQUISHER = Path(sys.executable).with_name("squisher")
-
-
-def run(*arguments, cwd=None, environment=None):
-    return subprocess.run(
-        [SQUISHER, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        cwd=cwd,
-        env={**os.environ, **(environment or {})},
-        check=False,
-    )
+from tests.commands import run, run_process
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +90,7 @@ def test_json_of_extract_and_bfloat16(checkpoint, tmp_path):
 def test_the_same_input_gives_the_same_bytes(checkpoint, tmp_path):
     files = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
     for file, threads in zip(files, "12", strict=True):
-        run("extract", checkpoint[0], "--out", file, environment={"OMP_NUM_THREADS": threads})
+        run_process("extract", checkpoint[0], "--out", file, environment={"OMP_NUM_THREADS": threads})
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -154,6 +140,6 @@ def test_version_and_help_without_torch():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "extract" in done.stdout
-    assert run("--version").stdout.strip() == f"squisher {squisher.__version__}"
+    assert run_process("--version").stdout.strip() == f"squisher {squisher.__version__}"
     for command in ("extract", "inspect", "compare"):
         assert "Example: squisher" in run(command, "--help").stdout

@@ -4,9 +4,7 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
 import safetensors
@@ -17,12 +15,7 @@ from torch import nn
 import squisher
 from squisher import merge
 from squisher.storage.folders import open_model
-
-SQUISHER = Path(sys.executable).with_name("squisher")
-
-
-def run(*arguments, cwd=None):
-    return subprocess.run([SQUISHER, *map(str, arguments)], capture_output=True, text=True, cwd=cwd, check=False)
+from tests.commands import SQUISHER, run
 
 
 def net(seed):

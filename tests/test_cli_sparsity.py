@@ -1,23 +1,11 @@
-"""The commands prune, mask and patch, in processes of their own."""
-
-import os
-import subprocess
-import sys
-from pathlib import Path
+"""The commands prune, mask and patch, as a user meets them."""
 
 import pytest
 import torch
 
 import squisher
 from squisher.storage import safetensors as archive
-
-SQUISHER = Path(sys.executable).with_name("squisher")
-
-
-def run(*arguments):
-    return subprocess.run(
-        [SQUISHER, *map(str, arguments)], capture_output=True, text=True, env=os.environ.copy(), check=False
-    )
+from tests.commands import run
 
 
 def opened(path):

@@ -8,8 +8,8 @@ import torch
 import squisher
 from squisher import embed
 from squisher.importance import Importance
-from squisher.report.figures import clustered
-from tests.test_cli import run
+from squisher.report.heat import clustered
+from tests.commands import run
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +35,11 @@ def test_similarity_gives_the_api_numbers_and_puts_like_ones_together(tasks, tmp
     assert document["tasks"] == ["rain", "snow", "sun"]
     _, expected = embed.distances({n: embed.embedding(i, by="full", exclude="head") for n, i in made.items()})
     assert torch.allclose(torch.tensor(document["distances"], dtype=torch.float64), expected, rtol=1e-6)
+    assert torch.allclose(torch.tensor(document["similarities"], dtype=torch.float64), 1 - expected, rtol=1e-6)
     assert (tmp_path / "x.png").read_bytes()[:4] == b"\x89PNG"
     shown = run("similarity", *files, "--exclude", "head").stdout
     assert all(name in shown for name in made)
+    assert shown.count("1.000") >= 3  # each task is like itself
 
 
 def test_embed_writes_an_importance_that_similarity_takes(tasks, tmp_path):

@@ -83,7 +83,7 @@ def test_every_room_is_in_the_table():
     assert set(ROOMS) - {"py.typed"} <= set(allowed())
 
 
-EXTRAS = {"transformers", "accelerate", "peft", "huggingface_hub", "lightning", "matplotlib", "torch_pruning", "mergekit", "jax",
+EXTRAS = {"transformers", "accelerate", "peft", "huggingface_hub", "lightning", "matplotlib", "resvg_py", "font_roboto", "torch_pruning", "mergekit", "jax",
           "flax", "orbax", "msgpack", "h5py", "keras", "sklearn", "datasets", "pandas", "scipy"}  # fmt: skip
 
 

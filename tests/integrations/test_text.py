@@ -1,7 +1,6 @@
 """A Hugging Face folder and a JSONL file, through the command line; needs transformers."""
 
 import json
-import subprocess
 import sys
 
 import pytest
@@ -9,6 +8,7 @@ import torch
 
 import squisher
 from squisher.errors import FileError, SquisherError
+from tests.commands import run
 
 LINES = [
     {"text": "the cat sat", "text_pair": "on the mat", "label": 0},
@@ -53,12 +53,6 @@ def folder_of(kind, folder):
     model.save_pretrained(folder)
     tokenizer_into(folder)
     return model.eval()
-
-
-def run(*arguments):
-    return subprocess.run(
-        [sys.executable, "-m", "squisher", *map(str, arguments)], capture_output=True, text=True, check=False
-    )
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ from squisher.embed import distances, embedding
 from squisher.errors import SquisherError
 from squisher.report import Subject, collect
 from squisher.report.data import FRACTIONS, SHARES
-from squisher.report.figures import joint_counts
 from squisher.report.model import SPARSITIES
+from squisher.report.pairs import joint_counts
 
 from . import examples
 
@@ -151,7 +151,9 @@ def test_density_counts_every_pair_of_positive_values(data, pair):
 
 def test_distances_are_those_of_embed(data, pair):
     names, matrix = distances({n: embedding(i.restrict("^(?!classifier)")) for n, i in zip("ab", pair, strict=True)})
-    assert data["distances"] == {"tasks": names, "matrix": matrix.tolist(), "left_out": ["classifier.weight"]}
+    assert data["tasks"] == {
+        "tasks": names, "similarity": (1 - matrix).tolist(), "distance": matrix.tolist(), "left_out": ["classifier.weight"],
+    }  # fmt: skip
 
 
 def test_the_overview_repeats_the_totals(data):
@@ -173,7 +175,7 @@ def test_the_summary_says_what_the_data_say(data):
     assert "hold 90% of the importance." in one["summary"]
     assert one["summary"].endswith("Nothing speaks against using it.")
     assert one["agreements"] == []
-    assert one["distances"] is None
+    assert one["tasks"] is None
 
 
 def test_what_it_is_in_words():
@@ -208,14 +210,14 @@ def test_a_broken_file_has_a_report(tmp_path):
     assert item["diagnoses"][0]["code"] == "invalid"
     assert "NaN" in item["budget"]["error"]
     assert "no parameter in common" in data["agreements"][0]["error"]
-    assert "No parameter is in all" in data["distances"]["error"]
+    assert "No parameter is in all" in data["tasks"]["error"]
     assert "1 problem found" in data["summary"]
 
 
 def test_scales_that_differ_and_models_that_do_not_fit_are_sentences(weights):
     a, b = examples.squisher(), examples.squisher(batch_size=None)
     data = collect([Subject("a", a, {"other": torch.ones(2)}), Subject("b", b, weights)])
-    assert "cannot" in data["distances"]["error"]
+    assert "cannot" in data["tasks"]["error"]
     assert "does not belong to this model" in data["importances"][0]["model"]["error"]
     unscaled = data["importances"][1]["model"]
     assert unscaled["unit"] is None

@@ -212,7 +212,7 @@ def test_errors_are_shown_in_their_place():
     )
     html = unescape(report_page(data))
     for sentence in (data["importances"][0]["model"]["error"], data["importances"][1]["budget"]["error"],
-                     data["agreements"][0]["error"], data["distances"]["error"]):  # fmt: skip
+                     data["agreements"][0]["error"], data["tasks"]["error"]):  # fmt: skip
         assert sentence in html
 
 

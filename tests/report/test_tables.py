@@ -92,7 +92,7 @@ def test_a_long_model_is_shortened_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("width", [100, 140])
-def test_tables_fit_and_show_both_ends_of_long_names(width: int) -> None:
+def test_tables_fit_and_show_what_differs_in_long_names(width: int) -> None:
     name = "base_model.model.model.decoder.layers.{}.encoder_attn.q_proj.lora_A.default.weight"
     tensors = {n: t.view(4, 8) * 1e-30 for n, t in model(3, name).items()}
     tensors["huge"] = torch.rand(1).expand(128256, 16384)[:, :2].contiguous() * 1e-40
@@ -100,9 +100,8 @@ def test_tables_fit_and_show_both_ends_of_long_names(width: int) -> None:
     for what in (inspect_tables(imp, examine(imp)), compare_tables(compare(imp, imp), "a" * 200, "b")):
         text = rendered(what, width)
         assert max(len(line.rstrip()) for line in text.splitlines()) <= width
-        assert "base_model.model.mod" in text
-        assert "lora_A.default.weight" in text
-        assert all("base_model" in line for line in text.splitlines() if "…" in line)
+        for layer in range(3):
+            assert sum(f"…{layer}…" in line and "lora_A.default.weight" in line for line in text.splitlines()) >= 1
 
 
 def test_invalid_rows_are_shown_as_such(tmp_path: Any) -> None:

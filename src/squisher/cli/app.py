@@ -27,6 +27,7 @@ __all__ = [
     "app",
     "check_target",
     "console",
+    "distinct_names",
     "main",
     "notes",
     "open_importance",
@@ -78,7 +79,20 @@ def main() -> None:
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
-Plot = Annotated[Path | None, typer.Option("--plot", metavar="PNG", help="Also draw it into this file.")]
+
+
+def _picture(path: Path | None) -> Path | None:
+    if path is not None:
+        from ..report.pictures import check_picture
+
+        check_picture(path)
+    return path
+
+
+Plot = Annotated[
+    Path | None,
+    typer.Option("--plot", metavar="FILE", callback=_picture, help="Also draw it into this .svg or .png file."),
+]
 
 
 def open_importance(path: Path) -> Importance:
@@ -91,6 +105,22 @@ def open_importance(path: Path) -> Importance:
     from ..recycle import extract as recycle
 
     return recycle(path)
+
+
+def distinct_names(files: list[Path]) -> list[str]:
+    """Return the shortest ends of paths that tell them apart; a file called squisher.safetensors is named by its folder."""
+    from ..importance import FILE_NAME
+
+    parts = []
+    for file in files:
+        own = [part for part in file.parts if part not in (".", "..", file.anchor)] or [file.resolve().name]
+        own[-1] = own[-1] if file.is_dir() else Path(own[-1]).stem
+        parts.append(own[:-1] if file.name == FILE_NAME and len(own) > 1 else own)
+    for depth in range(1, 1 + max(map(len, parts))):
+        names = ["/".join(own[-depth:]) for own in parts]
+        if len(set(names)) == len(names):
+            return names
+    raise SquisherError("The same file was given twice; every importance needs a file of its own.")
 
 
 def check_target(path: Path) -> None:

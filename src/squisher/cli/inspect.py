@@ -10,7 +10,7 @@ import typer
 from .app import LOOK, Json, Plot, app, console, open_importance, print_json, progress_bar
 
 
-@app.command(rich_help_panel=LOOK, epilog="Example: squisher inspect squisher.safetensors --plot importance.png")
+@app.command(rich_help_panel=LOOK, epilog="Example: squisher inspect squisher.safetensors --plot importance.svg")
 def inspect(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An importance file, or a checkpoint to extract from.")],
     as_json: Json = False,

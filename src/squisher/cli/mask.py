@@ -39,7 +39,7 @@ def mask(
         chosen = top_k(open_importance(file), keep, always, model=weights, minimum=minimum, progress=progress)
     chosen.save(out)
     if plot is not None:
-        from ..report.figures import plot_sparsity
+        from ..report import plot_sparsity
 
         plot_sparsity({name: (chosen.count(name), chosen.shape(name).numel()) for name in chosen}, plot, "kept")
     typer.echo(f"{out}: {chosen.kept:,} of {chosen.total:,} entries in {len(chosen)} tensors may train.")

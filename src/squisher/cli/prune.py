@@ -62,7 +62,7 @@ def prune(
         counts = pruned.counts(progress)
     kept, total = (sum(pair[k] for pair in counts.values()) for k in (0, 1))
     if plot is not None:
-        from ..report.figures import plot_sparsity
+        from ..report import plot_sparsity
 
         zeros = {name: (size - stays, size) for name, (stays, size) in counts.items()}
         plot_sparsity(zeros, plot, "set to zero")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import LOOK, Json, app, open_importance, print_json, progress_bar
+from .app import LOOK, Json, app, distinct_names, open_importance, print_json, progress_bar
 
 
 @app.command(
@@ -44,7 +44,7 @@ def report(
 
     subjects = [
         Subject(name, open_importance(file), None if folder is None else open_model(folder).weights)
-        for name, file, folder in zip(_names(files), files, models, strict=True)
+        for name, file, folder in zip(distinct_names(files), files, models, strict=True)
     ]
     with progress_bar("reading") as progress:
         data = collect(subjects, None if progress is None else lambda _, done, total: progress(done, total))
@@ -75,19 +75,3 @@ def _one_each(models: list[Path], files: list[Path]) -> list[Path | None]:
             f"{len(files)} importances and {len(models)} models were given: give --model once for each, in their order, or once."
         )
     return list(models)
-
-
-def _names(files: list[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart; a file called squisher.safetensors is named by its folder."""
-    from ..importance import FILE_NAME
-
-    parts = []
-    for file in files:
-        own = [part for part in file.parts if part not in (".", "..", file.anchor)] or [file.resolve().name]
-        own[-1] = own[-1] if file.is_dir() else Path(own[-1]).stem
-        parts.append(own[:-1] if file.name == FILE_NAME and len(own) > 1 else own)
-    for depth in range(1, 1 + max(map(len, parts))):
-        names = ["/".join(own[-depth:]) for own in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise SquisherError("The same file was given twice; every importance of a report needs a file of its own.")

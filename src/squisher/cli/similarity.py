@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import LOOK, Json, Plot, app, console, open_importance, print_json
+from .app import LOOK, Json, Plot, app, console, distinct_names, open_importance, print_json
 
 
 @app.command(
     rich_help_panel=LOOK,
-    epilog="Example: squisher similarity a.safetensors b.safetensors c.safetensors --plot tasks.png",
+    epilog="Example: squisher similarity a.safetensors b.safetensors c.safetensors --plot tasks.svg",
 )
 def similarity(
     files: Annotated[
@@ -27,33 +27,24 @@ def similarity(
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Show how far apart tasks are: 0 for the same, 1 for nothing in common."""
+    """Show how similar tasks are: 1 for the same, 0 for nothing in common."""
     from ..embed import distances, embedding
 
     if len(files) < 2:
         raise SquisherError("similarity compares at least two files.")
     tasks = {}
-    for name, file in zip(_labels(files), files, strict=True):
+    for name, file in zip(distinct_names(files), files, strict=True):
         importance = open_importance(file)
         embedded = "embedding" in importance.provenance.extra
         tasks[name] = importance if embedded else embedding(importance, by=by, exclude=exclude)
     names, matrix = distances(tasks, scale=scale, exclude=exclude)
     if plot is not None:
-        from ..report import plot_distances
+        from ..report import plot_similarities
 
-        plot_distances(names, matrix, plot)
+        plot_similarities(names, matrix, plot)
+    from ..report import similarity_json, similarity_table
+
     if as_json:
-        print_json({"tasks": names, "distances": matrix.tolist()})
-        return
-    from ..report import distance_table
-
-    console().print(distance_table(names, matrix))
-
-
-def _labels(files: list[Path]) -> list[str]:
-    """The shortest ends of the paths that tell them apart."""
-    for depth in range(1, 8):
-        labels = ["/".join(file.with_suffix("").parts[-depth:]) for file in files]
-        if len(set(labels)) == len(labels):
-            return labels
-    raise SquisherError("The same file was given twice; every task needs a file of its own.")
+        print_json(similarity_json(names, matrix))
+    else:
+        console().print(similarity_table(names, matrix))

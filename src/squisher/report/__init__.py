@@ -1,30 +1,36 @@
-"""What people see: tables for a terminal, dictionaries for JSON, figures, and a page.
+"""What people see: tables for a terminal, dictionaries for JSON, charts, pictures, and a page.
 
     data = collect([Subject("mine", squisher.load("squisher.safetensors"))])
     write("report.html", report_page(data))
 
-Charts (`svg`, `heat`), tables and the page itself (`page`) know nothing of importances: other pages are made of them too.
+Charts, tables and the page know nothing of importances, so other pages can be made of them too:
+
+    drawing = lines([Series("loss", steps, losses)], Axis("step", 0, 100), Axis("loss", 0, 3), title="Loss", description="…")
+    write_picture("loss.svg", "Training", [Panel("Loss", drawing)])
+    write("page.html", page("Training", "", [section("loss", "Loss", figure(drawing, "Loss"))], {}))
 """
 
 from __future__ import annotations
 
 from .data import Subject, collect
-from .figures import plot_agreement, plot_distances, plot_importance
-from .page import write
+from .figures import plot_agreement, plot_importance, plot_similarities, plot_sparsity
+from .heat import heat_map
+from .page import Column, Part, figure, note, page, section, table, write
+from .pictures import Panel, check_picture, write_picture
+from .scales import Axis, domain_of
 from .sections import report_page
-from .tables import compare_json, compare_tables, distance_table, inspect_json, inspect_tables
+from .svg import Mark, Series, bars_with_error_bars, histogram, lines, points_with_error_bars, scatter
+from .tables import compare_json, compare_tables, inspect_json, inspect_tables, similarity_json, similarity_table
 
-__all__ = [
-    "Subject",
-    "collect",
-    "compare_json",
-    "compare_tables",
-    "distance_table",
-    "inspect_json",
-    "inspect_tables",
-    "plot_agreement",
-    "plot_distances",
-    "plot_importance",
-    "report_page",
-    "write",
-]
+__all__ = [  # noqa: RUF022
+    # a report on importances
+    "Subject", "collect", "report_page",
+    # tables and JSON of the commands
+    "compare_json", "compare_tables", "inspect_json", "inspect_tables", "similarity_json", "similarity_table",
+    # pictures of the commands
+    "check_picture", "plot_agreement", "plot_importance", "plot_similarities", "plot_sparsity",
+    # charts
+    "Axis", "Mark", "Series", "bars_with_error_bars", "domain_of", "heat_map", "histogram", "lines", "points_with_error_bars", "scatter",
+    # pages and pictures of any charts
+    "Column", "Panel", "Part", "figure", "note", "page", "section", "table", "write", "write_picture",
+]  # fmt: skip

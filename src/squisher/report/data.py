@@ -19,14 +19,14 @@ from torch import Tensor
 from ..analysis.health import Health, examine
 from ..errors import FileError, SquisherError, SquisherWarning
 from ..importance import Importance
-from .atlas import Place, grid, labels, layers_in_order, place
+from .atlas import grid, labels, layers_in_order, place
 from .concentration import concentration
 from .model import on_model
-from .pairs import agreement_of, distances_between
+from .pairs import agreement_of, similarities_between
 from .tables import facts
 from .words import counted, in_words, summary
 
-__all__ = ["FRACTIONS", "SHARES", "Subject", "collect"]
+__all__ = ["FRACTIONS", "SHARES", "Subject", "collect", "depth_of"]
 
 FRACTIONS = (0.0001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 """Of the entries, the largest first: what share of the importance do they hold?"""
@@ -81,7 +81,7 @@ def collect(subjects: Sequence[Subject], progress: Progress | None = None) -> di
         "overview": _overview(found),
         "importances": found,
         "agreements": pairs,
-        "distances": _or_sentence(lambda: distances_between(tasks)) if len(tasks) > 1 else None,
+        "tasks": _or_sentence(lambda: similarities_between(tasks)) if len(tasks) > 1 else None,
     }
     document["summary"] = summary(document)
     return _plain(document)
@@ -121,7 +121,7 @@ def _one(subject: Subject, progress: Progress | None) -> dict[str, Any]:
         "atlas": grid(
             places, "mean", [row.values.mean for row in health.rows], [row.values.numel for row in health.rows]
         ),
-        "depth": _depth(health, places),
+        "depth": depth_of(health),
         "budget": _or_sentence(lambda: _budget(importance, totals.numel)),
         "model": None if subject.weights is None else _or_sentence(lambda: on_model(importance, subject.weights or {})),
     }
@@ -140,7 +140,9 @@ def _parameters(health: Health) -> dict[str, list[Any]]:
     }
 
 
-def _depth(health: Health, places: Sequence[Place]) -> dict[str, list[Any]]:
+def depth_of(health: Health) -> dict[str, list[Any]]:
+    """Return what each layer holds, in the order of the network."""
+    places = [place(row.name) for row in health.rows]
     layers = layers_in_order(places)
     sums, numels = dict.fromkeys((one.layer for one in layers), 0.0), dict.fromkeys((one.layer for one in layers), 0)
     for row, one in zip(health.rows, places, strict=True):

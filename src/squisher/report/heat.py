@@ -10,11 +10,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from typing import Any
 
+from torch import Tensor
+
 from .drawing import opening, px, shortened, slanted, text_at
 from .numbers import formatted
 from .scales import STEPS, Axis, domain_of
 
-__all__ = ["density", "heat_map"]
+__all__ = ["clustered", "density", "heat_map"]
 
 _WIDTH = 1080.0
 
@@ -120,6 +122,23 @@ def density(data: Mapping[str, Any], x: str, y: str, *, title: str, description:
     out.append(f'<line class="mark" x1="0" y1="{px(side)}" x2="{px(side)}" y2="0"/>')
     out.append('<rect class="cursor" width="0" height="0"/></g></svg>')
     return "".join(out)
+
+
+def clustered(matrix: Tensor) -> list[int]:
+    """Return an order of the rows that puts like ones side by side: average linkage, the nearer end of each cluster inwards."""
+    clusters = [[k] for k in range(len(matrix))]
+    while len(clusters) > 1:
+        pairs = [
+            (float(matrix[a][:, b].mean()), j, k) for j, a in enumerate(clusters) for k, b in enumerate(clusters[:j])
+        ]
+        _, j, k = min(pairs)
+        a, b = clusters[k], clusters[j]
+        joined = min(
+            (x + y for x in (a, a[::-1]) for y in (b, b[::-1])),
+            key=lambda order: float(matrix[order[len(a) - 1], order[len(a)]]),
+        )
+        clusters = [c for place, c in enumerate(clusters) if place not in (j, k)] + [joined]
+    return clusters[0]
 
 
 def _most(values: Iterable[float | None], log: bool) -> tuple[float, float]:

@@ -23,7 +23,15 @@ from ..storage.atomic import write_file
 from .numbers import formatted
 from .scales import colour_steps
 
-__all__ = ["Column", "Part", "dumped", "facts_list", "figure", "note", "page", "section", "table", "write"]
+__all__ = [
+    "HATCH", "Column", "Part", "chart_style", "dumped", "facts_list", "figure", "note", "page", "resource", "section", "table", "write",
+]  # fmt: skip
+
+HATCH = (
+    '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
+    '<rect class="hatch-ground" width="5" height="5"/><rect class="hatch-line" width="1.6" height="5"/></pattern>'
+)
+"""What cells are filled with that a logarithmic scale cannot show."""
 
 ROWS = 20
 """Longer tables begin with so many rows; a button shows more."""
@@ -65,7 +73,7 @@ def page(title: str, lead: str, parts: Sequence[Part], data: Mapping[str, Any], 
         data: What tables and tooltips read, and what others may take from the page.
         eyebrow: A few words above the heading.
     """
-    style, script = _style(), _resource("page.js")
+    style, script = resource("style.css") + chart_style(), resource("page.js")
     policy = (
         f"default-src 'none'; style-src {_hash(style)}; script-src {_hash(script)}; base-uri 'none'; form-action 'none'"
     )
@@ -97,7 +105,7 @@ def page(title: str, lead: str, parts: Sequence[Part], data: Mapping[str, Any], 
 </main>
 <footer>Made with squisher {escape(__version__)}. The numbers are in this file, in the element with the id “data”.</footer>
 <div id="tip" role="status" aria-live="polite" hidden></div>
-<svg class="defs" width="0" height="0" aria-hidden="true"><defs><pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect class="hatch-ground" width="5" height="5"/><rect class="hatch-line" width="1.6" height="5"/></pattern></defs></svg>
+<svg class="defs" width="0" height="0" aria-hidden="true"><defs>{HATCH}</defs></svg>
 <script type="application/json" id="data">{_embedded(data)}</script>
 <script>{script}</script>
 </body>
@@ -200,27 +208,29 @@ def _embedded(data: Mapping[str, Any]) -> str:
     return text
 
 
-def write(path: str | os.PathLike[str], text: str) -> None:
-    """Writes a page, whole or not at all.
+def write(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a page or a picture, whole or not at all.
 
     Raises:
         FileError: The disk is full, or the folder cannot be written to.
     """
-    write_file(path, text.encode("utf-8", "replace"))
+    write_file(path, content.encode("utf-8", "replace") if isinstance(content, str) else content)
 
 
 @cache
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """Return the text of a file of this folder."""
     return resources.files(__package__).joinpath(name).read_text("utf-8")
 
 
 @cache
-def _style() -> str:
+def chart_style() -> str:
+    """Return the rules that charts need, with the colours of their scale."""
     light = colour_steps()
     steps = "".join(
         f".q{k}{{fill:light-dark({low},{high})}}" for k, (low, high) in enumerate(zip(light, light[::-1], strict=True))
     )
-    return _resource("style.css") + steps + "\n"
+    return resource("charts.css") + steps + "\n"
 
 
 def _hash(text: str) -> str:

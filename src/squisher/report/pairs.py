@@ -9,20 +9,21 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..analysis.agreement import Agreement, compare
 from ..analysis.correlation import Rounded
-from ..analysis.distribution import LOG10_EDGES
+from ..analysis.distribution import LOG10_EDGES, places_of
 from ..embed import distances, embedding
 from ..errors import SquisherError
 from ..importance import Importance
 from ..storage.tensors import numel_of, one_thread
 from .atlas import Place, grid, labels, layers_in_order, place
-from .figures import joint_counts
 
-__all__ = ["agreement_of", "distances_between"]
+__all__ = ["agreement_data", "agreement_of", "joint_counts", "similarities_between"]
 
+_PLACES = len(LOG10_EDGES) - 1
 _MAX_DENSITY = 60  # bins along an axis of the density
 
 
@@ -34,22 +35,25 @@ def agreement_of(a: Importance, b: Importance, progress: Callable[[int, int], No
     """
     shared, unlike = _alike([a, b])
     first, second = (side.restrict(shared.__contains__) if shared else side for side in (a, b))
-    agreement = compare(first, second, progress=progress)
+    return {**agreement_data(compare(first, second, progress=progress), first, second), "left_out": unlike}
+
+
+def agreement_data(agreement: Agreement, a: Importance, b: Importance) -> dict[str, Any]:
+    """Return what charts and tables show of an agreement, as plain values; reads the importances once more."""
     plain = agreement.to_dict()
-    rows = {key: [row[key] for row in plain["rows"]] for key in plain["rows"][0]}
+    rows = {key: [row[key] for row in plain["rows"]] for key in (plain["rows"] or [{"name": ""}])[0]}
     places = [place(name) for name in rows["name"]]
     overlaps = {key: [o[key] for o in plain["overlaps"]] for key in ("fraction", "k", "overlap", "chance")}
     overlaps["reaches_zeros"] = [o.threshold_a == 0 or o.threshold_b == 0 for o in agreement.overlaps]
     return {
         **plain,
-        "left_out": unlike,
         "overlaps": overlaps,
         "rows": rows,
-        "layers": _per_layer(first, second, places, rows["name"]),
+        "layers": _per_layer(a, b, places, rows["name"]),
         "atlas": grid(
             places, "spearman", [float("nan") if v is None else v for v in rows["spearman"]], [1] * len(places)
         ),
-        "density": _density(agreement, first, second),
+        "density": _density(agreement, a, b),
     }
 
 
@@ -91,6 +95,27 @@ def _both(a: Importance, b: Importance, names: Sequence[str]) -> Iterator[tuple[
         yield from zip(a.chunks(name), b.chunks(name), strict=True)
 
 
+def joint_counts(
+    agreement: Agreement,
+    a: Mapping[str, Tensor],
+    b: Mapping[str, Tensor],
+    progress: Callable[[int, int], None] | None = None,
+) -> Tensor:
+    """Count how many entries have a in one and b in the other tenth of a decade; entries that are 0 in either are left out."""
+    sides = [side if isinstance(side, Importance) else Importance(side) for side in (a, b)]
+    counts = torch.zeros(_PLACES * _PLACES, dtype=torch.int64)
+    done = 0
+    for row in agreement.rows:
+        for x, y in zip(sides[0].chunks(row.name), sides[1].chunks(row.name), strict=True):
+            both = (x > 0) & (y > 0)
+            place = places_of(x[both]) * _PLACES + places_of(y[both])
+            counts.index_add_(0, place, torch.ones_like(place))
+            done += x.numel()
+            if progress:
+                progress(done, agreement.numel)
+    return counts.view(_PLACES, _PLACES)
+
+
 @one_thread()
 def _density(agreement: Agreement, a: Importance, b: Importance) -> dict[str, Any]:
     """How many entries have both values in each square of logarithms; squares so wide that a few dozen fill an axis."""
@@ -117,14 +142,19 @@ def _density(agreement: Agreement, a: Importance, b: Importance) -> dict[str, An
     }
 
 
-def distances_between(tasks: Mapping[str, Importance]) -> dict[str, Any]:
-    """The distances between tasks, of the mean importance of each tensor that all of them share.
+def similarities_between(tasks: Mapping[str, Importance]) -> dict[str, Any]:
+    """Return the distances between tasks and their similarities (1 − distance), from the mean importance of each tensor that all of them share.
 
     Raises:
         SquisherError: They share no parameter, or have no common scale.
     """
     shared, unlike = _alike(list(tasks.values()))
     if not shared:
-        raise SquisherError("No parameter is in all importances, so there is no distance between tasks.")
+        raise SquisherError("No parameter is in all importances, so tasks cannot be compared.")
     names, matrix = distances({name: embedding(task.restrict(shared.__contains__)) for name, task in tasks.items()})
-    return {"tasks": names, "matrix": matrix.tolist(), "left_out": unlike}
+    return {
+        "tasks": names,
+        "similarity": (1 - matrix).tolist(),
+        "distance": matrix.tolist(),
+        "left_out": unlike,
+    }

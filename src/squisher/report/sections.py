@@ -16,7 +16,7 @@ from .page import (
 from .scales import Axis
 from .single import KEPT_CAPTION, importance_parts, kept_chart, padded
 from .svg import Series, lines
-from .together import agreement_part, distances_part
+from .together import agreement_part, similarities_part
 
 __all__ = ["report_page"]
 
@@ -52,8 +52,8 @@ def report_page(data: Mapping[str, Any]) -> str:
                 data["agreements"], all_pairs=len(data["agreements"]) == len(importances) * (len(importances) - 1) // 2
             )
         )
-    if data["distances"]:
-        parts.append(distances_part(data["distances"]))
+    if data["tasks"]:
+        parts.append(similarities_part(data["tasks"]))
     title = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
     return page(
         title,

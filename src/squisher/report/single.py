@@ -21,7 +21,9 @@ from .scales import Axis, domain_of
 from .svg import Mark, Series, bars_with_error_bars, histogram, lines
 from .words import counted, listed
 
-__all__ = ["KEPT_CAPTION", "importance_parts", "kept_chart", "padded"]
+__all__ = [
+    "KEPT_CAPTION", "atlas_chart", "depth_chart", "distribution_chart", "importance_parts", "kept_chart", "layer_bars", "padded", "share_chart",
+]  # fmt: skip
 
 _MOST_BARS = 80
 """More layers than this are lines, because bars would be thinner than a screen can show."""
@@ -106,18 +108,22 @@ def _what(item: Mapping[str, Any]) -> str:
     return f'<p class="words">{escape(" ".join(item["in_words"]))}</p>{_tiles(tiles)}{facts_list(item["facts"])}'
 
 
-def _atlas(item: Mapping[str, Any], prefix: str, anchor: str) -> str:
-    atlas = item["atlas"]
-    drawing = heat_map(
+def atlas_chart(atlas: Mapping[str, Any], source: str) -> str:
+    """Draw the mean importance of each kind of parameter in each layer; `source` is where the page's data hold it."""
+    return heat_map(
         atlas["mean"],
         atlas["kinds"],
         atlas["labels"],
         title="Layers and kinds of parameters",
         description="Rows are kinds of parameters, columns are layers; the tables have all numbers.",
         label="mean importance of an entry",
-        source=f"{prefix}.atlas kinds layers mean",
+        source=source,
         log=True,
     )
+
+
+def _atlas(item: Mapping[str, Any], prefix: str, anchor: str) -> str:
+    drawing = atlas_chart(item["atlas"], f"{prefix}.atlas kinds layers mean")
     caption = (
         "Each cell is the mean over the entries of one kind of parameter in one layer. Blank: the layer has no such parameter. "
         "Hatched: exactly 0 everywhere. A few cells far below the others share the first colour."
@@ -184,34 +190,45 @@ def _findings(diagnoses: Sequence[Mapping[str, Any]]) -> str:
     return f'<ul class="findings">{"".join(out)}</ul>'
 
 
-def _depth_figures(depth: Mapping[str, Any]) -> str:
-    places = range(len(depth["layer"]))
-    means = lines(
-        [Series("mean", places, depth["mean"])],
+def depth_chart(depth: Mapping[str, Any]) -> str:
+    """Draw the mean importance of an entry through the layers."""
+    return lines(
+        [Series("mean", range(len(depth["layer"])), depth["mean"])],
         Axis("layer", 0, 1),
         Axis("mean importance of an entry", *padded(depth["mean"]), log=True),
         title="Depth profile",
         description="The mean importance of an entry in each layer, on a logarithmic scale.",
         categories=depth["label"],
     )
+
+
+def share_chart(depth: Mapping[str, Any]) -> str:
+    """Draw each layer's share of the importance beside its share of the entries."""
+    places = range(len(depth["layer"]))
     top = max([part for key in ("share", "entries") for part in depth[key] if part is not None] or [1.0])
     axis = Axis("share of the whole", 0.0, min(1.0, top * 1.1) or 1.0, kind="share")
     both = [Series("of the importance", places, depth["share"]), Series("of the entries", places, depth["entries"])]
-    heading = "What each layer holds"
     about = "Each layer's share of the importance beside its share of the entries."
-    if len(places) <= _MOST_BARS:
-        shares = bars_with_error_bars(both, depth["label"], axis, label="layer", title=heading, description=about)
-    else:
-        layers = Axis("layer", 0, 1)
-        shares = lines(both, layers, axis, categories=depth["label"], title=heading, description=about)
-    return figure(
-        means, "Depth profile", "Layers in the order of the file, those of one stack by their number."
-    ) + figure(
-        shares, heading, "A layer with more of the importance than of the entries matters more than its size suggests."
+    return layer_bars(both, depth["label"], axis, "What each layer holds", about)
+
+
+def layer_bars(series: Sequence[Series], layers: Sequence[str], axis: Axis, title: str, description: str) -> str:
+    """Draw bars for each layer, or lines where bars would be thinner than a screen can show."""
+    if len(layers) <= _MOST_BARS:
+        return bars_with_error_bars(series, layers, axis, label="layer", title=title, description=description)
+    return lines(series, Axis("layer", 0, 1), axis, categories=layers, title=title, description=description)
+
+
+def _depth_figures(depth: Mapping[str, Any]) -> str:
+    return figure(depth_chart(depth), "Depth profile", "Layers in the order of the network.") + figure(
+        share_chart(depth),
+        "What each layer holds",
+        "A layer with more of the importance than of the entries matters more than its size suggests.",
     )
 
 
-def _distribution_figure(totals: Mapping[str, Any]) -> str:
+def distribution_chart(totals: Mapping[str, Any]) -> tuple[str, int]:
+    """Draw how many entries have which value; also return how many of the smallest are not shown."""
     bins = totals["log10_histogram"]
     first, counts = _without_tail(bins["first_edge"], bins["step"], bins["counts"])
     marks = [
@@ -228,7 +245,11 @@ def _distribution_figure(totals: Mapping[str, Any]) -> str:
         marks=marks,
         description="How many entries lie in each tenth of a decade.",
     )
-    hidden = sum(bins["counts"]) - sum(counts)
+    return drawing, sum(bins["counts"]) - sum(counts)
+
+
+def _distribution_figure(totals: Mapping[str, Any]) -> str:
+    drawing, hidden = distribution_chart(totals)
     left_out = [f"{whole(totals['zeros'])} zeros"] if totals["zeros"] else []
     left_out += [f"{whole(hidden)} smallest values"] if hidden else []
     caption = "Tenths of a decade." + (f" Not shown: {' and '.join(left_out)}." if left_out else "")

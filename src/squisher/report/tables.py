@@ -18,9 +18,18 @@ from torch import Tensor
 from ..analysis.agreement import Agreement
 from ..analysis.health import Diagnosis, Health
 from ..importance import Importance
-from .figures import clustered
+from .heat import clustered
+from .words import short_names
 
-__all__ = ["compare_json", "compare_tables", "distance_table", "facts", "inspect_json", "inspect_tables"]
+__all__ = [
+    "compare_json",
+    "compare_tables",
+    "facts",
+    "inspect_json",
+    "inspect_tables",
+    "similarity_json",
+    "similarity_table",
+]
 
 MAX_ROWS = 30
 """Longer tables are shortened in the middle."""
@@ -51,6 +60,7 @@ def inspect_tables(importance: Importance, health: Health, max_rows: int = MAX_R
         known.add_row(Text(label, style="dim"), Text(value))
 
     table = _table("parameter", "shape", "mean", "median", "90%", "max", "zeros")
+    labels = _labels(health.rows)
     for row in _shortened(health.rows, max_rows, table):
         v = row.values
         numbers = [_number(x) for x in (v.mean, v.median, v.p90, v.max)]
@@ -58,7 +68,7 @@ def inspect_tables(importance: Importance, health: Health, max_rows: int = MAX_R
         if row.invalid:
             numbers, zeros = ["invalid", "", "", ""], ""
         style = "red" if row.invalid else "yellow" if v.numel and v.zeros == v.numel else ""
-        table.add_row(_short(row.name), _shape(row.shape), *numbers, zeros, style=style)
+        table.add_row(labels[row.name], _shape(row.shape), *numbers, zeros, style=style)
     return Group(known, *_findings(health.diagnoses), Text(), table)
 
 
@@ -97,25 +107,32 @@ def compare_tables(agreement: Agreement, a: str = "A", b: str = "B", max_rows: i
     rows = _table(
         "parameter", "entries", "Spearman", "scale A/B", "median A/B", "overlap at 10%", title="Per parameter"
     )
+    labels = _labels(agreement.rows)
     for row in _shortened(agreement.rows, max_rows, rows):
         cells = _fixed(row.spearman), _number(row.scale), _number(row.median_ratio), _share(row.overlap)
-        rows.add_row(_short(row.name), f"{row.numel:,}", *cells)
+        rows.add_row(labels[row.name], f"{row.numel:,}", *cells)
     return Group(facts, Text(), overlap, *(note if cut else []), Text(), rows)
 
 
-def distance_table(names: Sequence[str], matrix: Tensor) -> RenderableType:
-    """The distances between tasks, like ones side by side; long lists show each task's nearest instead of all pairs."""
-    order = clustered(matrix)
+def similarity_json(names: Sequence[str], distances: Tensor) -> dict[str, Any]:
+    """Return similarities and distances of tasks as plain values."""
+    return {"tasks": list(names), "similarities": (1 - distances).tolist(), "distances": distances.tolist()}
+
+
+def similarity_table(names: Sequence[str], distances: Tensor) -> RenderableType:
+    """Return the similarity (1 − distance) of tasks, like ones side by side; long lists show each task's nearest."""
+    order = clustered(distances)
+    labels = short_names(names, _NAME_WIDTH)
     if len(names) <= 12:
-        table = _table("distance", *(_short(names[k]) for k in order))
+        table = _table("similarity", *(labels[k] for k in order))
         for row in order:
-            table.add_row(_short(names[row]), *(f"{matrix[row, column]:.3f}" for column in order))
+            table.add_row(labels[row], *(f"{1 - distances[row, column]:.3f}" for column in order))
         return table
-    table = _table("task", "nearest", "distance", "second", "distance")
+    table = _table("task", "nearest", "similarity", "second", "similarity")
     for row in order:
-        nearest = sorted((float(matrix[row, k]), k) for k in range(len(names)) if k != row)[:2]
-        cells = [text for value, k in nearest for text in (_short(names[k]), f"{value:.3f}")]
-        table.add_row(_short(names[row]), *cells)
+        nearest = sorted((float(distances[row, k]), k) for k in range(len(names)) if k != row)[:2]
+        cells = [text for value, k in nearest for text in (labels[k], f"{1 - value:.3f}")]
+        table.add_row(labels[row], *cells)
     return table
 
 
@@ -202,17 +219,15 @@ def _shortened(rows: Sequence[T], max_rows: int, table: Table) -> Iterator[T]:
     yield from rows[len(rows) - tail :]
 
 
-def _short(name: str) -> str:
-    """A name that fits its column; the middle goes, because the ends tell parameters apart."""
-    if len(name) <= _NAME_WIDTH:
-        return name
-    head = (_NAME_WIDTH - 1) // 2
-    return name[:head] + "…" + name[len(name) - (_NAME_WIDTH - 1 - head) :]
+def _labels(rows: Sequence[Any]) -> dict[str, str]:
+    """Return short forms of the rows' names that still tell them apart."""
+    names = [row.name for row in rows]
+    return dict(zip(names, short_names(names, _NAME_WIDTH), strict=True))
 
 
 def _listed(names: Sequence[str], count: int = 4) -> str:
     more = f" and {len(names) - count:,} more" if len(names) > count else ""
-    return ", ".join(_short(name) for name in names[:count]) + more
+    return ", ".join(short_names(names[:count], _NAME_WIDTH)) + more
 
 
 def _plural(number: int, noun: str) -> str:

@@ -21,7 +21,7 @@ from .scales import Axis
 from .svg import Series, lines
 from .words import counted, listed
 
-__all__ = ["agreement_part", "distances_part"]
+__all__ = ["agreement_part", "density_chart", "layer_chart", "overlap_chart", "similarities_part", "similarity_chart"]
 
 _ROWS = (
     Column("name", "Parameter", "text"),
@@ -75,20 +75,13 @@ def _agreement(item: Mapping[str, Any], k: int) -> str:
             facts_list(facts),
             '<div class="figures">',
             figure(
-                density(
-                    item["density"],
-                    item["a"],
-                    item["b"],
-                    title=f"{item['a']} against {item['b']}",
-                    source=f"{prefix}.density",
-                    description="How many entries have which pair of values, on logarithmic scales.",
-                ),
+                density_chart(item, f"{prefix}.density"),
                 "Entry against entry",
                 caption,
             ),
-            figure(_overlap_chart(item), "Do they agree on what matters most?", _overlap_caption(item)),
+            figure(overlap_chart(item), "Do they agree on what matters most?", _overlap_caption(item)),
             figure(
-                _layer_chart(item["layers"]),
+                layer_chart(item["layers"]),
                 "Rank correlation per layer",
                 "All entries of a layer ranked together; 1 is the same order, 0 none in common.",
             ),
@@ -112,7 +105,20 @@ def _agreement(item: Mapping[str, Any], k: int) -> str:
     )
 
 
-def _overlap_chart(item: Mapping[str, Any]) -> str:
+def density_chart(item: Mapping[str, Any], source: str) -> str:
+    """Draw how many entries have which pair of values; `source` is where the page's data hold it."""
+    return density(
+        item["density"],
+        item["a"],
+        item["b"],
+        title=f"{item['a']} against {item['b']}",
+        source=source,
+        description="How many entries have which pair of values, on logarithmic scales.",
+    )
+
+
+def overlap_chart(item: Mapping[str, Any]) -> str:
+    """Draw which share of the largest entries of one is among the largest of the other."""
     overlaps = item["overlaps"]
     fractions = overlaps["fraction"]
     tips = [f"largest {share(f)}: {share(o)} in both" for f, o in zip(fractions, overlaps["overlap"], strict=True)]
@@ -135,7 +141,8 @@ def _overlap_caption(item: Mapping[str, Any]) -> str:
     return caption
 
 
-def _layer_chart(layers: Mapping[str, Any]) -> str:
+def layer_chart(layers: Mapping[str, Any]) -> str:
+    """Draw the rank correlation of the entries of each layer."""
     low = min([0.0, *(value for value in layers["spearman"] if value is not None)])
     tips = [
         f"{fixed(value)} over {whole(numel)} entries"
@@ -167,26 +174,32 @@ def _map(atlas: Mapping[str, Any], prefix: str) -> str:
     )
 
 
-def distances_part(data: Mapping[str, Any]) -> Part:
-    """How far apart the tasks are."""
-    if "error" in data:
-        return section("distances", "Task distances", note(data["error"], "warning"))
-    matrix = data["matrix"]
-    most = max((value for row in matrix for value in row), default=1.0)
-    drawing = heat_map(
-        matrix,
-        data["tasks"],
-        data["tasks"],
-        title="Distances between tasks",
-        label="distance",
-        description="0 is the same task, 1 is nothing in common.",
-        source="distances tasks tasks matrix",
-        domain=(0.0, most or 1.0),
+def similarity_chart(tasks: Sequence[str], similarities: Sequence[Sequence[float | None]], source: str) -> str:
+    """Draw the similarity of each task to each; `source` is where the page's data hold it."""
+    low = min((value for row in similarities for value in row if value is not None), default=0.0)
+    return heat_map(
+        similarities,
+        tasks,
+        tasks,
+        title="Similarity of tasks",
+        label="similarity",
+        description="1 is the same task, 0 is nothing in common.",
+        source=source,
+        domain=(min(low, 0.999), 1.0),
         kind="fixed",
-        written=len(matrix) <= 14,
-        width=540.0 if len(matrix) <= 6 else 1080.0,
+        written=len(tasks) <= 14,
+        width=540.0 if len(tasks) <= 6 else 1080.0,
     )
-    caption = "Task2Vec's distance of the mean importance of each tensor: 0 is the same, 1 is nothing in common."
+
+
+def similarities_part(data: Mapping[str, Any]) -> Part:
+    """How similar the tasks are."""
+    if "error" in data:
+        return section("tasks", "Similarity of tasks", note(data["error"], "warning"))
+    drawing = similarity_chart(data["tasks"], data["similarity"], "tasks tasks tasks similarity")
+    caption = (
+        "1 minus Task2Vec's distance of the mean importance of each tensor: 1 is the same task, 0 is nothing in common."
+    )
     if data["left_out"]:
         caption += f" Left out, because not all have it in one shape: {listed(data['left_out'])}."
-    return section("distances", "Task distances", figure(drawing, "How far apart the tasks are", caption, wide=True))
+    return section("tasks", "Similarity of tasks", figure(drawing, "How similar the tasks are", caption, wide=True))

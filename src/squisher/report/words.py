@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..importance import Provenance
 from .numbers import fixed, share, whole
 
-__all__ = ["counted", "in_words", "listed", "summary"]
+__all__ = ["counted", "in_words", "listed", "short_names", "summary"]
 
 _LABELS = {
     "data": "the labels of the data (the empirical Fisher)",
@@ -121,3 +122,36 @@ def listed(names: list[str], count: int = 4) -> str:
     """The first few of some names, and how many more there are."""
     more = f" and {whole(len(names) - count)} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
+
+
+def short_names(names: Sequence[str], width: int) -> list[str]:
+    """Return names that fit into a width and still tell apart what they name.
+
+    A name that is too long loses its first parts without a number: what differs between the parameters of a network is mostly a
+    layer's number and the end. Names that would become alike stay whole.
+    """
+    short = [_without_beginning(name, width) for name in names]
+    often = Counter(short)
+    return [name if often[label] > 1 else label for name, label in zip(names, short, strict=True)]
+
+
+def _without_beginning(name: str, width: int) -> str:
+    kept: list[str | None] = list(name.split("."))
+    for k in range(len(kept) - 1):
+        text = _joined(kept)
+        if len(text) <= width:
+            return text
+        if not any(letter.isdecimal() for letter in kept[k] or ""):
+            kept[k] = None
+    return _joined(kept)
+
+
+def _joined(parts: Sequence[str | None]) -> str:
+    """Join parts with points; what was left out between them is one ellipsis."""
+    out = ""
+    for part in parts:
+        if part is None:
+            out += "" if out.endswith("…") else "…"
+        else:
+            out += part if not out or out.endswith("…") else f".{part}"
+    return out
