@@ -181,6 +181,12 @@ def test_what_cannot_work_is_said(pl, tmp_path):
     other.consolidate({n: torch.ones_like(p) for n, p in net(pl).named_parameters()})
     with pytest.raises(SquisherError, match="another module than the one that is trained"):
         trainer(pl, tmp_path, EWCCallback(other)).fit(net(pl), loader())
+    module = net(pl)
+    whole = squisher.EWC(module, 1.0)
+    whole.consolidate({n: torch.ones_like(p) for n, p in module.named_parameters()})
+    part = next(name for name, _ in module.named_children())
+    with pytest.raises(SquisherError, match=rf"squisher\.EWC\(module\.{part}\)"):
+        trainer(pl, tmp_path, EWCCallback(whole, submodule=part)).fit(module, loader())
     with pytest.raises(SquisherError, match="call trainer.fit"):
         SquisherCallback().importance()
     with pytest.raises(SquisherError, match="loss_reduction is one of"):

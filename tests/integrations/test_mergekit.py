@@ -1,9 +1,7 @@
 """The method squisher_fisher inside mergekit, on small random models; needs mergekit."""
 
 import json
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -12,14 +10,15 @@ import torch
 import squisher
 from squisher import merge
 from squisher.errors import SquisherError
+from tests.commands import run
 
 
 def test_without_mergekit_the_message_names_the_extra(tmp_path, monkeypatch):
-    from squisher.integrations.mergekit import register, run
+    from squisher.integrations import mergekit
 
     for name in ("mergekit", "mergekit.config", "mergekit.merge_methods"):
         monkeypatch.setitem(sys.modules, name, None)
-    for call in (register, lambda: run(tmp_path / "c.yml", tmp_path / "out")):
+    for call in (mergekit.register, lambda: mergekit.run(tmp_path / "c.yml", tmp_path / "out")):
         with pytest.raises(SquisherError, match=r"torch-squisher\[mergekit\]"):
             call()
 
@@ -46,9 +45,8 @@ def models(tmp_path_factory):
     return root
 
 
-def squisher_mergekit(config, out, cwd):
-    command = [Path(sys.executable).with_name("squisher"), "mergekit", config, "--out", out]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+def squisher_mergekit(config, out, cwd, *options):
+    return run("mergekit", config, "--out", out, *options, cwd=cwd)
 
 
 def weights(path):
@@ -148,3 +146,33 @@ def test_bfloat16_and_a_second_run_give_the_same_bytes(models, tmp_path):
     a, b = ((tmp_path / out / "model.safetensors").read_bytes() for out in ("one", "two"))
     assert a == b
     assert json.loads((tmp_path / "one" / "config.json").read_text())["vocab_size"] == 64
+
+
+@pytest.mark.formats
+def test_relative_names_lie_beside_the_configuration_and_options_are_passed_on(models, tmp_path):
+    config = models / "relative.yml"
+    config.write_text(CONFIG.format(root=".", shared="").replace("./", ""))
+    done = squisher_mergekit(config, "out", tmp_path, "--no-write-model-card", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {"folder": "out"}
+    assert not (tmp_path / "out" / "README.md").exists()
+    given = [squisher.load(models / name) for name in ("a", "b", "importance-of-c.safetensors")]
+    expected = merge.fisher([weights(models / name) for name in "abc"], given, [1, 0.25, 2])
+    torch.testing.assert_close(
+        weights(tmp_path / "out")["model.norm.weight"], expected["model.norm.weight"], rtol=1e-5, atol=1e-6
+    )
+    assert "--nonsense" in squisher_mergekit(config, "two", tmp_path, "--nonsense").stderr
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("name", ["not-here", "owner/name"])
+def test_a_model_that_cannot_be_found_is_one_sentence(models, tmp_path, name, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "config.yml").write_text(CONFIG.format(root=models, shared="").replace(f"{models}/a", name))
+    done = squisher_mergekit("config.yml", "out", tmp_path)
+    assert done.returncode == 1
+    assert f"There is no folder {name}, neither here nor beside the configuration" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["config.yml"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,6 +36,7 @@ __all__ = [
     "print_json",
     "progress_bar",
     "whole",
+    "without",
 ]
 
 app = typer.Typer(
@@ -46,6 +49,8 @@ app = typer.Typer(
 
 # The groups of `squisher --help`.
 MAKE, LOOK, USE = "Make an importance", "Look at importances", "Use them"
+
+ISSUES = "https://github.com/torch-squisher/torch-squisher/issues"
 
 _debug = False
 
@@ -68,7 +73,7 @@ def _main(
 
 
 def main() -> None:
-    """Runs the command line; an error that the user can mend is one paragraph, not a traceback."""
+    """Run the command line; an error that the user can mend is one paragraph, not a traceback."""
     try:
         app()
     except (SquisherError, OSError) as error:
@@ -76,6 +81,33 @@ def main() -> None:
             raise
         typer.echo(f"squisher: {error}", err=True)
         sys.exit(1)
+    except Exception as error:
+        if _debug:
+            raise
+        typer.echo(_unexpected(error), err=True)
+        sys.exit(1)
+
+
+def _unexpected(error: Exception) -> str:
+    """Return what to tell the user about a fault of ours: what happened, where to report it, and with what."""
+    import platform
+    import shlex
+    from importlib.metadata import PackageNotFoundError, version
+
+    versions = [f"squisher {__version__}", f"Python {platform.python_version()}"]
+    for package in ("torch", "transformers"):
+        try:
+            versions.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return (
+        f"squisher: an unexpected {type(error).__name__}: {error}\n\n"
+        f"This is a fault of squisher. Please report it at {ISSUES} with these lines, and with what --debug adds:\n"
+        f"  command   {shlex.join(['squisher', *sys.argv[1:]])}\n"
+        f"  versions  {', '.join(versions)}; {platform.system()} {platform.machine()}\n"
+        f"  place     {Path(place.filename).name}:{place.lineno} in {place.name}"
+    )
 
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
@@ -107,20 +139,33 @@ def open_importance(path: Path) -> Importance:
     return recycle(path)
 
 
-def distinct_names(files: list[Path]) -> list[str]:
-    """Return the shortest ends of paths that tell them apart; a file called squisher.safetensors is named by its folder."""
-    from ..importance import FILE_NAME
+def without(importance: Importance, exclude: str | None) -> Importance:
+    """Return an importance without the parameters whose names match a regular expression.
 
-    parts = []
-    for file in files:
-        own = [part for part in file.parts if part not in (".", "..", file.anchor)] or [file.resolve().name]
-        own[-1] = own[-1] if file.is_dir() else Path(own[-1]).stem
-        parts.append(own[:-1] if file.name == FILE_NAME and len(own) > 1 else own)
-    for depth in range(1, 1 + max(map(len, parts))):
-        names = ["/".join(own[-depth:]) for own in parts]
-        if len(set(names)) == len(names):
-            return names
-    raise SquisherError("The same file was given twice; every importance needs a file of its own.")
+    Raises:
+        SquisherError: It is no regular expression, or nothing is left.
+    """
+    if exclude is None:
+        return importance
+    try:
+        pattern = re.compile(exclude)
+    except re.error as error:
+        raise SquisherError(f"--exclude {exclude!r} is not a regular expression: {error}.") from error
+    return importance.restrict(lambda name: not pattern.search(name))
+
+
+def distinct_names(files: list[Path]) -> list[str]:
+    """Return the shortest ends of paths that tell them apart.
+
+    Raises:
+        SquisherError: A path was given twice.
+    """
+    from ..integrations.cards import short_paths
+
+    names = short_paths(files)
+    if len(set(names)) < len(names):
+        raise SquisherError("The same file was given twice; every importance needs a file of its own.")
+    return names
 
 
 def check_target(path: Path) -> None:
@@ -150,15 +195,31 @@ def console() -> Any:
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[int, int | None], None] | None]:
-    """A bar on a terminal, and nothing in a pipe."""
+def progress_bar(what: str, counted: bool = False) -> Iterator[Callable[[int, int | None], None] | None]:
+    """Show a bar on a terminal, with percent, time and time left, and nothing in a pipe.
+
+    Args:
+        what: In one word.
+        counted: Whether to show the numbers too: examples mean something to people, bytes less.
+    """
     if not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        ProgressColumn,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
+    columns += [MofNCompleteColumn()] if counted else []
+    columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import LOOK, Json, Plot, app, console, distinct_names, open_importance, print_json, progress_bar
+from ..errors import SquisherError
+from .app import LOOK, Json, Plot, app, console, distinct_names, open_importance, print_json, progress_bar, without
+
+if TYPE_CHECKING:
+    from ..importance import Importance
 
 
 @app.command(rich_help_panel=LOOK, epilog="Example: squisher compare squisher.safetensors fisher.safetensors --json")
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="An importance file, or a checkpoint to extract from.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    scale: Annotated[
+        str, typer.Option(metavar="S", help="stored (as they are), as_fisher, or auto (as_fisher where both can).")
+    ] = "stored",
+    exclude: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Parameters to leave out, such as heads of different sizes.")
+    ] = None,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -21,7 +31,7 @@ def compare(
     from ..analysis.agreement import compare as measure
     from ..report import compare_json, compare_tables
 
-    first, second = open_importance(a), open_importance(b)
+    first, second = _scaled([without(open_importance(file), exclude) for file in (a, b)], scale)
     name_a, name_b = distinct_names([a, b]) if a != b else (str(a), str(b))
     with progress_bar("comparing") as progress:
         agreement = measure(first, second, progress=progress)
@@ -33,3 +43,17 @@ def compare(
         print_json(compare_json(agreement))
     else:
         console().print(compare_tables(agreement, name_a, name_b))
+
+
+def _scaled(importances: list[Importance], scale: str) -> list[Importance]:
+    """Return the importances on the scale that was asked for."""
+    if scale not in ("stored", "as_fisher", "auto"):
+        raise SquisherError(f"--scale is stored, as_fisher or auto, not {scale!r}.")
+    if scale == "stored":
+        return importances
+    try:
+        return [importance.as_fisher() for importance in importances]
+    except SquisherError:
+        if scale == "as_fisher":
+            raise
+        return importances

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, app, check_target, open_importance
+from .app import USE, Json, app, check_target, open_importance, print_json
 
 
 @app.command(rich_help_panel=USE, epilog="Example: squisher embed squisher.safetensors --out task.safetensors --by row")
@@ -18,6 +18,7 @@ def embed(
     exclude: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Parameters to leave out, such as heads.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Sum an importance up into the vector of its task."""
     from ..embed import embedding
@@ -25,6 +26,8 @@ def embed(
     check_target(out)
     vector = embedding(open_importance(file), by=by, exclude=exclude)
     vector.save(out)
-    typer.echo(
-        f"{out}: {sum(vector.shape(name).numel() for name in vector):,} numbers of {len(vector)} tensors, by {by}."
-    )
+    numbers = sum(vector.shape(name).numel() for name in vector)
+    if as_json:
+        print_json({"file": str(out), "numbers": numbers, "tensors": len(vector), "by": by})
+    else:
+        typer.echo(f"{out}: {numbers:,} numbers of {len(vector)} tensors, by {by}.")

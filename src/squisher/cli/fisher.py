@@ -40,7 +40,7 @@ def fisher(
 ) -> None:
     """Measure the Fisher diagonal of a Hugging Face model on a file of text."""
     from ..importance import FILE_NAME
-    from ..integrations.text import load_text_model, text_batches
+    from ..integrations.text import count_rows, load_text_model, text_batches
     from ..measure import fisher as measure
 
     target = out / FILE_NAME if out.is_dir() else out
@@ -49,7 +49,9 @@ def fisher(
     batches = text_batches(
         data, loaded, batch_size=batch_size, max_length=max_length, max_examples=max_examples, labelled=labels == "data"
     )
-    with progress_bar("measuring") as progress:
+    lines = count_rows(data)
+    total = lines if max_examples is None else min(lines, max_examples)
+    with progress_bar("measuring", counted=True) as progress:
         importance = measure(
             loaded.model,
             batches,
@@ -60,7 +62,7 @@ def fisher(
             parameters=parameters,
             max_examples=max_examples,
             seed=seed,
-            progress=progress,
+            progress=None if progress is None else lambda done, _: progress(done, total),
         )
     importance.save(target)
     if as_json:

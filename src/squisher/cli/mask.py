@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Plot, app, check_target, notes, open_importance, progress_bar
+from .app import USE, Json, Plot, app, check_target, notes, open_importance, print_json, progress_bar
 
 
 @app.command(
@@ -27,6 +27,7 @@ def mask(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The model, where parameters without importance count.")
     ] = None,
+    as_json: Json = False,
     plot: Plot = None,
 ) -> None:
     """Choose the entries that a sparse fine-tune may move: the most important ones."""
@@ -42,4 +43,8 @@ def mask(
         from ..report import plot_sparsity
 
         plot_sparsity({name: (chosen.count(name), chosen.shape(name).numel()) for name in chosen}, plot, "kept")
+    if as_json:
+        kept = {name: chosen.count(name) for name in chosen}
+        print_json({"file": str(out), "kept": chosen.kept, "total": chosen.total, "per_tensor": kept})
+        return
     typer.echo(f"{out}: {chosen.kept:,} of {chosen.total:,} entries in {len(chosen)} tensors may train.")

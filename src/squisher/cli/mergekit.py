@@ -7,16 +7,28 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, app
+from .app import USE, Json, app, print_json
 
 
-@app.command(rich_help_panel=USE, epilog="Example: squisher mergekit config.yml --out merged")
+@app.command(
+    rich_help_panel=USE,
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    epilog="Example: squisher mergekit config.yml --out merged --lazy-unpickle",
+)
 def mergekit(
+    context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yml", help="A mergekit configuration.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
+    as_json: Json = False,
 ) -> None:
-    """Run mergekit with the method squisher_fisher: Fisher merging inside its own pipeline."""
+    """Run mergekit with the method squisher_fisher: Fisher merging inside its own pipeline.
+
+    Options of mergekit-yaml (--cuda, --lazy-unpickle, ...) are passed on to it.
+    """
     from ..integrations.mergekit import run
 
-    run(config, out)
-    typer.echo(f"{out}: merged.")
+    run(config, out, context.args)
+    if as_json:
+        print_json({"folder": str(out)})
+    else:
+        typer.echo(f"{out}: merged.")

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import USE, app, check_target, progress_bar
+from .app import USE, Json, app, check_target, print_json, progress_bar
 
 patches = typer.Typer(
     help="A fine-tune as base + sparse difference, exact to the bit.",
@@ -31,6 +31,7 @@ def patch_make(
     drop_outside: Annotated[
         bool, typer.Option("--drop-outside", help="Leave them out instead: the patch gives another model.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Write what a fine-tune changed: the entries whose bits differ, and their new values."""
     from ..mask import load
@@ -51,6 +52,10 @@ def patch_make(
             progress=progress,
         )
     changed, dropped = sum(summary.changed.values()), sum(summary.dropped.values())
+    if as_json:
+        document = {"file": str(out), "changed": changed, "dropped": dropped, "total": summary.total}
+        print_json({**document, "per_tensor": dict(summary.changed)})
+        return
     typer.echo(
         f"{out}: {changed:,} of {summary.total:,} entries differ, in {len(summary.changed)} tensors"
         + (f"; {dropped:,} outside the mask were left out." if dropped else ".")
@@ -62,6 +67,7 @@ def patch_apply(
     base: Annotated[Path, typer.Argument(metavar="BASE", help="The model that the patch was made from.")],
     patch: Annotated[Path, typer.Argument(metavar="PATCH", help="What patch make wrote.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")],
+    as_json: Json = False,
 ) -> None:
     """Give the fine-tuned model back from its base and a patch; another base is refused."""
     from ..patch import apply
@@ -70,4 +76,7 @@ def patch_apply(
     patched = apply(open_model(base).weights, patch)
     with progress_bar("writing") as progress:
         write_model(out, patched, base if base.is_dir() else None, progress=progress)
-    typer.echo(f"{out}: {len(patched)} tensors.")
+    if as_json:
+        print_json({"out": str(out), "tensors": len(patched)})
+    else:
+        typer.echo(f"{out}: {len(patched)} tensors.")

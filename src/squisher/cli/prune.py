@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import USE, Plot, app, open_importance, progress_bar
+from .app import USE, Json, Plot, app, open_importance, print_json, progress_bar
 
 if TYPE_CHECKING:
     from ..importance import Importance
@@ -31,12 +31,14 @@ def prune(
     ] = None,
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors to leave as they are.")] = None,
     seed: Annotated[int, typer.Option(help="Of random scores.")] = 0,
+    as_json: Json = False,
     plot: Plot = None,
 ) -> None:
-    """Set the least important weights of a model to zero, piece by piece: it need not fit into memory.
+    """Set the least important weights of a model to zero, chunk by chunk: it need not fit into memory.
 
     The zeros make the model neither smaller nor faster by themselves; formats and processors that use them do.
     """
+    from ..integrations.cards import described, pruning_card
     from ..prune import weights as prune_weights
     from ..storage.folders import open_model, write_model
     from ..storage.tensors import tied_names
@@ -55,17 +57,25 @@ def prune(
             seed=seed,
             progress=progress,
         )
-    with progress_bar("writing") as progress:
-        like = model if model.is_dir() else None
-        write_model(out, pruned, like, leave_out=tied_names(opened.weights), progress=progress)
     with progress_bar("counting") as progress:
         counts = pruned.counts(progress)
     kept, total = (sum(pair[k] for pair in counts.values()) for k in (0, 1))
+    settings = {"sparsity": sparsity, "nm": nm, "scope": scope, "score": score, "exclude": exclude}
+    settings["seed"] = seed if score == "random" else None
+    said = {key: value for key, value in settings.items() if value is not None}
+    card = pruning_card(opened.name, said, None if found is None else described(found), counts)
+    with progress_bar("writing") as progress:
+        like = model if model.is_dir() else None
+        write_model(out, pruned, like, card=card, leave_out=tied_names(opened.weights), progress=progress)
     if plot is not None:
         from ..report import plot_sparsity
 
         zeros = {name: (size - stays, size) for name, (stays, size) in counts.items()}
         plot_sparsity(zeros, plot, "set to zero")
+    if as_json:
+        zeros_of = {name: size - stays for name, (stays, size) in counts.items()}
+        print_json({"out": str(out), "zeros": total - kept, "total": total, "per_tensor": zeros_of, "settings": said})
+        return
     typer.echo(
         f"{out}: {total - kept:,} of {total:,} weights in {len(counts)} tensors are zero ({(total - kept) / total:.2%})."
     )

@@ -277,10 +277,11 @@ class EWCCallback(SquisherCallback):
         """Checks that this is the module whose parameters are held."""
         super().on_train_start(trainer, module)
         _only(self._optimizers, type(self).__name__)
-        if not self.ewc.is_of(module):
+        if not self.ewc.is_of(self._model):  # type: ignore[arg-type]  # set by super
+            part = f"module.{self.submodule}" if self.submodule else "module"
             raise SquisherError(
-                "The EWC holds parameters of another module than the one that is trained: make it of the module that "
-                "trainer.fit is called with."
+                "The EWC holds parameters of another module than the one that is trained: make it with "
+                f"squisher.EWC({part}), where trainer.fit(module, ...) is called with this very module."
             )
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:

@@ -26,6 +26,7 @@ from ..merge import average, fisher
 from ..merge.importances import graded, matched, tied_in
 from ..storage.atomic import new_folder
 from ..storage.folders import open_model
+from .cards import short_paths
 
 __all__ = ["METHOD", "register", "run"]
 
@@ -50,36 +51,88 @@ class _Ready(NamedTuple):
     floor: str | list[float]
 
 
-def run(config: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Runs a mergekit configuration with `squisher_fisher` registered; the output appears whole or not at all.
+def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Sequence[str] = ()) -> None:
+    """Run a mergekit configuration with `squisher_fisher` registered; the output appears whole or not at all.
+
+    Args:
+        config: The configuration. Relative names of models and importances are looked for here, then beside this file.
+        out: The folder to make.
+        options: Options of mergekit's own command `mergekit-yaml`, such as `--cuda` or `--lazy-unpickle`.
 
     Raises:
-        SquisherError: mergekit is missing, or the configuration asks for what would give wrong importances.
+        SquisherError: mergekit is missing, a model cannot be found, or the configuration asks for what would give wrong importances.
     """
     config, out = Path(config), Path(out)
     try:
         import yaml
         from mergekit.config import MergeConfiguration
         from mergekit.merge import run_merge
-        from mergekit.options import MergeOptions
     except ImportError as error:
         raise SquisherError("squisher mergekit takes mergekit: pip install 'torch-squisher[mergekit]'.") from error
     register()
     try:
         source = config.read_text("utf-8")
-        merge_config = MergeConfiguration.model_validate(yaml.safe_load(source))
+        merge_config = MergeConfiguration.model_validate(_beside(yaml.safe_load(source), config.parent))
     except OSError as error:
         raise FileError(f"Cannot read {config}: {error.strerror or error}.") from error
     except (ValueError, yaml.YAMLError) as error:  # a ValidationError of pydantic is a ValueError
         raise FileError(f"{config} is not a mergekit configuration: {' '.join(str(error).split())}") from error
     if merge_config.merge_method == METHOD:
         _check(merge_config)
+    merge_options = _options(options)
+    _find(merge_config, merge_options.transformers_cache)
     with new_folder(out) as folder:  # called as it will be, because mergekit names the model after it
         try:
-            run_merge(merge_config, str(folder), MergeOptions(quiet=True), config_source=source)
+            run_merge(merge_config, str(folder), merge_options, config_source=source)
         except (RuntimeError, ValueError, KeyError, OSError) as error:
             cause = error.__cause__ if isinstance(error.__cause__, SquisherError) else error
             raise SquisherError(f"mergekit could not merge: {' '.join(str(cause).split())}") from error
+
+
+def _options(given: Sequence[str]) -> Any:
+    """Return mergekit's options, read by mergekit itself."""
+    import click
+    from mergekit.options import add_merge_options
+
+    @click.command()
+    @add_merge_options
+    def read(merge_options: Any) -> Any:
+        return merge_options
+
+    try:
+        return read.main(["--quiet", *given], prog_name="mergekit-yaml", standalone_mode=False)
+    except click.ClickException as error:
+        raise SquisherError(f"mergekit does not take these options: {error.format_message()}") from error
+
+
+def _beside(value: Any, folder: Path, key: str = "") -> Any:
+    """Return a configuration whose relative names of models and importances that lie beside it are paths from here."""
+    if isinstance(value, dict):
+        return {name: _beside(inner, folder, str(name)) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_beside(inner, folder, key) for inner in value]
+    if key in ("model", "path", "base_model", "importance") and isinstance(value, str) and not Path(value).exists():
+        return str(folder / value) if value and (folder / value).exists() else value
+    return value
+
+
+def _find(config: Any, cache: str | None) -> None:
+    """Refuse a model that is neither here nor on the Hub, before mergekit begins.
+
+    Raises:
+        FileError: There is no such model, or the Hub cannot be reached.
+    """
+    for reference in config.referenced_models():
+        name = reference.model.path
+        if not Path(name).exists() and (name.count("/") != 1 or name.startswith(".")):
+            raise FileError(f"There is no folder {name}, neither here nor beside the configuration.")
+        try:
+            reference.local_path(cache, ignore_lora=True)
+        except Exception as error:  # the Hub's client raises errors of several libraries
+            why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise FileError(
+                f"There is no folder {name}, neither here nor beside the configuration, and it cannot be fetched from the Hub: {why}"
+            ) from error
 
 
 def _check(config: Any) -> None:
@@ -169,7 +222,7 @@ def _prepared(settings: _Settings) -> _Ready:
     given = zip(settings.models, settings.importances, strict=True)
     importances = [_load(model, importance) for model, importance in given]
     floating = [name for name in models[0] if models[0].dtype(name).is_floating_point]
-    who = [f"the importance of {Path(path).name}" for path in settings.models]
+    who = [f"the importance of {name}" for name in short_paths([Path(path) for path in settings.models])]
     names, averaged = matched(models[0], floating, tied_in(importances), importances, settings.missing, who)
     ready = graded(importances, names, settings.scale, who)
     norms = [1.0 for _ in ready]

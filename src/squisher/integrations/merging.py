@@ -18,6 +18,7 @@ from ..storage import safetensors
 from ..storage.folders import Model, open_model, write_model
 from ..storage.tensors import dtype_of
 from . import peft
+from .cards import described, short_paths
 
 __all__ = ["METHODS", "Report", "merge_folders"]
 
@@ -160,11 +161,11 @@ def merge_folders(
     }
     report = Report(
         method=method,
-        models=[path.resolve().name for path in models],
+        models=short_paths(models),
         coefficients=given,
-        importances=[_described(imp) for imp in imps],
+        importances=[described(imp) for imp in imps],
         base=None if base is None else base.resolve().name,
-        base_importance=None if own is None else _described(own),
+        base_importance=None if own is None else described(own),
         options={key: value for key, value in options.items() if value is not None},
         merged=len(merged.merged),
         kept=merged.kept,
@@ -238,7 +239,9 @@ def _open(
     if method in _WEIGHTED:
         raise SquisherError(
             f"These adapters cannot be merged factor by factor ({apart}), and folded into the base their importances, which are "
-            "those of the factors, have no meaning: use average or task-arithmetic."
+            "those of the factors, have no meaning. Use average or task-arithmetic; or fold each adapter into its base "
+            "(squisher merge task-arithmetic ADAPTER --base BASE --out FOLDED), measure an importance of each folded model (squisher "
+            "fisher FOLDED --data FILE.jsonl --out FOLDED) and merge those."
         )
     named = str(adapters[0].config.get("base_model_name_or_path") or "")
     place = base or (Path(named) if named and Path(named).is_dir() else None)
@@ -255,7 +258,7 @@ def _first(coefficients: Sequence[float]) -> int:
     return next((k for k, c in enumerate(coefficients) if c), 0)
 
 
-def _importance(model: Path, given: Sequence[Path], k: int) -> Importance:
+def _importance(model: Path, given: Sequence[Path], k: int, option: str = "--importance, once a model") -> Importance:
     if given:
         return _open_importance(given[k])
     folder = model if model.is_dir() else model.parent
@@ -266,7 +269,7 @@ def _importance(model: Path, given: Sequence[Path], k: int) -> Importance:
     except (FileError, NoAccumulatorError) as error:
         raise FileError(
             f"There is no importance for {model}: no {FILE_NAME} beside it, and no optimizer state to extract one from. Give one "
-            "with --importance, once a model."
+            f"with {option}."
         ) from error
     except NamingError as error:
         raise NamingError(f"The optimizer state of {model} cannot be used as it is: {error}") from error
@@ -275,7 +278,8 @@ def _importance(model: Path, given: Sequence[Path], k: int) -> Importance:
 def _base_importance(base: Path | None, given: Path | None, size: float | None) -> Importance | None:
     if given is not None:
         return _open_importance(given)
-    return None if base is None or size == 0 else _importance(base, (), 0)
+    option = "--base-importance, or do without it: --base-size 0"
+    return None if base is None or size == 0 else _importance(base, (), 0, option)
 
 
 def _open_importance(path: Path) -> Importance:
@@ -283,16 +287,3 @@ def _open_importance(path: Path) -> Importance:
     if path.suffix in (".safetensors", ".json") or (path.is_dir() and safetensors.exists(path / FILE_NAME)):
         return load(path)
     return extract(path)
-
-
-def _described(imp: Importance) -> str:
-    p = imp.provenance
-    if p.kind == "fisher":
-        labels = (p.estimator or {}).get("labels")
-        parts = ["Fisher", f"{labels} labels" if labels else "", f"{p.examples} examples" if p.examples else ""]
-    else:
-        steps = (p.steps or {}).get("max")
-        name = (p.optimizer or {}).get("class")
-        parts = [f"Squisher{f' of {name}' if name else ''}", f"{steps} steps" if steps else ""]
-        parts.append(f"batch size {p.batch_size:g}" if p.batch_size else "")
-    return ", ".join(part for part in parts if part)

@@ -20,6 +20,7 @@ from torch import Tensor
 from ..errors import FileError, NamingError, SquisherError, near
 from ..storage.folders import open_weights
 from ..storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, tied_names
+from .cards import short_paths
 
 __all__ = ["CONFIG", "WEIGHTS", "Adapter", "Folded", "is_adapter", "open_adapter", "why_not_together"]
 
@@ -97,8 +98,8 @@ def why_not_together(adapters: Sequence[Adapter]) -> str | None:
     They can be if they adapt the same modules of the same base in the same way and every A of one is like the same A of the
     others, as it is after training from one start and practically never after two.
     """
-    first = adapters[0]
-    for other in adapters[1:]:
+    first, names = adapters[0], short_paths([adapter.path for adapter in adapters])
+    for other, name_of_other in zip(adapters[1:], names[1:], strict=True):
         for key in (
             "r",
             "lora_alpha",
@@ -111,21 +112,21 @@ def why_not_together(adapters: Sequence[Adapter]) -> str | None:
         ):
             if (first.config.get(key) or None) != (other.config.get(key) or None):
                 return (
-                    f"{first.name} and {other.name} differ in {key} ({first.config.get(key)}, {other.config.get(key)})"
+                    f"{names[0]} and {name_of_other} differ in {key} ({first.config.get(key)}, {other.config.get(key)})"
                 )
         bases = [str(a.config.get("base_model_name_or_path")).rstrip("/\\").split("/")[-1] for a in (first, other)]
         if bases[0] != bases[1]:
-            return f"{first.name} and {other.name} adapt different bases ({bases[0]}, {bases[1]})"
+            return f"{names[0]} and {name_of_other} adapt different bases ({bases[0]}, {bases[1]})"
         if set(first.weights) != set(other.weights):
-            return f"{first.name} and {other.name} adapt different modules"
+            return f"{names[0]} and {name_of_other} adapt different modules"
         for name in first.weights:
             if first.weights.shape(name) != other.weights.shape(name):
-                return f"{name!r} has another shape in {other.name} than in {first.name}"
+                return f"{name!r} has another shape in {name_of_other} than in {names[0]}"
             if "lora_A" in name or "lora_embedding_A" in name:
                 cosine = _cosine(first.weights, other.weights, name)
                 if cosine < _ALIKE:
                     return (
-                        f"{first.name} and {other.name} did not start from the same A ({name!r}: cosine {cosine:.2f})"
+                        f"{names[0]} and {name_of_other} did not start from the same A ({name!r}: cosine {cosine:.2f})"
                     )
     return None
 

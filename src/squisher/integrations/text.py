@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..errors import FileError, SquisherError
 
-__all__ = ["TextModel", "load_text_model", "text_batches"]
+__all__ = ["TextModel", "count_rows", "load_text_model", "text_batches"]
 
 
 class TextModel(NamedTuple):
@@ -65,6 +65,19 @@ def load_text_model(folder: str | os.PathLike[str], device: str = "cpu") -> Text
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return TextModel(model.to(device).eval(), tokenizer, task)
+
+
+def count_rows(file: str | os.PathLike[str]) -> int:
+    """Return the number of lines of a JSONL file that are not blank.
+
+    Raises:
+        FileError: It cannot be read.
+    """
+    try:
+        with open(file, "rb") as lines:
+            return sum(bool(line.strip()) for line in lines)
+    except OSError as error:
+        raise FileError(f"Cannot read {file}: {error.strerror or error}.") from error
 
 
 def text_batches(

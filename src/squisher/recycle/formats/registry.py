@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import FileError
+from ...importance import FILE_NAME
 from ..states import Found, Options
 from .accelerate import is_accelerate_folder, read_accelerate
 from .dcp import is_dcp, read_dcp
@@ -68,6 +69,11 @@ def read_source(path: Path, options: Options) -> Found:
     if several:
         raise FileError(
             f"The folder {path} holds {len(several)} torch files ({', '.join(several[:6])}): give one of them."
+        )
+    if (path / FILE_NAME).exists():
+        raise FileError(
+            f"The folder {path} holds no optimizer state, and needs none: its importance was written while it was trained. Use "
+            f"{path / FILE_NAME} as it is (squisher.load, squisher inspect)."
         )
     inside = sorted(p.name for p in path.iterdir())[:6]
     raise FileError(
