@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 TUTORIALS = Path(__file__).parent / "tutorials"
+REPOSITORY = "https://github.com/torch-squisher/torch-squisher"
 
 
 def pieces(source: str) -> Iterator[tuple[str, str]]:
@@ -90,7 +91,8 @@ def _environment(**values: str) -> Iterator[None]:
 
 
 def _moved(page: str) -> str:
-    """A page of the project's root with links as they are within the site."""
+    """Return a page of the project's root with links as they are within the site."""
+    page = re.sub(rf"\]\({re.escape(REPOSITORY)}/(?:blob|raw)/main/", "](", page)
     page = re.sub(r"\]\(docs/tutorials/(\w+)\.py\)", r"](tutorials/\1.md)", page).replace("](docs/", "](")
     page = page.replace("](CONTRIBUTING.md)", "](contributing.md)").replace("](CHANGELOG.md)", "](changelog.md)")
     return re.sub(r"\[([^]]+)\]\((?:CITATION\.cff|LICENSE)\)", r"\1", page)  # files that are not in the site

@@ -37,8 +37,12 @@ COMMANDS = {
     "prune": ["run-a/final", "--sparsity", "0.5", "--out", "{tmp}/pruned", "--json"],
     "merge": ["average", "run-a/final", "run-a/final", "--out", "{tmp}/merged", "--json"],
     "patch": ["make", "run-a/final", "run-a/final", "--out", "{tmp}/p.safetensors", "--json"],
+    "quantize": ["run-a/final", "--importance", "run-a/final", "--bits-per-weight", "20", "--group", "2",
+                 "--out", "{tmp}/plan.json", "--json"],
+    "unlearn": ["run-a/final", "--importance", "run-a/final", "--forget", "run-a/final", "--out", "{tmp}/forgot", "--json"],
+    "export": ["run-a/final", "--format", "ota", "--out", "{tmp}/ota.safetensors", "--json"],
     "report": ["run-a/final", "run-b/final", "--out", "{tmp}/r.html", "--json"],
-}
+}  # fmt: skip
 ELSEWHERE = {"extract": "test_cli", "fisher": "integrations/test_text", "mergekit": "integrations/test_mergekit"}
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from squisher.cli.app import ISSUES
+
 ROOT = Path(__file__).parents[1]
+REPOSITORY = re.search(r'Homepage = "(.+)"', (ROOT / "pyproject.toml").read_text())[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 
 
@@ -49,7 +52,18 @@ def test_commands_and_their_options_exist(page):
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
-        assert target.startswith("https://") or (page.parent / target).exists(), target
+        ours = re.match(rf"{re.escape(REPOSITORY)}/(?:blob|raw)/main/(.+)", target)
+        if ours:
+            assert (ROOT / ours[1]).exists(), target
+        else:
+            assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+def test_the_readme_reads_on_a_package_page():
+    text = (ROOT / "README.md").read_text()
+    assert all(target.startswith("https://") for target in re.findall(r"\]\(([^)#]+)\)", text))
+    assert text.index("## Install") < text.index("```python") < text.index("benchmarks: readme")
+    assert REPOSITORY in ISSUES
 
 
 def test_links_of_the_site_stay_in_the_site():

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, app, open_importance, progress_bar
+from .app import USE, Json, app, open_importance, print_json, progress_bar
 
 
 @app.command(
@@ -30,6 +30,7 @@ def unlearn(
     ] = 1.0,
     scale: Annotated[str, typer.Option(metavar="S", help="auto, as_fisher or stored.")] = "auto",
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors to leave as they are.")] = None,
+    as_json: Json = False,
 ) -> None:
     """Dampen the weights that matter far more to the data to forget than to all data (selective synaptic dampening)."""
     from ..integrations.folders import open_model, write_model
@@ -51,6 +52,10 @@ def unlearn(
         write_model(out, dampened, like, leave_out=tied_names(opened.weights), progress=progress)
     counts = dampened.counts()
     changed, total = sum(changed for changed, _ in counts.values()), sum(total for _, total in counts.values())
+    if as_json:
+        per_tensor = {name: dampened_here for name, (dampened_here, _) in counts.items()}
+        print_json({"out": str(out), "dampened": changed, "total": total, "per_tensor": per_tensor})
+        return
     typer.echo(
         f"{out}: {changed:,} of {total:,} weights in {len(counts)} tensors were dampened ({changed / max(total, 1):.2%})."
     )
