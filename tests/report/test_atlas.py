@@ -30,6 +30,27 @@ def test_layers_are_in_the_order_of_the_file_and_of_their_numbers():
     assert [one.layer for one in layers] == ["embed", "a.1", "a.2", "a.10", "b.0", "head"]
 
 
+def test_modules_stay_together_where_an_optimizer_lists_norms_and_biases_last():
+    """The order of a Trainer's two groups: with weight decay, without."""
+    names = [
+        "bert.embeddings.word.weight", "bert.encoder.layer.0.q.weight", "bert.encoder.layer.1.q.weight",
+        "bert.pooler.dense.weight", "classifier.weight",
+        "bert.embeddings.LayerNorm.weight", "bert.encoder.layer.0.q.bias", "bert.encoder.norm.weight", "classifier.bias",
+    ]  # fmt: skip
+    assert [one.layer for one in layers_in_order(map(place, names))] == [
+        "bert.embeddings.word", "bert.embeddings.LayerNorm", "bert.encoder.layer.0", "bert.encoder.layer.1",
+        "bert.encoder.norm", "bert.pooler.dense", "classifier",
+    ]  # fmt: skip
+
+
+def test_alphabetical_names_say_nothing_about_the_order():
+    names = sorted(
+        ["lm_head.weight", "model.embed_tokens.weight", "model.layers.0.w", "model.layers.1.w", "model.norm.weight"]
+    )
+    layers = [one.layer for one in layers_in_order(map(place, names))]
+    assert layers == ["model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "lm_head"]
+
+
 def test_labels_are_short_and_tell_layers_apart():
     layers = layers_in_order(
         map(place, ["bert.encoder.layer.0.w", "bert.encoder.layer.1.w", "bert.pooler.dense.weight"])

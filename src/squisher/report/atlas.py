@@ -8,12 +8,15 @@ its last part, of the layer that the rest names: `classifier.weight`.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 __all__ = ["Place", "grid", "labels", "layers_in_order", "place"]
 
+_FIRST = re.compile(r"embed|^wte$|^wpe$|^stem|^conv1$|cls_token")
+_LAST = re.compile(r"head|classifier|^score$|^fc$|pooler|^ln_f$|^norm$|final|output_projection")
 _VAGUE = 6  # letters: dense, norm, proj say little alone
 
 
@@ -47,15 +50,38 @@ def place(name: str) -> Place:
 
 
 def layers_in_order(places: Iterable[Place]) -> list[Place]:
-    """One place of each layer: stacks in the order of the file, layers of a stack by their number."""
-    stacks: dict[str, dict[str, Place]] = {}
+    """Return one place of each layer, in the order of the modules.
+
+    Optimizers often list all weights before all biases and norms, so that the order of names alone would put
+    `embeddings.LayerNorm` after the classifier. Modules are therefore kept together: a module stands where its first
+    parameter does, and numbered ones by their number. Names in alphabetical order say nothing; then embeddings come first
+    and heads last.
+    """
+    layers: dict[str, Place] = {}
     for one in places:
-        stacks.setdefault(one.stack, {}).setdefault(one.layer, one)
-    return [
-        one
-        for layers in stacks.values()
-        for one in sorted(layers.values(), key=lambda p: -1 if p.index is None else p.index)
-    ]
+        layers.setdefault(one.layer, one)
+    seen: dict[tuple[str, ...], int] = {}
+    for name in layers:
+        parts = name.split(".")
+        for depth in range(1, len(parts) + 1):
+            seen.setdefault(tuple(parts[:depth]), len(seen))
+    alphabetical = len(layers) > 2 and list(layers) == sorted(layers)
+
+    def key(name: str) -> list[tuple[int, int]]:
+        parts = name.split(".")
+        return [_rank(part, seen[tuple(parts[: k + 1])], alphabetical) for k, part in enumerate(parts)]
+
+    return [layers[name] for name in sorted(layers, key=key)]
+
+
+def _rank(part: str, seen: int, alphabetical: bool) -> tuple[int, int]:
+    if part.isdecimal():
+        return 1, int(part)
+    if alphabetical and _FIRST.search(part):
+        return 0, seen
+    if alphabetical and _LAST.search(part):
+        return 2, seen
+    return 1, seen
 
 
 def labels(layers: Sequence[Place]) -> list[str]:

@@ -24,7 +24,7 @@ from .concentration import concentration
 from .model import on_model
 from .pairs import agreement_of, similarities_between
 from .tables import facts
-from .words import counted, in_words, summary
+from .words import answer, counted, in_words, summary
 
 __all__ = ["FRACTIONS", "SHARES", "Subject", "collect", "depth_of"]
 
@@ -109,6 +109,7 @@ def _one(subject: Subject, progress: Progress | None) -> dict[str, Any]:
         provenance["model"] = {key: value for key, value in provenance["model"].items() if key != "content"}
     places = [place(row.name) for row in health.rows]
     totals = health.totals
+    depth, budget = depth_of(health), _or_sentence(lambda: _budget(importance, totals.numel))
     return {
         "name": subject.name,
         "in_words": in_words(importance.provenance),
@@ -121,8 +122,9 @@ def _one(subject: Subject, progress: Progress | None) -> dict[str, Any]:
         "atlas": grid(
             places, "mean", [row.values.mean for row in health.rows], [row.values.numel for row in health.rows]
         ),
-        "depth": depth_of(health),
-        "budget": _or_sentence(lambda: _budget(importance, totals.numel)),
+        "depth": depth,
+        "budget": budget,
+        "answer": answer(depth, budget),
         "model": None if subject.weights is None else _or_sentence(lambda: on_model(importance, subject.weights or {})),
     }
 

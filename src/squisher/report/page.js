@@ -42,6 +42,16 @@
     const step = Number(table.dataset.rows);
     const lower = columns[0].values.map((name) => String(name).toLowerCase());
     const state = { order: lower.map((_, k) => k), shown: step };
+    const arrange = (place, direction) => {
+      const { values: own, kind } = columns[place];
+      const sign = direction === "ascending" ? 1 : -1;
+      state.order = lower.map((_, k) => k).sort((a, b) => {
+        const [x, y] = [own[a], own[b]];
+        if (x === null || y === null) return (x === null) - (y === null) || a - b; // what is not known comes last
+        return sign * (kind === "text" ? names.compare(x, y) : x - y) || a - b;
+      });
+    };
+    heads.forEach((head, place) => { if (head.ariaSort && head.ariaSort !== "none") arrange(place, head.ariaSort); });
 
     const chosen = () => {
       const words = find ? find.value.toLowerCase().split(/\s+/).filter(Boolean) : [];
@@ -67,23 +77,37 @@
     };
     heads.forEach((head, place) => {
       head.querySelector("button").addEventListener("click", () => {
-        const { values: own, kind } = columns[place];
+        const { kind } = columns[place];
         const first = kind === "text" ? "ascending" : "descending";
         const other = first === "ascending" ? "descending" : "ascending";
         const next = head.getAttribute("aria-sort") === first ? other : first;
         heads.forEach((one) => one.setAttribute("aria-sort", one === head ? next : "none"));
-        const sign = next === "ascending" ? 1 : -1;
-        state.order = lower.map((_, k) => k).sort((a, b) => {
-          const [x, y] = [own[a], own[b]];
-          if (x === null || y === null) return (x === null) - (y === null) || a - b; // what is not known comes last
-          return sign * (kind === "text" ? names.compare(x, y) : x - y) || a - b;
-        });
+        arrange(place, next);
         draw();
       });
     });
     if (find) find.addEventListener("input", () => { state.shown = step; draw(); });
     if (more) more.addEventListener("click", () => { state.shown += 10 * step; draw(); });
   }
+
+  // Sections: a link opens its section, and the one that is read is marked in the navigation.
+  const sections = [...document.querySelectorAll("main > section")];
+  const links = new Map([...document.querySelectorAll("nav a")].map((link) => [link.hash.slice(1), link]));
+  const open = (id) => {
+    const inside = id && document.getElementById(id)?.closest("section");
+    if (inside) inside.querySelector("details.fold").open = true;
+  };
+  addEventListener("hashchange", () => open(decodeURIComponent(location.hash.slice(1))));
+  links.forEach((link, id) => link.addEventListener("click", () => open(id)));
+  open(decodeURIComponent(location.hash.slice(1)));
+  document.querySelectorAll("summary .anchor").forEach((link) => link.addEventListener("click", (event) => event.stopPropagation()));
+  const current = () => {
+    const read = sections.findLast((one) => one.getBoundingClientRect().top < innerHeight / 3) ?? sections[0];
+    links.forEach((link, id) => (id === read?.id ? link.setAttribute("aria-current", "true") : link.removeAttribute("aria-current")));
+  };
+  addEventListener("scroll", current, { passive: true });
+  current();
+  addEventListener("beforeprint", () => document.querySelectorAll("details.fold").forEach((one) => { one.open = true; }));
 
   // Themes: the system's, unless one was chosen.
   const buttons = [...document.querySelectorAll("[data-theme-choice]")];

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -114,10 +115,13 @@ def page(title: str, lead: str, parts: Sequence[Part], data: Mapping[str, Any], 
 
 
 def section(anchor: str, heading: str, *parts: str) -> Part:
-    """A section with an anchor that can be linked to."""
+    """Return a section that folds, with an anchor that can be linked to."""
     link = f'<a class="anchor" href="#{escape(anchor)}" aria-label="Link to {escape(heading)}">#</a>'
-    html = f'<section id="{escape(anchor)}" aria-labelledby="{escape(anchor)}-h"><h2 id="{escape(anchor)}-h">{escape(heading)}{link}</h2>'
-    return Part(anchor, heading, html + "".join(parts) + "</section>\n")
+    html = (
+        f'<section id="{escape(anchor)}" aria-labelledby="{escape(anchor)}-h"><details class="fold" open>'
+        f'<summary><h2 id="{escape(anchor)}-h">{escape(heading)}{link}</h2></summary>'
+    )
+    return Part(anchor, heading, html + "".join(parts) + "</details></section>\n")
 
 
 def figure(drawing: str, heading: str, caption: str = "", *, wide: bool = False) -> str:
@@ -148,8 +152,9 @@ def table(
     source: str,
     *,
     filtered: bool = True,
+    by: str | None = None,
 ) -> str:
-    """A table that can be sorted by each column and, where it is long, filtered.
+    """Return a table that can be sorted by each column and, where it is long, filtered.
 
     The first rows are in the HTML; the script reads all of them from the page's data.
 
@@ -160,10 +165,14 @@ def table(
         values: A list for each column's key.
         source: Where the page's data hold `values`.
         filtered: Whether there is a field to filter by name.
+        by: The key of a column with numbers: its largest values come first.
     """
     count = len(values[columns[0].key])
-    head = "".join(_heading(column) for column in columns)
-    body = "".join(_row(columns, [values[column.key][k] for column in columns]) for k in range(min(ROWS, count)))
+    order = list(range(count))
+    if by is not None:
+        order.sort(key=lambda k: -math.inf if values[by][k] is None else values[by][k], reverse=True)
+    head = "".join(_heading(column, column.key == by) for column in columns)
+    body = "".join(_row(columns, [values[column.key][k] for column in columns]) for k in order[:ROWS])
     find = (
         f'<label class="filter">Filter <input type="search" data-filter="{escape(anchor)}" placeholder="words in a name" '
         f'autocomplete="off" spellcheck="false"></label>'
@@ -177,10 +186,10 @@ def table(
     )
 
 
-def _heading(column: Column) -> str:
+def _heading(column: Column, sorted_by: bool) -> str:
     about = f' title="{escape(column.help)}"' if column.help else ""
     return (
-        f'<th scope="col" aria-sort="none" class="{column.kind}" data-key="{escape(column.key)}" data-kind="{column.kind}"{about}>'
+        f'<th scope="col" aria-sort="{"descending" if sorted_by else "none"}" class="{column.kind}" data-key="{escape(column.key)}" data-kind="{column.kind}"{about}>'
         f'<button type="button">{escape(column.label)}</button></th>'
     )
 

@@ -60,8 +60,7 @@ _KEPT = (
 _PRUNING = (
     Column("sparsity", "Sparsity", "share"),
     Column("removed", "Removed", "whole"),
-    Column("share", "Of the cost", "share", "Of the predicted cost of removing every entry"),
-    Column("loss", "Loss added", "number", "½θ²F summed over the removed entries"),
+    Column("share", "Of the cost", "share", "Of the sum of ½θ²F over all entries"),
 )
 
 
@@ -70,6 +69,7 @@ def importance_parts(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]
     prefix = f"importances.{k}"
     anchor = f"importance-{k + 1}"
     blocks = [
+        ("answer", "Where it lies", _answer(item, alone)),
         ("what", "What it is", _what(item)),
         ("health", "Health", _findings(item["diagnoses"])),
         ("atlas", "Atlas of the network", _atlas(item, prefix, anchor)),
@@ -79,7 +79,12 @@ def importance_parts(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]
             "parameters",
             "Parameters",
             table(
-                f"{anchor}-parameters-table", "All parameters", _PARAMETERS, item["parameters"], f"{prefix}.parameters"
+                f"{anchor}-parameters-table",
+                "All parameters",
+                _PARAMETERS,
+                item["parameters"],
+                f"{prefix}.parameters",
+                by="share",
             ),
         ),
     ]
@@ -88,6 +93,15 @@ def importance_parts(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]
         return [section(slug, heading, html) for slug, heading, html in blocks]
     inner = [f'<h3 class="sub" id="{anchor}-{slug}">{escape(heading)}</h3>{html}' for slug, heading, html in blocks[1:]]
     return [section(anchor, item["name"], blocks[0][2], *inner)]
+
+
+def _answer(item: Mapping[str, Any], alone: bool) -> str:
+    """Return the layers that hold the most; the lead of the page says it already where there is one importance."""
+    caption = "A layer with more of the importance than of the entries matters more than its size suggests."
+    words = "" if alone else f'<p class="answer">{escape(" ".join(item["answer"]))}</p>'
+    shares = figure(share_chart(item["depth"]), "What each layer holds", caption)
+    depth = figure(depth_chart(item["depth"]), "Depth profile", "Layers in the order of the network.")
+    return f'{words}<div class="figures">{shares}{depth}</div>'
 
 
 def _what(item: Mapping[str, Any]) -> str:
@@ -131,9 +145,8 @@ def _atlas(item: Mapping[str, Any], prefix: str, anchor: str) -> str:
     return (
         '<div class="figures">'
         + figure(drawing, "Layers and kinds of parameters", caption, wide=True)
-        + _depth_figures(item["depth"])
         + "</div>"
-        + table(f"{anchor}-layers", "All layers", _LAYERS, item["depth"], f"{prefix}.depth")
+        + table(f"{anchor}-layers", "All layers", _LAYERS, item["depth"], f"{prefix}.depth", by="share")
     )
 
 
@@ -219,14 +232,6 @@ def layer_bars(series: Sequence[Series], layers: Sequence[str], axis: Axis, titl
     return lines(series, Axis("layer", 0, 1), axis, categories=layers, title=title, description=description)
 
 
-def _depth_figures(depth: Mapping[str, Any]) -> str:
-    return figure(depth_chart(depth), "Depth profile", "Layers in the order of the network.") + figure(
-        share_chart(depth),
-        "What each layer holds",
-        "A layer with more of the importance than of the entries matters more than its size suggests.",
-    )
-
-
 def distribution_chart(totals: Mapping[str, Any]) -> tuple[str, int]:
     """Draw how many entries have which value; also return how many of the smallest are not shown."""
     bins = totals["log10_histogram"]
@@ -307,25 +312,24 @@ def _model(model: Mapping[str, Any] | None, prefix: str, anchor: str) -> str:
     for key, what in (("without_importance", "Without one"), ("without_weight", "Not in the model")):
         if model[key]:
             text += f" {what}: {listed(model[key])}."
-    if model["unit"]:
-        text += f" Setting weights to zero, the cheapest first, adds ½θ²F each to the mean loss per {model['unit']}, to second order."
-    else:
-        text += " The scale of the importance is not known, so only shares of the cost of pruning are."
+    text += (
+        " Removing a weight costs about ½θ²F by itself. The sum says which weights to remove first, not what the loss will be when "
+        "many go at once: measure that on data."
+    )
     pruning = model["pruning"]
-    key, label = ("loss", f"loss added, per {model['unit']}") if model["unit"] else ("share", "share of the whole cost")
-    shown = [value for value in pruning[key] if value]
-    chart = ""
-    if shown:
-        drawing = lines(
-            [Series("cost", pruning["sparsity"], pruning[key])],
-            Axis("share of the entries set to zero", 0.0, 1.0, kind="share"),
-            Axis(label, *padded(shown), log=True),
-            title="What pruning would cost",
-            description="The predicted cost of setting the cheapest entries to zero, on a logarithmic scale.",
-        )
-        chart = figure(
-            drawing, "What pruning would cost", "A prediction from ½θ²F; large steps leave the range where it holds."
-        )
+    drawing = lines(
+        [Series("cost", [0.0, *pruning["sparsity"]], [0.0, *pruning["share"]])],
+        Axis("share of the entries set to zero, cheapest first", 0.0, 1.0, kind="share"),
+        Axis("share of the sum of all costs", 0.0, 1.0, kind="share"),
+        title="Which share of the cost is removed with them",
+        description="The share of the sum of ½θ²F that the cheapest entries hold. It is a ranking and no forecast of the loss.",
+        diagonal=True,
+    )
+    chart = figure(
+        drawing,
+        "Cheap and dear weights",
+        "A ranking, no forecast. If all weights cost alike, the line would be the dashed one.",
+    )
     rows = table(
         f"{anchor}-pruning", "Pruning, predicted", _PRUNING, pruning, f"{prefix}.model.pruning", filtered=False
     )

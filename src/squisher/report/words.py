@@ -9,7 +9,7 @@ from typing import Any
 from ..importance import Provenance
 from .numbers import fixed, share, whole
 
-__all__ = ["counted", "in_words", "listed", "short_names", "summary"]
+__all__ = ["answer", "counted", "in_words", "listed", "short_names", "summary"]
 
 _LABELS = {
     "data": "the labels of the data (the empirical Fisher)",
@@ -74,11 +74,7 @@ def summary(document: Mapping[str, Any]) -> str:
     entries = f"{whole(first['totals']['numel'])} entries in {counted(first['tensors'], 'parameter')}"
     parts = []
     if len(importances) == 1:
-        parts.append(f"{entries}.")
-        needed = first["budget"].get("needed")
-        if needed:
-            at = needed["share"].index(0.9)
-            parts.append(f"{share(needed['fraction'][at])} of them hold 90% of the importance.")
+        parts += [*first["answer"], f"There are {entries}."]
     else:
         same = len({item["totals"]["numel"] for item in importances}) == 1
         parts.append(
@@ -98,6 +94,23 @@ def summary(document: Mapping[str, Any]) -> str:
             parts.append(f"Their ranks agree at {fixed(low)} to {fixed(high)} (Spearman).")
     parts.append(_worst(importances))
     return " ".join(parts)
+
+
+def answer(depth: Mapping[str, Any], budget: Mapping[str, Any]) -> list[str]:
+    """Return where the importance lies, in sentences: the layers that hold the most, and how few entries hold most of it."""
+    known = [(part, k) for k, part in enumerate(depth["share"]) if part]
+    if not known:
+        return ["All entries are 0: nothing matters more than anything else."]
+    top = [k for _, k in sorted(known, key=lambda pair: (-pair[0], pair[1]))[:3]]
+    shown = [f"{share(depth['share'][k])} in {share(depth['entries'][k])} of the entries" for k in top]
+    sentences = [f"{depth['label'][top[0]]} holds {shown[0].replace(' in ', ' of the importance in ', 1)}."]
+    if len(top) > 1:
+        others = " and ".join(f"{depth['label'][k]} ({what})" for k, what in zip(top[1:], shown[1:], strict=True))
+        sentences.append(f"Then {'comes' if len(top) == 2 else 'come'} {others}.")
+    if "needed" in budget:
+        at = budget["needed"]["share"].index(0.9)
+        sentences.append(f"90% of the importance lies in {share(budget['needed']['fraction'][at])} of all entries.")
+    return sentences
 
 
 def _worst(importances: list[Mapping[str, Any]]) -> str:
