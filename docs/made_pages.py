@@ -47,7 +47,7 @@ def run(script: Path) -> str:
             printed = _capture(content, script.name, namespace)
             out.append(f"```python\n{content}\n```")
             if printed:
-                out.append(f"```text\n{printed}\n```")
+                out.append(f"```{{.text .output}}\n{printed}\n```")
     return "\n\n".join(out) + "\n"
 
 

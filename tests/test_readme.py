@@ -1,5 +1,7 @@
 """What the README and the pages of docs/ say is run, or at least known to exist."""
 
+import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -7,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import squisher
 from squisher.cli.app import ISSUES
 
 ROOT = Path(__file__).parents[1]
@@ -71,3 +74,28 @@ def test_links_of_the_site_stay_in_the_site():
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert not target.startswith("../benchmarks"), (page.name, target)
             assert Path(target).suffix != ".py", (page.name, target)  # sources are no pages of it
+
+
+def test_the_reference_has_every_public_name_as_one_types_it():
+    """Functions and classes of `squisher` itself, and the lower-case ones of the rooms that it exports."""
+    said = set(
+        re.findall(
+            r"^::: (squisher\.[\w.]+)$", "\n".join(p.read_text() for p in (ROOT / "docs/reference").glob("*.md")), re.M
+        )
+    )
+    for name in said:
+        value = squisher
+        for part in name.split(".")[1:]:
+            value = (
+                importlib.import_module(f"{value.__name__}.{part}")
+                if part in ("integrations", "transformers", "lightning", "report")
+                else getattr(value, part)
+            )
+    expected = set()
+    for name in set(squisher.__all__) - {"__version__"}:
+        value = getattr(squisher, name)
+        if inspect.ismodule(value):
+            expected |= {f"squisher.{name}.{inner}" for inner in value.__all__ if inner.islower()}
+        else:
+            expected.add(f"squisher.{name}")
+    assert expected <= said, expected - said

@@ -31,7 +31,7 @@ def test_there_are_five_and_the_site_names_them_and_every_page():
 def test_a_tutorial_runs_and_becomes_a_page(script, made_pages):
     page = made_pages.run(script)
     code = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    printed = "\n".join(re.findall(r"^```text\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
+    printed = "\n".join(re.findall(r"^```{.text .output}\n(.*?)^```", page, re.MULTILINE | re.DOTALL))
     assert page.startswith("# ")
     assert "\n".join(code).count("print(") + "\n".join(code).count("subprocess.run(") >= 2
     assert printed
@@ -54,7 +54,7 @@ def test_output_of_subprocesses_is_shown_and_a_failing_tutorial_fails(made_pages
     script.write_text(
         '"""A.\n"""\nimport subprocess\nprint("one")\nsubprocess.run(["echo", "two"], check=True)\nprint("three")\n'
     )
-    assert "```text\none\ntwo\nthree\n```" in made_pages.run(script)
+    assert "```{.text .output}\none\ntwo\nthree\n```" in made_pages.run(script)
     script.write_text('"""A.\n"""\nraise ValueError("broken")\n')
     with pytest.raises(ValueError, match="broken"):
         made_pages.run(script)

@@ -174,7 +174,8 @@ def type_in(page, text):
 
 
 def test_filtering_by_words(page, data):
-    names = data["importances"][0]["parameters"]["name"]
+    rows = data["importances"][0]["parameters"]
+    names = sorted(rows["name"], key=lambda name: -rows["share"][rows["name"].index(name)])  # by share, as the table begins
     type_in(page, "LAYER.3 bias")
     expected = [name for name in names if "layer.3" in name and "bias" in name]
     assert column(page, 0) == expected
@@ -277,7 +278,7 @@ def test_the_density_tells_its_counts(page, data):
 
 
 def test_a_keyboard_reads_charts_and_sorts_tables(page, data):
-    page.run("document.querySelector('#importance-1 .figures .chart').focus()")
+    page.run("document.querySelector('#importance-1-atlas ~ .figures .chart').focus()")
     page.press("ArrowRight")
     first = tip(page)
     assert first.startswith("embeddings.word · weight")
@@ -347,3 +348,13 @@ def test_a_thousand_layers_draw_and_sort(browser, tmp_path):
     browser.picture(picture)
     assert struct.unpack(">II", picture.read_bytes()[16:24]) == (1280, 900)
     assert browser.complaints == []
+
+
+def test_sections_fold_and_the_one_that_is_read_is_marked(page):
+    assert page.run("document.querySelector('nav [aria-current]').hash") == "#overview"
+    page.run("document.querySelectorAll('details.fold').forEach(one => { one.open = false })")
+    click(page, "nav a[href='#agreement']")
+    assert page.run("document.querySelector('#agreement details.fold').open") is True
+    assert page.run("document.querySelector('#overview details.fold').open") is False
+    page.run("document.querySelector('#agreement').scrollIntoView({ behavior: 'instant' }); dispatchEvent(new Event('scroll'))")
+    assert page.run("document.querySelectorAll('nav [aria-current]').length") == 1
