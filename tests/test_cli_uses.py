@@ -11,7 +11,7 @@ import torch
 
 import squisher
 from squisher.cli import main
-from squisher.storage import archive
+from squisher.storage import safetensors as archive
 
 SQUISHER = Path(sys.executable).with_name("squisher")
 

@@ -8,7 +8,7 @@ import torch
 
 import squisher
 from squisher.quantize import Sensitivity, allocate, sensitivity, simulate
-from squisher.storage import archive
+from squisher.storage import safetensors as archive
 
 BLOCKS = {  # bits: values in a block of ggml, its bytes, values that share a scale, affine
     2: (256, 84, 16, True),

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import squisher
-from squisher.storage import archive
+from squisher.storage import safetensors as archive
 from squisher.unlearn import dampen
 
 

@@ -175,7 +175,9 @@ def type_in(page, text):
 
 def test_filtering_by_words(page, data):
     rows = data["importances"][0]["parameters"]
-    names = sorted(rows["name"], key=lambda name: -rows["share"][rows["name"].index(name)])  # by share, as the table begins
+    names = sorted(
+        rows["name"], key=lambda name: -rows["share"][rows["name"].index(name)]
+    )  # by share, as the table begins
     type_in(page, "LAYER.3 bias")
     expected = [name for name in names if "layer.3" in name and "bias" in name]
     assert column(page, 0) == expected
@@ -356,5 +358,7 @@ def test_sections_fold_and_the_one_that_is_read_is_marked(page):
     click(page, "nav a[href='#agreement']")
     assert page.run("document.querySelector('#agreement details.fold').open") is True
     assert page.run("document.querySelector('#overview details.fold').open") is False
-    page.run("document.querySelector('#agreement').scrollIntoView({ behavior: 'instant' }); dispatchEvent(new Event('scroll'))")
+    page.run(
+        "document.querySelector('#agreement').scrollIntoView({ behavior: 'instant' }); dispatchEvent(new Event('scroll'))"
+    )
     assert page.run("document.querySelectorAll('nav [aria-current]').length") == 1

@@ -9,7 +9,7 @@ import torch
 import squisher
 from squisher.integrations.exports import export, gguf_name, mlx_sensitivities, tensor_types, write_plan
 from squisher.quantize import allocate, sensitivity
-from squisher.storage import archive
+from squisher.storage import safetensors as archive
 
 NAMES = {
     "model.layers.11.self_attn.q_proj.weight": "blk.11.attn_q.weight",

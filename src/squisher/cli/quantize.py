@@ -45,8 +45,8 @@ def quantize(
     Nothing is quantised; the plan is for the tool that does it.
     """
     from ..integrations.exports import PLAN_FORMATS, write_plan
-    from ..integrations.folders import open_model
     from ..quantize import allocate, sensitivity
+    from ..storage.folders import open_model
 
     if to not in PLAN_FORMATS:
         raise SquisherError(f"--format is {', '.join(PLAN_FORMATS)}, not {to!r}.")

@@ -33,7 +33,7 @@ def unlearn(
     as_json: Json = False,
 ) -> None:
     """Dampen the weights that matter far more to the data to forget than to all data (selective synaptic dampening)."""
-    from ..integrations.folders import open_model, write_model
+    from ..storage.folders import open_model, write_model
     from ..storage.tensors import tied_names
     from ..unlearn import dampen
 

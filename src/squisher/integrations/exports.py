@@ -14,9 +14,10 @@ from torch import Tensor
 from ..errors import NamingError, SquisherError, near
 from ..importance import Importance
 from ..quantize import Plan, Sensitivity
-from ..storage import archive
+from ..storage import safetensors
+from ..storage.atomic import new_folder, write_file
+from ..storage.folders import open_model, write_model
 from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of, shape_of
-from .folders import new_folder, open_model, write_model
 
 __all__ = ["FORMATS", "PLAN_FORMATS", "export", "gguf_name", "mlx_sensitivities", "tensor_types"]
 
@@ -48,7 +49,7 @@ def export(importance: Importance, to: str, out: Path, model: Path | None = None
     if to == "ota":
         if out.suffix != ".safetensors":
             raise SquisherError(f"--out {out}: OTA's file is a .safetensors file, such as exp_avg_sq.safetensors.")
-        archive.save(out, importance, None)
+        safetensors.save(out, importance, None)
         return f"{len(importance)} tensors; give it as preconditioner_path"
     if to == "bergson":
         with new_folder(out) as folder:
@@ -201,4 +202,4 @@ def write_plan(plan: Plan, to: str, out: Path) -> None:
         text = json.dumps(mlx_sensitivities(plan.sensitivity, low, high)) + "\n"
     else:
         text = json.dumps(plan.to_dict(), indent=2, ensure_ascii=False) + "\n"
-    archive._write_text(out, text)
+    write_file(out, text.encode())
