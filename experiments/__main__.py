@@ -15,7 +15,18 @@ from pathlib import Path
 
 from experiments.runs import execute
 
-SETTINGS = ("merging", "ubgm", "pruning", "pruning_weights", "fish", "embedding", "ewc", "quality", "runtime")
+SETTINGS = (
+    "merging",
+    "ubgm",
+    "pruning",
+    "pruning_weights",
+    "fish",
+    "embedding",
+    "ewc",
+    "quality",
+    "runtime",
+    "examples",
+)
 
 
 def main() -> None:

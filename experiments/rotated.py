@@ -25,7 +25,7 @@ from experiments.networks import Headed
 from experiments.runs import Run
 from experiments.tuning import Splits, fingerprint, train, tuned, weights_of
 
-__all__ = ["Images", "fine_tune", "network", "rotated", "splits"]
+__all__ = ["Images", "fine_tune", "network", "pretrained", "rotated", "splits"]
 
 
 class Images(Labelled):
@@ -77,13 +77,15 @@ def fine_tune(
 
     def make() -> dict[str, Any]:
         model = network(config, seed)
-        model.load_state_dict(_pretrained(run, seed, config) if start is None else start)
+        model.load_state_dict(pretrained(run, seed, config) if start is None else start)
         return tuned(model, splits(run, task, config), config, seed)
 
     return run.cached(f"{run.setting}/{task}-{seed}{name}-{fingerprint(config)}", make)
 
 
-def _pretrained(run: Run, seed: int, config: Mapping[str, Any]) -> dict[str, Tensor]:
+def pretrained(run: Run, seed: int, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The network that all tasks of a seed start from, trained once."""
+
     def make() -> dict[str, Tensor]:
         whole, _ = _images(run, config)
         order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,197 @@
+"""How many examples of a Fisher is a Squisher worth? The score of what is done with it, against the number of examples.
+
+Whoever has data can measure a Fisher on a few of them. Here the Fisher of 8 to N training examples (nested subsets in a random order of
+the seed's; exact, and with the labels of the data) does the same work as the Squisher of the same network:
+
+- *Pruning*: single weights of a perceptron on MNIST by ½θ²F, 75 % and 90 % of all, test accuracy before any retraining. The recipe of
+  `experiments.pruning_weights`.
+- *Merging*: five rotations of MNIST from one pretrained perceptron, mean test accuracy of the merge with each task's head. The recipe of
+  `experiments.merging`.
+- *EWC* on split MNIST is in `experiments.ewc` ("fisher (8 examples)" and so on, all with the λ of the whole Fisher).
+
+"fisher (moving average)" is what the paper leaves to future work: an average along training like Adam's, with the same β₂ and
+the same batches, of per-example squares instead of squared sums. It has the memory of v without its sum-then-square, so it tells
+apart what each of them does. Nothing is searched for.
+
+python -m experiments examples --scale cpu --data DIR
+"""
+
+from __future__ import annotations
+
+import copy
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import squisher
+from experiments import merging, networks, pruning_weights, rotated
+from experiments.data import Labelled, digits, mnist
+from experiments.runs import Run, Score, Unit
+from experiments.tuning import accuracy
+
+TITLE = "How many examples"
+BASELINE = "without"
+METRIC = "accuracy"
+HIGHER_IS_BETTER = True
+PAPER: dict[str, dict[str, float]] = {}  # the paper does not ask
+MAIN_CASES = ("pruning, 90%", "merging")
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "quick": {
+        "seeds": 2,
+        "examples": [8, 128],
+        "pruning": {"train": 500, "widths": [64, 32, 10], "epochs": 3, "batch": 32, "rate": 3e-3, "decay": 0.01, "sparsities": [0.75]},
+        "merging": merging.CONFIGS["quick"]["benchmarks"]["rotated digits"],
+    },
+    "cpu": {
+        "seeds": 5,
+        "examples": [8, 32, 128, 512, 2048],
+        "pruning": {
+            **{key: pruning_weights.PERCEPTRON[key] for key in ("train", "widths", "epochs", "batch", "rate", "decay")},
+            "sparsities": [0.75, 0.9],
+        },
+        "merging": merging.CONFIGS["cpu"]["benchmarks"]["MNIST rotations"],
+    },
+}  # fmt: skip
+
+
+def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
+    """One unit a use and a seed."""
+    return [[Unit(f"seed-{seed}/{use}", use, {"seed": seed}) for seed in seeds for use in ("prune", "merge")]]
+
+
+def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
+    """Accuracy by case, method (with its number of examples) and seed."""
+    return [
+        Score(case, method, int(key.split("/")[0].removeprefix("seed-")), value)
+        for key, result in results.items()
+        for case, by_method in result["accuracy"].items()
+        for method, value in by_method.items()
+    ]
+
+
+class MovingFisher:
+    """A moving average of the empirical Fishers of batches, bias-corrected: Adam's v̂ of per-example squares."""
+
+    def __init__(self, model: nn.Module, beta2: float) -> None:
+        self.model, self.beta2, self.steps = model, beta2, 0
+        self.total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+
+    def observe(self, inputs: Tensor, labels: Tensor) -> None:
+        """Takes in one batch at the model's weights of now."""
+        self.steps += 1
+        for name, value in squisher.fisher(self.model, [(inputs, labels)], labels="data").items():
+            self.total[name].lerp_(value, 1 - self.beta2)
+
+    def importance(self) -> squisher.Importance:
+        """The average so far."""
+        correction = 1 - self.beta2**self.steps
+        return squisher.Importance({name: value / correction for name, value in self.total.items()}, kind="fisher")
+
+
+def learn(
+    model: nn.Module, train: Labelled, recipe: Mapping[str, Any], steps: int, seed: int
+) -> dict[str, squisher.Importance]:
+    """Trains in place with AdamW over shuffled epochs; the Squisher at the end, and the moving average of Fishers."""
+    beta2 = recipe.get("beta2", 0.999)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe["rate"], betas=(0.9, beta2), weight_decay=recipe["decay"]
+    )
+    moving = MovingFisher(model, beta2)
+    generator = torch.Generator().manual_seed(seed)
+    order: list[Tensor] = []
+    for _ in range(steps):
+        if not order:
+            whole = len(train) // recipe["batch"] * recipe["batch"]
+            order = list(torch.randperm(len(train), generator=generator)[:whole].split(recipe["batch"]))
+        rows = order.pop()
+        inputs, labels = train.inputs[rows], train.labels[rows]
+        moving.observe(inputs, labels)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), labels).backward()
+        optimizer.step()
+    return {
+        "squisher": squisher.extract(optimizer, model, batch_size=recipe["batch"]).as_fisher(),
+        "fisher (moving average)": moving.importance(),
+    }
+
+
+def fishers(model: nn.Module, train: Labelled, counts: list[int], seed: int) -> dict[str, squisher.Importance]:
+    """The Fisher of the first 8, 16, … and of all training examples, in a random order; exact and with the data's labels."""
+    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
+    shuffled = Labelled(train.inputs[order], train.labels[order])
+    return {
+        f"fisher ({labels}), {count}": squisher.fisher(
+            model, shuffled[:count].batches(500), labels="exact" if labels == "exact" else "data"
+        )
+        for labels in ("exact", "empirical")
+        for count in [c for c in counts if c < len(train)] + [len(train)]
+    }
+
+
+def prune(run: Run, seed: int) -> dict[str, Any]:
+    """One perceptron, pruned by every importance."""
+    p = run.config["pruning"]
+    train, test = digits() if run.scale == "quick" else mnist(run.data_folder("mnist"))
+    if run.scale != "quick":
+        train, test = (Labelled((part.inputs - 0.1307) / 0.3081, part.labels) for part in (train, test))
+    train = train[: p["train"]]
+    torch.manual_seed(seed)
+    model = networks.perceptron(p["widths"])
+    found = learn(model, train, p, p["epochs"] * (len(train) // p["batch"]), seed)
+    found |= fishers(model, train, run.config["examples"], seed)
+    whole = found[f"fisher (exact), {len(train)}"]
+    out: dict[str, dict[str, float]] = {}
+    for sparsity in p["sparsities"]:
+        scored = {method: (importance, "fisher") for method, importance in found.items()}
+        scored |= {"without": (whole, "random"), "magnitude": (whole, "magnitude")}
+        out[f"pruning, {sparsity:.0%}"] = {
+            method: _pruned(model, test, importance, sparsity, score, seed)
+            for method, (importance, score) in scored.items()
+        }
+    return {
+        "accuracy": out,
+        "examples": len(train),
+        "unpruned": networks.accuracy(model, test),
+        "spearman": {m: round(squisher.compare(i, whole).spearman, 4) for m, i in found.items()},
+    }
+
+
+def _pruned(
+    model: nn.Module, test: Labelled, importance: squisher.Importance, sparsity: float, score: str, seed: int
+) -> float:
+    smaller = copy.deepcopy(model)
+    squisher.prune.weights(
+        smaller, importance, sparsity=sparsity, scope="global", score=score, exclude="bias", seed=seed
+    )
+    return networks.accuracy(smaller, test)
+
+
+def merge(run: Run, seed: int) -> dict[str, Any]:
+    """Fine-tunes of one network, merged by every importance; each task is tested with its own head."""
+    config = run.config["merging"]
+    start = rotated.pretrained(run, seed, config)
+    models, tests, found = [], [], []
+    for task, steps in config["tasks"].items():
+        data = rotated.splits(run, task, config)
+        train = Labelled(data.train.inputs, data.train.labels)
+        model = rotated.network(config, seed)
+        model.load_state_dict(start)
+        importances = learn(model, train, config, steps, seed)
+        found.append(importances | fishers(model, train, run.config["examples"], seed))
+        models.append(model)
+        tests.append(data.test)
+    weights = [{name: p.detach().clone() for name, p in model.named_parameters()} for model in models]
+    merged = {"without": squisher.merge.average(weights)}
+    for method in found[0]:
+        merged[method] = squisher.merge.fisher(weights, [importances[method] for importances in found])
+    out = {}
+    for method, mixture in merged.items():
+        body = {name: mixture[name] for name in weights[0] if name.startswith("body.")}
+        for model in models:
+            model.load_state_dict(body, strict=False)  # its head stays its own
+        out[method] = statistics.fmean(accuracy(model, test) for model, test in zip(models, tests, strict=True))
+    return {"accuracy": {"merging": out}, "examples": len(train)}
