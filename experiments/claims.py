@@ -158,7 +158,8 @@ def _verdict(claim: Claim, c: Comparison, gap: Difference, p: float, corrected: 
     nothing = _fisher_gains_nothing(claim, c)
     if nothing and (claim.alike or verdict is Verdict.OPEN):
         return Verdict.NOT_TESTABLE, Note.NO_GAIN
-    return verdict, Note.ROWS if c.fixed_rows else Note.NONE
+    known = c.rows_known(claim.first, _second(claim, c), claim.case)
+    return verdict, Note.ROWS if c.fixed_rows and not known else Note.NONE
 
 
 def _fisher_gains_nothing(claim: Claim, c: Comparison) -> bool:

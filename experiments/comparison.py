@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from experiments.spread import Difference, mean, paired
+from experiments.spread import Difference, mean, paired, row_error
 
 __all__ = ["RESULTS", "Comparison", "comparisons", "document"]
 
@@ -34,7 +35,8 @@ class Comparison:
         document: What was run.
         chance: Case, or how its name begins -> what guessing gives.
         sound_from: A method and the value it must reach before anything is concluded.
-        fixed_rows: Whether all seeds are tested on the same few rows, whose choice is not in the intervals.
+        fixed_rows: Whether all seeds are tested on the same few rows.
+        right: Which of these were right, by case and method, then by seed; their choice is in the intervals then.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Comparison:
     chance: Mapping[str, float] = field(default_factory=dict)
     sound_from: tuple[str, float] | None = None
     fixed_rows: bool = False
+    right: Mapping[tuple[str, str], Mapping[int, list[str]]] = field(default_factory=dict)
 
     @cached_property
     def values(self) -> dict[str, dict[str, dict[int, float]]]:
@@ -71,7 +74,20 @@ class Comparison:
     def difference(self, first: str, second: str, case: str | None = None) -> Difference:
         """First − second, signed so that more is better, on one case or on the average of the main ones."""
         a, b = ((self.main(m) if case is None else self.values[case][m]) for m in (first, second))
-        return paired(a, b) if self.higher_is_better else paired(b, a)
+        return paired(a, b, self._row_error(first, second, case)) if self.higher_is_better else paired(b, a)
+
+    def _row_error(self, first: str, second: str, case: str | None) -> float:
+        """What the choice of test rows adds to the error of a difference; 0 where it is not known."""
+        cases = self.main_cases if case is None else (case,)
+        if not self.rows_known(first, second, case):
+            return 0.0
+        errors = [row_error(self.right[one, first], self.right[one, second]) for one in cases]
+        return math.hypot(*errors) / len(errors)
+
+    def rows_known(self, first: str, second: str, case: str | None = None) -> bool:
+        """Whether it is known which test rows two methods had right."""
+        cases = self.main_cases if case is None else (case,)
+        return all((one, method) in self.right for one in cases for method in (first, second))
 
     def chance_of(self, case: str) -> float | None:
         """What guessing gives in a case; the longest name that it begins with decides."""
@@ -119,5 +135,14 @@ def _comparison(name: str, title: str, module: Any, made: dict[str, Any]) -> Com
     return Comparison(
         name, title, module.BASELINE, module.METRIC, module.HIGHER_IS_BETTER, tuple(cases), module.PAPER, made,
         getattr(module, "CHANCE", {}), getattr(module, "SOUND_FROM", None),
-        bool(getattr(module, "FIXED_ROWS", False)) and made["scale"] == "cpu",
+        bool(getattr(module, "FIXED_ROWS", False)) and made["scale"] == "cpu", _right(module, made),
     )  # fmt: skip
+
+
+def _right(module: Any, made: dict[str, Any]) -> dict[tuple[str, str], dict[int, list[str]]]:
+    out: dict[tuple[str, str], dict[int, list[str]]] = defaultdict(dict)
+    if hasattr(module, "right"):
+        results = {key: unit["result"] for key, unit in made["units"].items()}
+        for (case, method, seed), rows in module.right(results).items():
+            out[case, method][seed] = rows
+    return dict(out)

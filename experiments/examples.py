@@ -7,7 +7,6 @@ the seed's; exact, and with the labels of the data) does the same work as the Sq
   `experiments.pruning_weights`.
 - *Merging*: five rotations of MNIST from one pretrained perceptron, mean test accuracy of the merge with each task's head. The recipe of
   `experiments.merging`.
-- *EWC* on split MNIST is in `experiments.ewc` ("fisher (8 examples)" and so on, all with the λ of the whole Fisher).
 
 "fisher (moving average)" is what the paper leaves to future work: an average along training like Adam's, with the same β₂ and
 the same batches, of per-example squares instead of squared sums. It has the memory of v without its sum-then-square, so it tells
@@ -20,7 +19,9 @@ from __future__ import annotations
 
 import copy
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,8 +29,12 @@ from torch import Tensor, nn
 
 import squisher
 from experiments import merging, networks, pruning_weights, rotated
+from experiments.comparison import document
 from experiments.data import Labelled, digits, mnist
+from experiments.figures import COLOURS, save, subplots
+from experiments.markdown import Parts, table
 from experiments.runs import Run, Score, Unit
+from experiments.spread import mean, paired
 from experiments.tuning import accuracy
 
 TITLE = "How many examples"
@@ -195,3 +200,97 @@ def merge(run: Run, seed: int) -> dict[str, Any]:
             model.load_state_dict(body, strict=False)  # its head stays its own
         out[method] = statistics.fmean(accuracy(model, test) for model, test in zip(models, tests, strict=True))
     return {"accuracy": {"merging": out}, "examples": len(train)}
+
+
+Values = Mapping[str, Mapping[str, Mapping[int, float]]]
+"""Case -> method -> seed -> accuracy."""
+LINES = ("squisher", "fisher (moving average)", "without")
+PICTURE = "fisher-examples.png"
+
+
+def parts(folder: Path, images: Path) -> Parts:
+    """The section of docs/when-to-trust-it.md: table, figure, and how many examples the Squisher is worth."""
+    found = document("examples", "cpu", folder)
+    values: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for score in found["scores"]:
+        values[score["case"]][score["method"]][score["seed"]] = score["value"]
+    _draw(values, images / PICTURE)
+    figure = f"![Accuracy against the number of examples of the Fisher](images/{PICTURE})"
+    return Parts({"examples": f"{figure}\n\n{_table(values)}", "memory": _memory(values)})
+
+
+def worth(by_method: Mapping[str, Mapping[int, float]], labels: str) -> str:
+    """The smallest number of examples from which on the Fisher's mean is not below the Squisher's."""
+    curve = _curve(by_method, labels)
+    target = mean(list(by_method["squisher"].values())).value
+    enough = None
+    for count in sorted(curve, reverse=True):
+        if curve[count] < target:
+            break
+        enough = count
+    return f"more than {max(curve):,}" if enough is None else f"{enough:,}"
+
+
+def _curve(by_method: Mapping[str, Mapping[int, float]], labels: str) -> dict[int, float]:
+    prefix = f"fisher ({labels}), "
+    return {
+        int(method.removeprefix(prefix)): mean(list(by_seed.values())).value
+        for method, by_seed in by_method.items()
+        if method.startswith(prefix)
+    }
+
+
+def _table(values: Values) -> str:
+    rows = []
+    for case, by_method in values.items():
+        for labels in ("exact", "empirical"):
+            curve = _curve(by_method, labels)
+            lines = [str(mean(list(by_method[m].values()))) if m in by_method else "" for m in (*LINES, "magnitude")]
+            rows.append(
+                [f"{case}, {labels}", *lines, *(f"{curve[c]:.1f}" for c in sorted(curve)), worth(by_method, labels)]
+            )
+    counts = sorted({count for by_method in values.values() for count in _curve(by_method, "exact")})
+    return table(
+        [
+            "use, labels of the Fisher",
+            *LINES,
+            "magnitude",
+            *(f"{count:,}" for count in counts),
+            "the Squisher is worth",
+        ],
+        rows,
+    )
+
+
+def _memory(values: Values) -> str:
+    """What the two parts of the Squisher do: its memory of earlier weights, and squaring sums."""
+    rows = []
+    for case, by_method in values.items():
+        last = f"fisher (empirical), {max(_curve(by_method, 'empirical'))}"
+        moving = by_method["fisher (moving average)"]
+        rows.append(
+            [
+                case, str(paired(moving, by_method[last])), str(paired(by_method["squisher"], moving)),
+                str(len(moving)),
+            ]
+        )  # fmt: skip
+    return table(
+        ["use", "memory: moving average − Fisher at the end", "squaring sums: Squisher − moving average", "seeds"], rows
+    )
+
+
+def _draw(values: Values, path: Path) -> None:
+    figure, axes = subplots(len(values), (3.4 * len(values), 3.2))
+    for axis, (case, by_method) in zip(axes, values.items(), strict=True):
+        for labels, colour in (("exact", COLOURS[0]), ("empirical", COLOURS[3])):
+            curve = _curve(by_method, labels)
+            axis.plot(sorted(curve), [curve[c] for c in sorted(curve)], "o-", color=colour, label=f"fisher ({labels})")
+        for method, colour in zip(LINES, (COLOURS[1], COLOURS[2], COLOURS[-1]), strict=True):
+            axis.axhline(mean(list(by_method[method].values())).value, color=colour, label=method)
+        axis.set_xscale("log", base=2)
+        axis.set_title(case, fontsize=9)
+        axis.set_xlabel("examples of the Fisher", fontsize=8)
+        axis.tick_params(labelsize=8)
+    axes[0].set_ylabel("test accuracy (%)", fontsize=8)
+    axes[0].legend(fontsize=7, frameon=False)
+    save(figure, path)

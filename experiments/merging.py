@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 import squisher
 from experiments import rotated, text
-from experiments.runs import Run, Score, Unit
-from experiments.tuning import Splits, accuracy, fingerprint, importance
+from experiments.runs import Right, Run, Score, Unit
+from experiments.tuning import Splits, accuracy, fingerprint, importance, right_rows, share
 
 TITLE = "Fisher merging"
 BASELINE = "linear"
@@ -180,15 +180,19 @@ def merge(run: Run, benchmark: str, checkpoint: str, seed: int) -> dict[str, Any
     fishers = [_fishers(run, config, task, seed)[checkpoint] for task in tasks]
     data = [_splits(run, config, task) for task in tasks]
     models = [_loaded(config, d, s["weights"]) for d, s in zip(data, snapshots, strict=True)]
-    out: dict[str, dict[str, float]] = {}
+    right: dict[str, dict[str, str]] = {}
     for method, weights in merged(snapshots, fishers, config["beta2"]).items():
         body = dict(weights)
-        out[method] = {}
+        right[method] = {}
         for task, d, model in zip(tasks, data, models, strict=True):
             model.load_state_dict(body, strict=False)
-            out[method][task] = accuracy(model, d.test)
+            right[method][task] = right_rows(model, d.test)
     own = [run.result(f"{benchmark}/{seed}/{task}")["individual"][checkpoint] for task in tasks]
-    return {"accuracy": out, "individual": dict(zip(tasks, own, strict=True))}
+    return {
+        "accuracy": {method: {task: share(rows) for task, rows in by.items()} for method, by in right.items()},
+        "individual": dict(zip(tasks, own, strict=True)),
+        **({"right": right} if config["kind"] == "text" else {}),
+    }
 
 
 def merged(
@@ -237,6 +241,18 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
             out.append(Score(case, method, int(seed), _mean(share), "normalised accuracy"))
             if point == "final":
                 out += [Score(f"{prefix}{task}", method, int(seed), value) for task, value in tasks.items()]
+    return out
+
+
+def right(results: Mapping[str, Mapping[str, Any]]) -> Right:
+    """Which test rows of the text tasks were right, where it was kept."""
+    out: Right = {}
+    for key, result in results.items():
+        benchmark, seed, what = key.split("/")
+        if benchmark == "text" and "right" in result:
+            case = f"average{CHECKPOINTS[what.removeprefix('merged-')]}"
+            for method, by_task in result["right"].items():
+                out[case, method, int(seed)] = list(by_task.values())
     return out
 
 

@@ -9,19 +9,26 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments import ewc_tables, findings, pruning_weights, trust
+from experiments import ewc_tables, examples, findings, pruning_weights, trust
 from experiments.comparison import RESULTS
 from experiments.markdown import Parts, fill
 
 DOCS = Path(__file__).parents[1] / "docs"
-PAGES: dict[str, Callable[[Path, Path], Parts]] = {
-    "results.md": findings.parts,
-    "results-tables.md": findings.appendix,
-    "continual-learning.md": ewc_tables.parts,
-    "pruning.md": pruning_weights.parts,
-    "when-to-trust-it.md": trust.parts,
+PAGES: dict[str, tuple[Callable[[Path, Path], Parts], ...]] = {
+    "results.md": (findings.parts,),
+    "results-tables.md": (findings.appendix,),
+    "continual-learning.md": (ewc_tables.parts,),
+    "pruning.md": (pruning_weights.parts,),
+    "when-to-trust-it.md": (trust.parts, examples.parts),
 }
 """By page: what makes its parts from a folder of documents, and draws its figures into a folder of images."""
+
+
+def parts(name: str, documents: Path, images: Path) -> Parts:
+    """All that a page takes."""
+    made = [make(documents, images) for make in PAGES[name]]
+    blocks = {key: value for one in made for key, value in one.blocks.items()}
+    return Parts(blocks, {key: value for one in made for key, value in one.words.items()})
 
 
 def main() -> None:
@@ -30,9 +37,9 @@ def main() -> None:
     parser.add_argument("--documents", type=Path, default=RESULTS)
     parser.add_argument("--docs", type=Path, default=DOCS)
     options = parser.parse_args()
-    for name, make in PAGES.items():
+    for name in PAGES:
         page = options.docs / name
-        page.write_text(fill(page.read_text(), make(options.documents, options.docs / "images")))
+        page.write_text(fill(page.read_text(), parts(name, options.documents, options.docs / "images")))
         print(page)
 
 

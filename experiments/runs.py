@@ -7,6 +7,7 @@ A setting is a module with
                                                     later stages may read the results of earlier ones
     <functions>(run: Run, **arguments) -> dict      the work; what a unit's `call` names
     scores(results) -> list[Score]                  the comparison, from all units' results by key
+    right(results) -> Right                         if all seeds share few test rows: which of them were right
 
 and nothing else is asked of it. Everything that costs minutes and is used twice goes through `Run.cached`.
 """
@@ -32,7 +33,10 @@ import torch
 
 import squisher
 
-__all__ = ["Run", "Score", "Unit", "execute"]
+__all__ = ["Right", "Run", "Score", "Unit", "execute"]
+
+Right = dict[tuple[str, str, int], list[str]]
+"""By case, method and seed: for every task of a case, a 1 or a 0 for each test row; the same rows for every seed."""
 
 
 @dataclass(frozen=True)

@@ -96,16 +96,20 @@ def paired(first: Mapping[int, float], second: Mapping[int, float], row_error: f
     return Difference(statistics.fmean(gaps), math.hypot(error, row_error), len(gaps), _sign_flip(gaps))
 
 
-def row_error(first: Mapping[int, Sequence[bool]], second: Mapping[int, Sequence[bool]]) -> float:
-    """The standard error of a difference in accuracy, in points, from the choice of test rows.
+def row_error(first: Mapping[int, Sequence[str]], second: Mapping[int, Sequence[str]]) -> float:
+    """The standard error of a difference in mean accuracy over tasks, in points, from the choice of each task's test rows.
 
     Args:
-        first: By seed, which rows were right; the same rows for every seed.
+        first: By seed, for every task a 1 or a 0 for each row; the same rows for every seed.
         second: The same of the other method.
     """
     seeds = sorted(first.keys() & second.keys())
-    gaps = np.mean([np.subtract(first[s], second[s], dtype=float) for s in seeds], axis=0)
-    return 100 * float(gaps.std(ddof=1)) / math.sqrt(len(gaps))
+    errors = []
+    for task in range(len(first[seeds[0]])):
+        rows = [[[int(one) for one in by[s][task]] for s in seeds] for by in (first, second)]
+        gaps = np.subtract(*rows).mean(axis=0)
+        errors.append(100 * float(gaps.std(ddof=1)) / math.sqrt(len(gaps)))
+    return math.hypot(*errors) / len(errors)
 
 
 def holm(values: Sequence[float]) -> list[float]:

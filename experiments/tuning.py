@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 import squisher
 
-__all__ = ["Splits", "accuracy", "fingerprint", "importance", "train", "tuned", "weights_of"]
+__all__ = ["Splits", "accuracy", "fingerprint", "importance", "right_rows", "share", "train", "tuned", "weights_of"]
 
 
 class Splits(NamedTuple):
@@ -93,17 +93,27 @@ def train(
     return optimizer
 
 
-@torch.no_grad()
 def accuracy(model: nn.Module, data: Any) -> float:
     """The share of rows whose label is found, in percent."""
+    return share(right_rows(model, data))
+
+
+@torch.no_grad()
+def right_rows(model: nn.Module, data: Any) -> str:
+    """A 1 for every row whose label is found, a 0 for the others."""
     was = model.training
     model.eval()
-    right = 0
+    right = []
     for batch in (_placed(batch, model) for batch in data.batches(64)):
         labels = batch.pop("labels")
-        right += int((_logits(model(**batch)).argmax(-1) == labels).sum())
+        right += (_logits(model(**batch)).argmax(-1) == labels).int().tolist()
     model.train(was)
-    return 100.0 * right / len(data)
+    return "".join(map(str, right))
+
+
+def share(right: str) -> float:
+    """How many of such rows are right, in percent."""
+    return 100.0 * right.count("1") / len(right)
 
 
 def importance(snapshot: Mapping[str, Any], part: str | None = None, *, what: str = "squares") -> squisher.Importance:

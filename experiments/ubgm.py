@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 import squisher
 from experiments import rotated, text
-from experiments.runs import Run, Score, Unit
-from experiments.tuning import Splits, accuracy, fingerprint, importance
+from experiments.runs import Right, Run, Score, Unit
+from experiments.tuning import Splits, accuracy, fingerprint, importance, right_rows, share
 
 TITLE = "UBGM"
 BASELINE = "linear"
@@ -157,7 +157,7 @@ def merge(run: Run, seed: int) -> dict[str, Any]:
     """Merges in every way, and tests the one model on all tasks."""
     config = run.config
     tasks = list(config["steps"])
-    out: dict[str, dict[str, float]] = {}
+    right: dict[str, dict[str, str]] = {}
     data = {task: _splits(run, task) for task in tasks}
     snapshots = {task: _tuned(run, task, seed) for task in tasks}
     fishers = {task: _fishers(run, task, seed) for task in tasks}
@@ -166,10 +166,12 @@ def merge(run: Run, seed: int) -> dict[str, Any]:
     model = _loaded(config, snapshots[base]["weights"])
     for method, weights in merged(base, snapshots, fishers, sizes, config["beta2"], config["delta"]).items():
         model.load_state_dict(dict(weights), strict=False)
-        out[method] = {task: accuracy(model, data[task].test) for task in tasks}
+        right[method] = {task: right_rows(model, data[task].test) for task in tasks}
+    out = {method: {task: share(rows) for task, rows in by.items()} for method, by in right.items()}
     results = {task: run.result(f"{seed}/{task}") for task in tasks}
     out["individual"] = {task: result["individual"] for task, result in results.items()}
-    return {"accuracy": out, "rows": {task: result["rows"]["test"] for task, result in results.items()}}
+    rows = {task: result["rows"]["test"] for task, result in results.items()}
+    return {"accuracy": out, "rows": rows, **({"right": right} if config["kind"] == "text" else {})}
 
 
 def merged(
@@ -233,6 +235,15 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
             out.append(Score("average", method, seed, sum(share) / len(share), "normalised accuracy"))
             out += [Score(task, method, seed, value) for task, value in tasks.items()]
     return out
+
+
+def right(results: Mapping[str, Mapping[str, Any]]) -> Right:
+    """Which test rows were right, where it was kept."""
+    return {
+        ("average", method, int(key.split("/")[0])): list(by_task.values())
+        for key, result in results.items()
+        for method, by_task in result.get("right", {}).items()
+    }
 
 
 def _tuned(run: Run, task: str, seed: int) -> dict[str, Any]:

@@ -124,3 +124,44 @@ def test_a_public_function_never_shares_its_name_with_a_module():
 
     functions = [name for name in squisher.__all__ if callable(getattr(squisher, name))]
     assert not set(functions) & set(ROOMS)
+
+
+def private_uses(source):
+    """What a file takes from the package that is not in an `__all__`: imports, and attributes of `squisher`."""
+    import squisher
+
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.startswith("squisher.")]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "squisher":
+            found.append(node.module)
+        elif isinstance(node, ast.Attribute):
+            path = ast.unparse(node).split(".")
+            if path[0] == "squisher" and len(path) == 2 and path[1] not in squisher.__all__:
+                found.append(".".join(path))
+            if path[0] == "squisher" and len(path) == 3 and path[1] in squisher.__all__:
+                owner = getattr(squisher, path[1])
+                if path[2] not in getattr(owner, "__all__", dir(owner)) or path[2].startswith("_"):
+                    found.append(".".join(path))
+    return found
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "experiments").glob("*.py")), ids=lambda p: p.name)
+def test_experiments_use_public_names_only(file):
+    assert not private_uses(file.read_text())
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from squisher.order import Selection",
+        "import squisher.storage",
+        "import squisher\nsquisher.storage.read",
+        "import squisher\nsquisher.merge.streaming",
+        "import squisher\nsquisher.Importance._names",
+    ],
+)
+def test_that_a_private_use_is_found(source):
+    assert private_uses(source)
+    assert not private_uses("import squisher\nsquisher.merge.fisher(squisher.load(a))")

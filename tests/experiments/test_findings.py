@@ -97,6 +97,19 @@ def test_a_stand_in_that_is_too_weak_is_not_judged():
     assert verdict(BETTER, replace(c, sound_from=("unpruned", 40.0))) is Verdict.HOLDS
 
 
+def test_known_test_rows_widen_the_interval_and_take_the_mark_away():
+    c = replace(compared(fisher=FISHER, squisher=FISHER, none=NONE, main=("a",)), fixed_rows=True)
+    (without,) = judge([c], [BETTER])
+    assert without.note is Note.ROWS
+    right = {
+        ("a", method): {seed: ["0110" * 5, rows] for seed in range(1, 6)}
+        for method, rows in (("squisher", "1" * 20), ("none", "01" * 10))
+    }
+    (known,) = judge([replace(c, right=right)], [BETTER])
+    assert known.note is Note.NONE
+    assert known.gap.error > without.gap.error
+
+
 def test_claims_about_what_was_not_run_or_run_once_are_left_out():
     c = compared(fisher=[1.0], squisher=[1.0], none=[2.0])
     assert judge([c], [BETTER, ALIKE, Claim("", "ubgm", "fisher", "baseline")]) == []
@@ -123,7 +136,7 @@ def test_marks_are_filled_and_the_same_twice():
 @pytest.mark.parametrize("name", sorted(pages.PAGES))
 def test_every_page_is_what_the_committed_documents_make(name, tmp_path):
     page = (pages.DOCS / name).read_text()
-    assert fill(page, pages.PAGES[name](RESULTS, tmp_path)) == page
+    assert fill(page, pages.parts(name, RESULTS, tmp_path)) == page
     assert not re.search(r"<!--=.+?--><!---->", page)
 
 

@@ -134,5 +134,7 @@ def test_the_text_benchmark_from_end_to_end_on_a_small_random_bert(tmp_path, mon
     document = json.loads(path.read_text())
     result = document["units"]["text/1/merged-final"]["result"]
     assert result["accuracy"]["squisher"].keys() == {"single", "pair"}  # two heads of different sizes
-    assert len(result["accuracy"]) == 9
+    assert len(result["accuracy"]) == 11
+    rows = merging.right({"text/1/merged-final": result})["average", "squisher", 1]
+    assert [100 * task.count("1") / len(task) for task in rows] == list(result["accuracy"]["squisher"].values())
     assert document["units"]["text/1/pair"]["result"]["steps"]["short"] == 2

@@ -62,13 +62,14 @@ def test_holm_is_stepwise_and_keeps_the_order():
 
 def test_rows_that_all_seeds_share_widen_the_interval():
     generator = np.random.default_rng(0)
-    right = {seed: generator.random(400) < 0.8 for seed in (1, 2, 3)}
-    wrong = {seed: generator.random(400) < 0.7 for seed in (1, 2, 3)}
-    error = row_error(right, wrong)
-    draws = generator.integers(0, 400, (2000, 400))  # the slow definition: rows drawn again
-    gaps = np.mean([right[s].astype(float) - wrong[s] for s in right], axis=0)
-    assert error == pytest.approx(100 * gaps[draws].mean(1).std(), rel=0.1)
-    values = [{s: 100 * r[s].mean() for s in r} for r in (right, wrong)]
+    good, bad = ({s: [generator.random(n) < p for n in (400, 250)] for s in (1, 2, 3)} for p in (0.8, 0.7))
+    error = row_error(*({s: ["".join("01"[int(x)] for x in task) for task in by[s]] for s in by} for by in (good, bad)))
+    drawn = np.zeros(2000)  # the slow definition: the rows of each of the two tasks drawn again
+    for task, count in enumerate((400, 250)):
+        gaps = np.mean([good[s][task].astype(float) - bad[s][task] for s in good], axis=0)
+        drawn += gaps[generator.integers(0, count, (2000, count))].mean(1) / 2
+    assert error == pytest.approx(100 * drawn.std(), rel=0.1)
+    values = [{s: 100 * np.mean([task.mean() for task in by[s]]) for s in by} for by in (good, bad)]
     assert paired(*values, error).error > paired(*values).error
 
 
