@@ -210,13 +210,29 @@ PICTURE = "fisher-examples.png"
 
 def parts(folder: Path, images: Path) -> Parts:
     """The section of docs/when-to-trust-it.md: table, figure, and how many examples the Squisher is worth."""
-    found = document("examples", "cpu", folder)
-    values: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for score in found["scores"]:
-        values[score["case"]][score["method"]][score["seed"]] = score["value"]
+    values = _values(folder)
     _draw(values, images / PICTURE)
     figure = f"![Accuracy against the number of examples of the Fisher](images/{PICTURE})"
     return Parts({"examples": f"{figure}\n\n{_table(values)}", "memory": _memory(values)})
+
+
+def numbers(folder: Path, images: Path) -> Parts:
+    """What docs/results.md takes: in each use, how many examples of which Fisher the Squisher is worth."""
+    return Parts(
+        {},
+        {
+            f"worth/{case}/{labels}": worth(by_method, labels)
+            for case, by_method in _values(folder).items()
+            for labels in ("exact", "empirical")
+        },
+    )
+
+
+def _values(folder: Path) -> Values:
+    values: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
+    for score in document("examples", "cpu", folder)["scores"]:
+        values[score["case"]][score["method"]][score["seed"]] = score["value"]
+    return values
 
 
 def worth(by_method: Mapping[str, Mapping[int, float]], labels: str) -> str:

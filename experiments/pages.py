@@ -15,7 +15,7 @@ from experiments.markdown import Parts, fill
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES: dict[str, tuple[Callable[[Path, Path], Parts], ...]] = {
-    "results.md": (findings.parts,),
+    "results.md": (findings.parts, examples.numbers),
     "results-tables.md": (findings.appendix,),
     "continual-learning.md": (ewc_tables.parts,),
     "pruning.md": (pruning_weights.parts,),
