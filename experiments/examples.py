@@ -236,15 +236,24 @@ def _values(folder: Path) -> Values:
 
 
 def worth(by_method: Mapping[str, Mapping[int, float]], labels: str) -> str:
-    """The smallest number of examples from which on the Fisher's mean is not below the Squisher's."""
-    curve = _curve(by_method, labels)
-    target = mean(list(by_method["squisher"].values())).value
-    enough = None
-    for count in sorted(curve, reverse=True):
-        if curve[count] < target:
-            break
-        enough = count
-    return f"more than {max(curve):,}" if enough is None else f"{enough:,}"
+    """From how many examples on the Fisher is no longer clearly behind the Squisher, and from how many its mean is not lower.
+
+    Clearly: the 95 % interval of the difference paired by seed is below 0.
+    """
+    gaps = {
+        count: paired(by_method[f"fisher ({labels}), {count}"], by_method["squisher"])
+        for count in sorted(_curve(by_method, labels), reverse=True)
+    }
+    clear = [gap.high < 0 for gap in gaps.values()]
+    lower = [gap.value < 0 for gap in gaps.values()]
+    ends = [_first_enough(list(gaps), behind) for behind in (clear, lower)]
+    return ends[0] if ends[0] == ends[1] else " to ".join(ends)
+
+
+def _first_enough(counts: list[int], behind: list[bool]) -> str:
+    """The smallest of falling counts before the first that is behind."""
+    reached = behind.index(True) if True in behind else len(counts)
+    return f"{counts[reached - 1]:,}" if reached else f"more than {counts[0]:,}"
 
 
 def _curve(by_method: Mapping[str, Mapping[int, float]], labels: str) -> dict[int, float]:

@@ -61,11 +61,14 @@ def test_fishers_are_of_the_first_rows_of_one_order_and_end_with_all():
         ({8: 50, 32: 60, 128: 65}, "more than 128"),
         ({8: 71, 32: 60, 128: 75}, "128"),  # by luck with 8: it must stay so
         ({8: 90, 32: 91, 128: 92}, "8"),
+        ({8: 50, 32: 69.9, 128: 71}, "32 to 128"),  # behind, and not clearly
+        ({8: 50, 32: 69.9, 128: 69.9}, "32 to more than 128"),
     ],
 )
 def test_worth_is_the_number_from_which_on_the_fisher_is_not_behind(curve, expected):
-    values = {f"fisher (exact), {n}": {1: value - 1, 2: value + 1} for n, value in curve.items()}
-    assert examples.worth({**values, "squisher": {1: 69.0, 2: 71.0}}, "exact") == expected
+    noise = (-0.5, 0.5, -0.5, 0.5)  # of the difference
+    values = {f"fisher (exact), {n}": {s: value + noise[s] for s in range(4)} for n, value in curve.items()}
+    assert examples.worth({**values, "squisher": dict.fromkeys(range(4), 70.0)}, "exact") == expected
 
 
 def test_a_small_run_has_every_method_once_a_seed_and_importances_beat_chance(tmp_path):
