@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import squisher
-from experiments.data import Labelled
+from experiments.data import Labelled, shuffled
 from experiments.networks import Sliced, accuracy, perceptron
 
 __all__ = ["METHODS", "Context", "Method", "hold_out", "learn_all", "permuted", "split"]
@@ -192,7 +192,7 @@ def _learn(
     tracker: squisher.Tracker | None,
     ewc: squisher.EWC,
 ) -> None:
-    rows = _shuffled(len(context.train), config["batch"], generator)
+    rows = _epochs(len(context.train), config["batch"], generator)
     for batch in itertools.islice(rows, config["iterations"]):
         inputs, labels = context.seen(context.train[batch])
         optimizer.zero_grad()
@@ -204,10 +204,10 @@ def _learn(
         optimizer.step()
 
 
-def _shuffled(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Rows of batches over shuffled epochs; the last, smaller batch of an epoch is left out."""
+def _epochs(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """Rows of batches without end."""
     while True:
-        yield from torch.randperm(count, generator=generator)[: count // size * size].split(size)
+        yield from shuffled(count, size, generator)
 
 
 def _accuracy(model: Sliced, context: Context) -> float:

@@ -52,6 +52,11 @@ class Labelled(NamedTuple):
         return list(zip(self.inputs.split(size), self.labels.split(size), strict=True))
 
 
+def shuffled(count: int, size: int, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+    """The rows of one epoch in a random order, batch by batch; the last, smaller batch is left out."""
+    return torch.randperm(count, generator=generator)[: count // size * size].split(size)
+
+
 def digits() -> tuple[Labelled, Labelled]:
     """Handwritten digits, 8×8, values 0 to 1, that ship with scikit-learn: 1,437 to train on and 360 to test on."""
     from sklearn.datasets import load_digits

@@ -20,7 +20,7 @@ from torch import nn
 import squisher
 from experiments import findings
 from experiments.comparison import SETTINGS, comparisons
-from experiments.data import Labelled, digits
+from experiments.data import Labelled, digits, shuffled
 from experiments.runs import execute
 from experiments.spread import mean
 
@@ -31,7 +31,7 @@ def train(model: nn.Module, data: Labelled) -> torch.optim.Optimizer:
     """AdamW over shuffled epochs, as anybody would."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(EPOCHS):
-        for rows in torch.randperm(len(data))[: len(data) // BATCH * BATCH].split(BATCH):
+        for rows in shuffled(len(data), BATCH):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(data.inputs[rows]), data.labels[rows]).backward()
             optimizer.step()

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import squisher
 from experiments import merging, networks, pruning_weights, rotated
 from experiments.comparison import document
-from experiments.data import Labelled, digits, mnist
+from experiments.data import Labelled, digits, mnist, shuffled
 from experiments.figures import COLOURS, save, subplots
 from experiments.markdown import Parts, table
 from experiments.runs import Run, Score, Unit
@@ -110,8 +110,7 @@ def learn(
     order: list[Tensor] = []
     for _ in range(steps):
         if not order:
-            whole = len(train) // recipe["batch"] * recipe["batch"]
-            order = list(torch.randperm(len(train), generator=generator)[:whole].split(recipe["batch"]))
+            order = list(shuffled(len(train), recipe["batch"], generator))
         rows = order.pop()
         inputs, labels = train.inputs[rows], train.labels[rows]
         moving.observe(inputs, labels)
@@ -127,10 +126,10 @@ def learn(
 def fishers(model: nn.Module, train: Labelled, counts: list[int], seed: int) -> dict[str, squisher.Importance]:
     """The Fisher of the first 8, 16, … and of all training examples, in a random order; exact and with the data's labels."""
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
-    shuffled = Labelled(train.inputs[order], train.labels[order])
+    rows = Labelled(train.inputs[order], train.labels[order])
     return {
         f"fisher ({labels}), {count}": squisher.fisher(
-            model, shuffled[:count].batches(500), labels="exact" if labels == "exact" else "data"
+            model, rows[:count].batches(500), labels="exact" if labels == "exact" else "data"
         )
         for labels in ("exact", "empirical")
         for count in [c for c in counts if c < len(train)] + [len(train)]

@@ -352,9 +352,7 @@ def _epochs(
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / steps if decay else 1.0)
     for _ in range(epochs):
         model.train()
-        for rows in torch.randperm(len(train), generator=generator)[: len(train) // f["batch"] * f["batch"]].split(
-            f["batch"]
-        ):
+        for rows in data.shuffled(len(train), f["batch"], generator):
             images = augmented(train.inputs[rows], generator).contiguous(memory_format=torch.channels_last)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), train.labels[rows]).backward()

@@ -128,8 +128,7 @@ def _fit(model: nn.Module, train: Labelled, p: dict[str, Any], epochs: int, seed
     optimizer = torch.optim.AdamW(model.parameters(), lr=p["rate"], weight_decay=p["decay"])
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
-        order = torch.randperm(len(train), generator=generator)[: len(train) // p["batch"] * p["batch"]]
-        for rows in order.split(p["batch"]):
+        for rows in data.shuffled(len(train), p["batch"], generator):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(train.inputs[rows]), train.labels[rows]).backward()
             optimizer.step()

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 import squisher
-from experiments.data import Labelled, digits, mnist
+from experiments.data import Labelled, digits, mnist, shuffled
 from experiments.networks import perceptron
 from experiments.runs import Run, Score, Unit
 
@@ -174,9 +174,7 @@ class Training:
         """Takes this many more steps."""
         for _ in range(steps):
             if not self.order:
-                size = self.recipe["batch"]
-                shuffled = torch.randperm(len(self.data), generator=self.generator)
-                self.order = list(shuffled[: len(self.data) // size * size].split(size))
+                self.order = list(shuffled(len(self.data), self.recipe["batch"], self.generator))
             batch = self.data[self.order.pop()]
             if self.recipe["schedule"] == "cosine":
                 factor = 0.5 * (1 + math.cos(math.pi * self.done / self.recipe["steps"]))

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 import squisher
+from experiments.data import shuffled
 
 __all__ = ["Splits", "accuracy", "fingerprint", "importance", "right_rows", "share", "train", "tuned", "weights_of"]
 
@@ -195,7 +196,7 @@ def _rows(count: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
     size = min(size, count)
     done = 0
     while done < steps:
-        for rows in torch.randperm(count, generator=generator)[: count // size * size].split(size):
+        for rows in shuffled(count, size, generator):
             if done == steps:
                 return
             done += 1

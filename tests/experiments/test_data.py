@@ -116,3 +116,10 @@ def test_digits_are_split_once_and_for_all():
     assert train.inputs.min() == 0
     assert train.inputs.max() == 1
     assert sum(len(labels) for _, labels in train.batches(100)) == 1437
+
+
+def test_an_epoch_has_every_row_once_but_for_what_fills_no_batch():
+    rows = data.shuffled(10, 3, torch.Generator().manual_seed(0))
+    assert [len(batch) for batch in rows] == [3, 3, 3]
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(torch.cat(rows), order[:9])

@@ -41,8 +41,8 @@ def test_parity_has_two_classes(tmp_path):
 
 def test_tasks_start_from_one_pretrained_network(tmp_path):
     run = Run("merging", "quick", {}, None, tmp_path)
-    start = rotated._pretrained(run, 1, CONFIG)
+    start = rotated.pretrained(run, 1, CONFIG)
     kept = rotated.fine_tune(run, "30°", 1, {**CONFIG, "rate": 0.0, "track": False})
     assert all(torch.equal(kept["snapshots"]["final"]["weights"][name], start[name]) for name in start)
-    other = rotated._pretrained(run, 2, CONFIG)
+    other = rotated.pretrained(run, 2, CONFIG)
     assert not torch.equal(start["head.weight"], other["head.weight"])
