@@ -40,7 +40,10 @@ def extract(
     ] = None,
     batch_tokens: Annotated[float | None, typer.Option(metavar="T", help="Mean loss-bearing tokens per step.")] = None,
     beta2: Annotated[
-        float | None, typer.Option(metavar="X", help="β₂, for sources that do not record it (optax).")
+        float | None, typer.Option(metavar="X", help="β₂, for sources that do not record it (optax, MLX).")
+    ] = None,
+    optimizer_class: Annotated[
+        str | None, typer.Option(metavar="NAME", help="The optimizer's class, where the keys leave it open (ADOPT).")
     ] = None,
     loss_reduction: Annotated[str | None, typer.Option(metavar="R", help="mean, sum or token_mean.")] = None,
     raw: Annotated[
@@ -68,6 +71,7 @@ def extract(
         loss_reduction=loss_reduction,
         batch_tokens=whole(batch_tokens),
         beta2=beta2,
+        optimizer_class=optimizer_class,
         trainable=trainable,
         base_model=base_model,
         optimizer=optimizer,

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import NamingError, SquisherError
+from ..errors import NamingError, NoAccumulatorError, SquisherError
 from ..importance import Importance
 from ..storage.hub import fetch, is_hub_id
 from .assembly import assemble
@@ -49,6 +49,7 @@ def extract(
     optimizer: int | None = None,
     allow_coarse: bool = False,
     beta2: float | None = None,
+    optimizer_class: str | None = None,
 ) -> Importance:
     """The squared-gradient average that an optimizer already holds, as a named importance.
 
@@ -69,7 +70,8 @@ def extract(
         base_model: Folder of the weights that training started from: what is bit-equal to them was frozen.
         optimizer: Which optimizer, counted from 0, where a source holds several over the same names.
         allow_coarse: Accept states of four bits, which keep little more than the order of magnitude.
-        beta2: Decay of the squared-gradient average, for sources that do not record it (optax, `.weights.h5`).
+        beta2: Decay of the squared-gradient average, for sources that do not record it (optax, MLX, `.weights.h5`).
+        optimizer_class: Name of the optimizer's class (`ADOPT`, `RMSprop`), for sources whose keys leave it open.
 
     Returns:
         An importance of kind `squisher`. From a file it is lazy: nothing is read until it is asked for.
@@ -90,14 +92,16 @@ def extract(
         where = Path(model) if isinstance(model, (str, os.PathLike)) else None
         base = None if base_model is None else Path(base_model)
         named = names is not None or isinstance(model, nn.Module)
-        options = Options(where, base, trainable, allow_coarse, named, beta2)
+        options = Options(where, base, trainable, allow_coarse, named, beta2, optimizer_class)
         path = fetch(source) if isinstance(source, str) and is_hub_id(source) else Path(source)
         return _from_file(path, model, names, bias_correction, known, options, optimizer)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
             raise SquisherError(f"{option} is for files; a live optimizer's names are found by identity in the model.")
-    if beta2 is not None:
-        raise SquisherError("beta2 is for files that do not record it; a live optimizer knows its own.")
+    if beta2 is not None or optimizer_class is not None:
+        raise SquisherError(
+            "beta2 and optimizer_class are for files that do not record them; a live optimizer has its own."
+        )
     if isinstance(model, (str, os.PathLike)):
         raise SquisherError("A live optimizer needs the live model that it trains, not a path.")
     _complete(known)
@@ -142,11 +146,13 @@ def _from_file(
     every = {c.name: c for c in parameters}
     rules = [*found.rules, *RULES, *trainer_rules(list(every.values()))]
     optimizers = list(found.optimizers) if which is None else [_one_of(found.optimizers, which)]
+    if options.optimizer_class is not None:
+        optimizers = [replace(one, class_name=options.optimizer_class) for one in optimizers]
+    optimizers = _usable(optimizers)
     given = None if names is None else given_names(names)
     named: list[tuple[str, Entry, str | None]] = []
     hows = []
     for one in optimizers:
-        check_usable(one)
         check_precision(one.entries, options.allow_coarse)
     for one in optimizers:
         naming = resolve(one, models if one.models is None or options.named else one.models, given, rules)
@@ -190,6 +196,25 @@ def _as_stored(
         if not pieces_of:
             out.append((name, entry, class_name))
     return out, stored
+
+
+def _usable(optimizers: Sequence[OptimizerState]) -> list[OptimizerState]:
+    """Return the optimizers that keep a squared gradient, where one does (the AdamW beside a Muon).
+
+    Raises:
+        NoAccumulatorError: None does.
+    """
+    usable, refusals = [], []
+    for one in optimizers:
+        try:
+            check_usable(one)
+        except NoAccumulatorError as error:
+            refusals.append(error)
+        else:
+            usable.append(one)
+    if not usable and refusals:
+        raise refusals[0]
+    return usable
 
 
 def _one_of(optimizers: Sequence[Any], which: int) -> Any:

@@ -163,6 +163,7 @@ class Options:
         allow_coarse: Whether states of four bits are accepted.
         named: Whether names are at hand, so that a reader need not look for them.
         beta2: Decay of the squared-gradient average, for sources that do not record it.
+        optimizer_class: The optimizer's class, for sources that do not record it.
     """
 
     model: Path | None = None
@@ -171,6 +172,7 @@ class Options:
     allow_coarse: bool = False
     named: bool = False
     beta2: float | None = None
+    optimizer_class: str | None = None
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,11 @@ def _wanted(files: list[str], folder: str) -> list[str]:
 def _is_state(file: str) -> bool:
     name = PurePosixPath(file).name
     return (
-        bool(re.search(r"optim|distcp$|global_step|rng_state|\.ckpt$|\.keras$", file))
+        bool(
+            re.search(
+                r"optim|exp_avg_sq|distcp$|mp_rank_\d+_model_states\.pt$|global_step|rng_state|\.ckpt$|\.keras$", file
+            )
+        )
         or name in ("checkpoint.pt", "ckpt.pt", "squisher.safetensors")
         or bool(re.fullmatch(r"(checkpoint|ckpt)[\w.-]*\.(pt|pth|tar)", name))
     )

@@ -19,6 +19,7 @@ from .model_source import with_model
 from .optax import read_flax, read_orbax_folder
 from .orbax import is_orbax
 from .rank_files import is_rank_folder, read_ranks
+from .safetensors_state import is_safetensors_state, read_safetensors_state
 from .sb3 import is_sb3, read_sb3
 from .torch_file import read_torch_file
 from .trainer import is_trainer_folder, read_trainer
@@ -43,6 +44,7 @@ READERS: list[Reader] = [
     Reader("Accelerate save_state folder", is_accelerate_folder, read_accelerate),
     Reader("a folder with a torch optimizer file", lambda path: _optimizer_file(path) is not None, lambda path, options: with_model(_in_folder(path), options)),
     Reader("a folder with a torch file of every rank", is_rank_folder, read_ranks),
+    Reader("optimizer state in a safetensors file", is_safetensors_state, read_safetensors_state),
     Reader("Lightning checkpoint", is_lightning_file, read_lightning),
     Reader("Keras file", is_keras, read_keras),
     Reader("stable-baselines3 archive", is_sb3, read_sb3),
