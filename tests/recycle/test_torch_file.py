@@ -249,6 +249,136 @@ def test_a_folder_with_one_checkpoint_is_read_and_with_several_refused(tmp_path,
     torch.save({"model": run[0].state_dict(), "optimizer": run[1].state_dict()}, tmp_path / "ckpt.pt")
     (tmp_path / "notes.txt").write_text("")
     check(tmp_path, *run)
-    torch.save({"epoch": 1}, tmp_path / "other.pth")
-    with pytest.raises(FileError, match=r"holds 2 torch files \(ckpt\.pt, other\.pth\): give one of them"):
+    torch.save({"optimizer": run[1].state_dict()}, tmp_path / "other.pth")
+    with pytest.raises(FileError, match=r"2 torch files \(ckpt\.pt, other\.pth\)"):
         squisher.extract(tmp_path)
+
+
+# -- names that other writers record -----------------------------------------------------------------------------------
+
+
+def in_order(optimizer, module):
+    names = {id(p): name for name, p in module.named_parameters()}
+    return [names[id(p)] for group in optimizer.param_groups for p in group["params"]]
+
+
+def shuffled(model):
+    """An optimizer whose order no convention knows, so that only recorded names can be right."""
+    parameters = list(model.parameters())
+    return torch.optim.AdamW([{"params": parameters[1::2]}, {"params": parameters[::2][::-1]}], lr=1e-3)
+
+
+def test_names_by_index_in_each_state_and_by_key(tmp_path):
+    model, optimizer = trained(shuffled)
+    names = in_order(optimizer, model)
+    bergson = optimizer.state_dict()
+    for k, own in bergson["state"].items():
+        own["param_name"] = names[k]
+    nanotron = {**optimizer.state_dict(), "names": dict(enumerate(names))}
+    for k, state in enumerate((bergson, nanotron)):
+        torch.save(state, tmp_path / f"{k}.pt")
+        assert check(tmp_path / f"{k}.pt", model, optimizer).provenance.naming == "recorded"
+
+
+def test_an_optimizer_for_each_parameter_as_torchtune_steps_in_the_backward_pass(tmp_path):
+    torch.manual_seed(0)
+    model = Net()
+    steps = {name: torch.optim.AdamW([p], lr=1e-3) for name, p in model.named_parameters()}
+    for _ in range(3):
+        model(torch.randint(0, 7, (8, 5))).square().mean().backward()
+        for one in steps.values():
+            one.step()
+            one.zero_grad()
+    torch.save(
+        {"optimizer": {n: o.state_dict() for n, o in steps.items()}, "epochs_run": 1}, tmp_path / "recipe_state.pt"
+    )
+    imp = squisher.extract(tmp_path / "recipe_state.pt")
+    live = squisher.extract(list(steps.values()), model)
+    assert {n: t.tolist() for n, t in imp.items()} == {n: t.tolist() for n, t in live.items()}
+
+
+def test_a_group_with_a_name_for_each_parameter(tmp_path):
+    model, optimizer = trained(
+        lambda m: torch.optim.AdamW([{"params": [p], "name": n} for n, p in list(m.named_parameters())[::-1]])
+    )
+    torch.save(optimizer.state_dict(), tmp_path / "state.pt")
+    check(tmp_path / "state.pt", model, optimizer)
+    optimizer.param_groups[0]["name"] = "the head"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "both.pt")
+    with pytest.raises(NamingError):  # names that no weight has are only labels of groups
+        squisher.extract(tmp_path / "both.pt")
+
+
+@pytest.mark.parametrize("weights", ["module", "state dict"])
+def test_a_pickled_optimizer_beside_its_weights_shares_their_bytes(tmp_path, weights):
+    model, optimizer = trained(shuffled)
+    kept = model if weights == "module" else model.state_dict()
+    torch.save({"net": kept, "opt": optimizer}, tmp_path / "all.pt")
+    assert check(tmp_path / "all.pt", model, optimizer).provenance.naming == "recorded"
+
+
+def test_a_pickled_module_is_one_model_with_full_names(tmp_path):
+    model, optimizer = trained(lambda m: torch.optim.AdamW(m.parameters(), lr=1e-3))
+    torch.save({"model": model, "optimizer": optimizer.state_dict()}, tmp_path / "all.pt")
+    check(tmp_path / "all.pt", model, optimizer)
+
+
+def test_the_state_inside_torchcontribs_swa(tmp_path, run):
+    state = run[1].state_dict()
+    swa = {"opt_state": state["state"], "swa_state": {123: {}}, "param_groups": state["param_groups"]}
+    torch.save({"model": run[0].state_dict(), "optimizer": swa}, tmp_path / "swa.pt")
+    check(tmp_path / "swa.pt", *run)
+
+
+def test_agilerl_lists_the_networks_of_each_optimizer(tmp_path):
+    torch.manual_seed(0)
+    actor, critic = nn.Linear(3, 4), nn.Linear(3, 4)
+    optimizer = torch.optim.Adam([{"params": critic.parameters()}, {"params": actor.parameters()}], lr=1e-3)
+    (actor(torch.ones(2, 3)).square().mean() + critic(torch.ones(2, 3)).sum()).backward()
+    optimizer.step()
+    info = {
+        "modules": {"actor_state_dict": actor.state_dict(), "critic_state_dict": critic.state_dict()},
+        "optimizers": {"optimizer_state_dict": optimizer.state_dict(), "optimizer_networks": ["critic", "actor"]},
+    }
+    torch.save({"network_info": info}, tmp_path / "agent.pt")
+    imp = squisher.extract(tmp_path / "agent.pt")
+    live = squisher.extract(optimizer, nn.ModuleDict({"actor": actor, "critic": critic}))
+    assert {n: t.tolist() for n, t in imp.items()} == {n: t.tolist() for n, t in live.items()}
+
+
+@pytest.mark.parametrize(
+    "files", [("model.pth", "optimizer.pth"), ("params.pt", "optimizer.pt"), ("net.pt", "optim.pt")]
+)
+def test_weights_and_state_in_two_files_of_a_folder(tmp_path, run, files):
+    torch.save(run[0].state_dict(), tmp_path / files[0])
+    torch.save(run[1].state_dict(), tmp_path / files[1])
+    torch.save({"epoch": 3}, tmp_path / "scheduler.pt")
+    check(tmp_path, *run)
+
+
+def test_several_states_in_a_folder_are_a_question(tmp_path, run):
+    for epoch in (1, 2):
+        torch.save(run[1].state_dict(), tmp_path / f"epoch{epoch}.pt")
+    torch.save(run[0].state_dict(), tmp_path / "weights.pt")
+    with pytest.raises(FileError, match="--model"):
+        squisher.extract(tmp_path)
+    check(tmp_path / "epoch1.pt", *run, model=tmp_path / "weights.pt")
+
+
+def test_the_adamw_beside_a_muon(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    matrices = [("0.weight", model[0].weight), ("1.weight", model[1].weight)]
+    vectors = [("0.bias", model[0].bias), ("1.bias", model[1].bias)]
+    muon, adamw = torch.optim.Muon(matrices, lr=1e-3), torch.optim.AdamW(vectors, lr=1e-3)
+    for one in (muon, adamw):
+        model(torch.randn(5, 3)).square().mean().backward()
+        one.step()
+    torch.save(
+        {"model": model.state_dict(), "optimizers": [muon.state_dict(), adamw.state_dict()]}, tmp_path / "both.pt"
+    )
+    imp = squisher.extract(tmp_path / "both.pt")
+    assert set(imp) == {"0.bias", "1.bias"}
+    assert set(imp.provenance.absent) == {"0.weight", "1.weight"}
+    with pytest.raises(NoAccumulatorError, match="Muon"):
+        squisher.extract(tmp_path / "both.pt", optimizer=0)

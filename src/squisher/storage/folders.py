@@ -23,7 +23,7 @@ from .json_files import read_object
 from .tensors import Ahead, LazyTensors, TensorSource, dtype_of, numel_of
 from .torch_files import find_weights, read
 
-__all__ = ["Model", "Weights", "open_model", "open_weights", "write_model"]
+__all__ = ["Model", "Weights", "has_weights", "open_model", "open_weights", "write_model"]
 
 _WEIGHTS = "model.safetensors"
 _IN_FOLDER = (
@@ -61,6 +61,11 @@ class Weights(NamedTuple):
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
         """Whether there is a tensor of this name and this shape."""
         return name in self.tensors and tuple(self.tensors[name].shape) == tuple(shape)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds weights under one of the usual names."""
+    return any((folder / name).is_file() for name in _IN_FOLDER)
 
 
 def open_weights(path: Path) -> Weights | None:

@@ -16,12 +16,13 @@ from .keras import is_keras, read_keras
 from .lightning import is_lightning_file, read_lightning
 from .megatron import is_megatron, read_megatron
 from .model_source import with_model
+from .nanotron import is_nanotron, read_nanotron
 from .optax import read_flax, read_orbax_folder
 from .orbax import is_orbax
 from .rank_files import is_rank_folder, read_ranks
 from .safetensors_state import is_safetensors_state, read_safetensors_state
 from .sb3 import is_sb3, read_sb3
-from .torch_file import read_torch_file
+from .torch_file import read_torch_file, read_torch_folder, torch_files
 from .trainer import is_trainer_folder, read_trainer
 from .zero import is_zero, read_zero
 
@@ -39,10 +40,10 @@ class Reader(NamedTuple):
 READERS: list[Reader] = [
     Reader("Megatron checkpoint (experimental)", is_megatron, read_megatron),
     Reader("torch.distributed.checkpoint folder", is_dcp, read_dcp),
+    Reader("nanotron checkpoint", is_nanotron, read_nanotron),
     Reader("DeepSpeed ZeRO checkpoint", is_zero, read_zero),
     Reader("Hugging Face Trainer folder", is_trainer_folder, read_trainer),
     Reader("Accelerate save_state folder", is_accelerate_folder, read_accelerate),
-    Reader("a folder with a torch optimizer file", lambda path: _optimizer_file(path) is not None, lambda path, options: with_model(_in_folder(path), options)),
     Reader("a folder with a torch file of every rank", is_rank_folder, read_ranks),
     Reader("optimizer state in a safetensors file", is_safetensors_state, read_safetensors_state),
     Reader("Lightning checkpoint", is_lightning_file, read_lightning),
@@ -50,7 +51,7 @@ READERS: list[Reader] = [
     Reader("stable-baselines3 archive", is_sb3, read_sb3),
     Reader("Orbax checkpoint", is_orbax, read_orbax_folder),
     Reader("flax msgpack file", lambda path: path.is_file() and is_msgpack(path), read_flax),
-    Reader("a folder with one torch file", lambda path: len(_torch_files(path)) == 1, lambda path, options: read_source(_torch_files(path)[0], options)),
+    Reader("a folder with torch files", lambda path: bool(torch_files(path)), lambda path, options: with_model(read_torch_folder(path), options)),
     # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.
     Reader("torch.save file", Path.is_file, lambda path, options: with_model(read_torch_file(path), options)),
 ]  # fmt: skip
@@ -67,11 +68,6 @@ def read_source(path: Path, options: Options) -> Found:
     for reader in READERS:
         if reader.accepts(path):
             return reader.read(path, options)
-    several = [file.name for file in _torch_files(path)]
-    if several:
-        raise FileError(
-            f"The folder {path} holds {len(several)} torch files ({', '.join(several[:6])}): give one of them."
-        )
     if (path / FILE_NAME).exists():
         raise FileError(
             f"The folder {path} holds no optimizer state, and needs none: its importance was written while it was trained. Use "
@@ -82,22 +78,3 @@ def read_source(path: Path, options: Options) -> Found:
         f"The folder {path} holds no optimizer state of a known format; it has {', '.join(inside) or 'nothing'}. Give the "
         "folder or file that training saved with the optimizer (a checkpoint, not only the weights)."
     )
-
-
-def _torch_files(folder: Path) -> list[Path]:
-    """The checkpoints that a training script of one's own leaves in a folder."""
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt", ".tar") and p.is_file())
-
-
-def _optimizer_file(folder: Path) -> Path | None:
-    files = [folder / name for name in ("optimizer.pt", "optimizer.bin")]
-    return next((file for file in files if file.is_file()), None)
-
-
-def _in_folder(folder: Path) -> Found:
-    file = _optimizer_file(folder)
-    if file is None:
-        raise FileError(f"The folder {folder} no longer holds an optimizer file.")
-    return read_torch_file(file)

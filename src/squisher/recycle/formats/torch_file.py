@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NamingError
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import LazyTensors, TensorSource, tied_names
-from ...storage.torch_files import Record, find_weights, is_optimizer, read, walk
+from ...storage.torch_files import Record, StoredTensor, find_weights, is_in_backward, is_optimizer, read, walk
 from ..naming.solver import clean_names
 from ..optimizers.quantized import decoded
 from ..states import Candidate, Entry, Found, OptimizerState
 
-__all__ = ["candidates_of", "find_optimizers", "mesh_size", "read_torch_file", "without_shards"]
+__all__ = [
+    "candidates_of",
+    "find_optimizers",
+    "mesh_size",
+    "optimizer_state",
+    "read_torch_file",
+    "read_torch_folder",
+    "torch_files",
+    "without_shards",
+]
+
+_MOST = 12  # torch files of one folder that are looked into
 
 
 def read_torch_file(path: str | os.PathLike[str] | ByteRange) -> Found:
@@ -25,24 +37,74 @@ def read_torch_file(path: str | os.PathLike[str] | ByteRange) -> Found:
         FileError: It cannot be read safely, or holds no optimizer state.
     """
     tree = read(path)
-    optimizers = [optimizer_state(value, place) for place, value in find_optimizers(tree)]
+    states = find_optimizers(tree)
+    optimizers = [optimizer_state(value, place) for place, value in states]
+    weights = list(find_weights(tree))
     if not optimizers:
-        weights = any(True for _ in find_weights(tree))
         shown = path.path if isinstance(path, ByteRange) else os.fspath(path)
         what = "holds weights but no optimizer state: give the file or folder that was saved with the optimizer" if weights else (
             "holds no optimizer state (a dictionary with 'state' and 'param_groups')"
         )  # fmt: skip
         raise FileError(f"{shown} {what}.")
     models, tied = [], {}
-    for place, weights_dict in find_weights(tree):
+    for place, weights_dict in weights:
         candidates, aliases = candidates_of(weights_dict)
         models.append((f"the weights under {place!r}" if place else "the weights", candidates))
         tied.update(aliases)
+    optimizers = [_with_network_names(one, tree) for one in optimizers]
+    optimizers = [_with_shared_names(one, value, weights) for one, (_, value) in zip(optimizers, states, strict=True)]
+    optimizers = [_with_group_names(one, models) for one in optimizers]
     return Found(optimizers, models, {"tied": tied} if tied else {})
 
 
+def torch_files(folder: Path) -> list[Path]:
+    """Return the checkpoints that a training script of one's own leaves in a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt", ".tar") and p.is_file())
+
+
+def read_torch_folder(folder: Path) -> Found:
+    """Read a folder with one optimizer state among its torch files; the others may hold the weights.
+
+    Raises:
+        FileError: There is no optimizer state, or several.
+    """
+    files = [*torch_files(folder), *sorted(folder.glob("*.bin"))]
+    usual = [file for file in files if file.stem in ("optimizer", "optim")]
+    first: FileError | None = None
+    states: dict[Path, Found] = {}
+    models: list[tuple[str, list[Candidate]]] = []
+    tied: dict[str, str] = {}
+    for file in files[:_MOST]:
+        try:
+            tree = read(file)
+        except FileError as error:
+            first = first or error  # another file may be all that is needed
+            continue
+        if find_optimizers(tree):
+            states[file] = read_torch_file(file)
+            continue
+        for _, weights in find_weights(tree):
+            candidates, aliases = candidates_of(weights)
+            if all(candidates != known for _, known in models):  # the last and the best weights name the same
+                models.append((f"the order of {file.name}", candidates))
+                tied.update(aliases)
+    chosen = [file for file in states if file in usual] or list(states)
+    if len(chosen) == 1:
+        found = states[chosen[0]]
+        return replace(found, models=[*found.models, *models], facts={"tied": tied, **found.facts})
+    if not chosen and first is not None:
+        raise first
+    what = f"{len(chosen)} of which hold an optimizer state" if chosen else "none of which holds an optimizer state"
+    raise FileError(
+        f"The folder {folder} holds {len(files)} torch files ({', '.join(file.name for file in files[:6])}), {what}: give the one "
+        "with the optimizer, and the file with the weights, if that is another one, with --model FILE."
+    )
+
+
 def find_optimizers(tree: Any) -> list[tuple[str, Any]]:
-    """Every optimizer state in what a file holds, with the place where it was: dictionaries or pickled optimizers."""
+    """Return every optimizer state in what a file holds, with its place: dictionaries or pickled optimizers."""
     return [(place, value) for place, value in walk(tree) if is_optimizer(value)]
 
 
@@ -64,14 +126,21 @@ def candidates_of(weights: Mapping[str, TensorSource]) -> tuple[list[Candidate],
 
 
 def optimizer_state(value: Any, place: str = "") -> OptimizerState:
-    """What a reader delivers, from an optimizer's `state_dict()` or from a pickled optimizer object.
+    """Return what a reader delivers, from an optimizer's `state_dict()` or from a pickled optimizer object.
+
+    Names are taken from where writers record them: keys that are names themselves, torch's `param_names`, nanotron's
+    `names` by index, bergson's `param_name` in each state.
 
     Raises:
         FileError: The groups are not what an optimizer writes.
     """
     class_name = value.name.rsplit(".", 1)[-1] if isinstance(value, Record) else None
     content = value.attributes if isinstance(value, Record) else value
-    state, groups = content["state"], content["param_groups"]
+    if is_in_backward(content):
+        return _in_backward(content, place)
+    state: Any = content.get("state", content.get("opt_state"))
+    groups = content["param_groups"]
+    by_index = content["names"] if isinstance(content.get("names"), dict) else {}
     entries = []
     for number, group in enumerate(groups):
         members = group.get("params") if isinstance(group, dict) else None
@@ -87,8 +156,83 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
         for member, name in zip(members, recorded, strict=True):
             own = state.get(member)
             own = own if isinstance(own, dict) else {}
-            entries.append(Entry(own, settings, number, name or (member if isinstance(member, str) else None)))
+            names = (member, name, by_index.get(member), own.get("param_name"))
+            said = next((n for n in names if isinstance(n, str)), None)
+            entries.append(Entry(own, settings, number, said))
     return OptimizerState(decoded(without_shards(entries), class_name), class_name, place)
+
+
+def _with_network_names(optimizer: OptimizerState, tree: Any) -> OptimizerState:
+    """Name the parameters by the networks that AgileRL lists for each optimizer, one group a network."""
+    info = tree.get("network_info") if isinstance(tree, dict) else None
+    key = optimizer.place.removeprefix("network_info.optimizers.")
+    if not isinstance(info, dict) or key == optimizer.place:
+        return optimizer
+    modules, optimizers = info.get("modules"), info.get("optimizers")
+    networks = optimizers.get(key.removesuffix("_state_dict") + "_networks") if isinstance(optimizers, dict) else None
+    if not isinstance(modules, dict) or not isinstance(networks, (list, tuple)):
+        return optimizer
+    names: list[tuple[int, str, tuple[int, ...]]] = []
+    for number, network in enumerate(networks):
+        weights = modules.get(f"{network}_state_dict")
+        if not isinstance(weights, dict) or not all(isinstance(w, StoredTensor) for w in weights.values()):
+            return optimizer
+        names += [(number, f"{network}.{c.name}", c.shape) for c in candidates_of(weights)[0]]
+    entries = optimizer.entries
+    fits = len(names) == len(entries) and all(
+        number == entry.group_number and shape == (entry.shape or shape)
+        for (number, _, shape), entry in zip(names, entries, strict=True)
+    )
+    named = [replace(entry, name=name) for (_, name, _), entry in zip(names, entries, strict=False)]
+    return replace(optimizer, entries=named) if fits else optimizer
+
+
+def _with_shared_names(
+    optimizer: OptimizerState, value: Any, weights: Sequence[tuple[str, Mapping[str, StoredTensor]]]
+) -> OptimizerState:
+    """Name the parameters of a pickled optimizer that are, by their bytes, weights of the same file."""
+    groups = value.attributes.get("param_groups") if isinstance(value, Record) else None
+    if not isinstance(groups, list):
+        return optimizer
+    names: dict[Any, str] = {}
+    for _, tensors in weights:
+        for name, tensor in tensors.items():
+            names.setdefault(_bytes_of(tensor), name)  # the first of tied names
+    members = [member for group in groups for member in group["params"]]
+    found = [names.get(_bytes_of(m)) if isinstance(m, StoredTensor) and m.numel else None for m in members]
+    if len(found) != len(optimizer.entries) or None in found or len(set(found)) != len(found):
+        return optimizer
+    return replace(
+        optimizer, entries=[replace(entry, name=name) for entry, name in zip(optimizer.entries, found, strict=True)]
+    )
+
+
+def _bytes_of(tensor: StoredTensor) -> Any:
+    return tensor.span, tensor.storage_offset, tensor.shape
+
+
+def _with_group_names(optimizer: OptimizerState, models: Sequence[tuple[str, Sequence[Candidate]]]) -> OptimizerState:
+    """Take the names of the groups where each group is one parameter and has a name of its own (Adam-mini).
+
+    With weights beside the state the names must be theirs: a group may be called anything.
+    """
+    names = [entry.group.get("name") for entry in optimizer.entries]
+    alone = optimizer.group_sizes == [1] * len(names) and all(isinstance(name, str) for name in names)
+    if not alone or len(set(names)) != len(names) or any(entry.name is not None for entry in optimizer.entries):
+        return optimizer
+    known = [{name for c in candidates for name in (c.name, c.live_name)} for _, candidates in models]
+    if known and not any(set(names) <= one for one in known):
+        return optimizer
+    entries = [replace(entry, name=name) for entry, name in zip(optimizer.entries, names, strict=True)]
+    return replace(optimizer, entries=entries)
+
+
+def _in_backward(content: dict[str, Any], place: str) -> OptimizerState:
+    entries = []
+    for number, (name, one) in enumerate(content.items()):
+        inner = optimizer_state(one, f"{place}.{name}")
+        entries += [replace(entry, name=name, group_number=number) for entry in inner.entries]
+    return OptimizerState(entries, None, place)
 
 
 def _is_buffer(name: str, tensor: TensorSource) -> bool:

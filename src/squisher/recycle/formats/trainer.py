@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ...errors import FileError, NamingError
-from ...storage.folders import Weights, open_weights
+from ...storage.folders import Weights, has_weights, open_weights
 from ..naming.adapters import adapter_orders
 from ..naming.candidates import Candidates, candidates_of_module
 from ..naming.frozen import by_evidence
@@ -38,9 +38,10 @@ def is_trainer_folder(path: Path) -> bool:
 
     With FSDP it may be an optimizer.bin, as Accelerate's are; then what else is there tells them apart.
     """
-    file = optimizer_file(path)
     beside = ("trainer_state.json", "training_args.bin", "config.json", "adapter_config.json")
-    return file is not None and (file.name == "optimizer.pt" or any((path / name).is_file() for name in beside))
+    if optimizer_file(path) is None:
+        return False
+    return any((path / name).is_file() for name in beside) or ((path / "optimizer.pt").is_file() and has_weights(path))
 
 
 def optimizer_file(folder: Path) -> Path | None:

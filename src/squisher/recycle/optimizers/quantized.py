@@ -1,7 +1,8 @@
-"""Optimizer states of eight and four bits (bitsandbytes, torchao): read in pieces, without either library.
+"""Optimizer states of eight and four bits (bitsandbytes, torchao, FlashAdamW): read in chunks, without the libraries.
 
-Both keep codes, a small table that a code is looked up in, and one scale per block of elements in flat order:
-`value = table[code] · scale[block]`. Here such a state becomes an ordinary one: a lazy tensor under the usual key.
+They keep codes, a small table that a code is looked up in, and one scale per block of elements in flat order:
+`value = table[code] · scale[block]`; FlashAdamW's is the square root of the second moment. Here such a state becomes an
+ordinary one: a lazy tensor under the usual key.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class Blocks:
         block: Elements per block; the last one may be shorter.
         shape: Shape of the decoded tensor.
         stored_as: What to call it in a provenance.
+        root: Whether the decoded value is to be squared.
     """
 
     codes: Part
@@ -45,6 +47,7 @@ class Blocks:
     block: int
     shape: tuple[int, ...]
     stored_as: str
+    root: bool = False
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,8 +73,10 @@ class Blocks:
         scale = scale[torch.arange(start - offset, stop - offset, device=scale.device) // self.block]
         codes = self._codes(start, stop)
         if self.table is None:
-            return codes.float().mul_(scale)
-        return _flat(self.table, 0, _numel(self.table)).float()[codes.int()].mul_(scale)
+            values = codes.float().mul_(scale)
+        else:
+            values = _flat(self.table, 0, _numel(self.table)).float()[codes.int()].mul_(scale)
+        return values.square_() if self.root else values
 
     def _codes(self, start: int, stop: int) -> Tensor:
         if not self.packed:
@@ -126,6 +131,8 @@ def _flattened(state: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def _decoded_state(state: Mapping[str, Any], alone: str) -> Mapping[str, Any]:
     out = {key: _torchao(key, value) for key, value in state.items()}
+    if "exp_avg_sq::quantized" in state:
+        out["exp_avg_sq"] = _flash(state)
     if "state1" in state and "state2" in state:
         out["exp_avg_sq"] = out["state2"] = _bitsandbytes(state, "2")
     elif "state1" in state and alone:
@@ -201,6 +208,28 @@ def _one_state(entries: Sequence[Entry], class_name: str) -> str:
         "This bitsandbytes state has one state per parameter, which may be RMSprop's or Adagrad's squared gradient or a "
         f"momentum, and its {seen} non-zero entries do not tell which. Extract from the live optimizer instead."
     )
+
+
+# -- FlashAdamW --------------------------------------------------------------------------------------------------------
+
+_FLASH_BLOCK = 32
+
+
+def _flash(state: Mapping[str, Any]) -> Blocks:
+    """Decode FlashAdamW's compressed second moment: (code / 255 · scale)², one scale for 32 elements.
+
+    Raises:
+        FileError: It is incomplete or does not fit together.
+    """
+    codes: Any = state["exp_avg_sq::quantized"]
+    scale: Any = state.get("exp_avg_sq::scales")
+    fits = _is_part(codes) and _is_part(scale) and codes.dtype == torch.uint8
+    if not fits or _numel(scale) != -(-_numel(codes) // _FLASH_BLOCK):
+        raise FileError(
+            "A compressed FlashAdamW state does not fit together: it needs one scale for 32 codes of eight bits. The file is damaged "
+            "or of an unknown version."
+        )
+    return Blocks(codes, scale, torch.arange(256) / 255, _FLASH_BLOCK, tuple(codes.shape), "flash 8bit", root=True)
 
 
 # -- torchao -----------------------------------------------------------------------------------------------------------

@@ -112,6 +112,10 @@ _SCALED = (
     "The optimizer squares d·g; this was divided by the square of the last d, which overstates the newest gradients against "
     "older ones where d was still growing."
 )
+_OWN = (
+    "The class is not known: m and v are taken for Adam's by their names, and the count t for the steps taken, which some scripts "
+    "begin at one."
+)
 _ONES = "Its average started at one; what is left of that is subtracted, which costs digits while few steps have been taken."
 
 
@@ -152,7 +156,6 @@ _REFUSED: tuple[Accumulator, ...] = (
     row("AdaSmooth", "exp_avg_sq prev_param", refusal="averages with a decay of its own for each weight"),
     row("AdaShift", "exp_avg_sq grad_queue", refusal="squares the largest of several older gradients"),
     row("MADGRAD", "grad_sum_sq", refusal="weights every squared gradient by the learning rate and the step"),
-    row("FlashAdamW", "exp_avg_sq::quantized", refusal="keeps its state in a code of its own, which is not read"),
 )  # fmt: skip
 
 _FACTORS: tuple[Accumulator, ...] = (
@@ -194,7 +197,14 @@ _OTHER_MEANING: tuple[Accumulator, ...] = (
     # The plain thing under another name.
     row("AdaNorm", "exp_avg_var exp_grad_norm", "exp_avg_var", "ema", beta=betas(1), l2_inside=coupled),
     row("AdamG", "m v r", "v", "ema", group="betas", beta=betas(1), l2_inside=coupled),
-    row("Adam-mini", "m v", "v", "ema", group="beta2", beta=value("beta2"), classes="Adam_mini"),
+    row("Adam-mini", "m v step", "v", "ema", group="beta2", beta=value("beta2"), classes="Adam_mini"),
+    row("AdamW (dion)", "momentum variance", "variance", "ema", group="algorithm beta2", beta=value("beta2"), classes=""),
+    row("AdamW beside Muon", "moment1 moment2", "moment2", "ema", group="adamw_betas", beta=lambda group: float(group["adamw_betas"][1]), classes=""),
+    row("AdamW beside Muon", "moment1 moment2", "moment2", "ema", group="betas ns_steps", beta=betas(1), classes=""),
+    # Scripts of one's own name the moments as the paper does.
+    row("Adam or AdamW of a script", "m v", "v", "ema", group="betas", beta=betas(1), l2_inside=coupled, classes="", notes=(_OWN,)),
+    row("Adam or AdamW of a script", "m v", "v", "ema", group="beta2", beta=value("beta2"), l2_inside=coupled, classes="", notes=(_OWN,)),
+    row("Adam or AdamW of a script", "m v", "v", "ema", group="b2", beta=value("b2"), l2_inside=coupled, classes="", notes=(_OWN,)),
     row("FTRL", "z n", "n", "sum", group="lr_power"),
     row("MSVAG", "exp_avg exp_avg_sq", "exp_avg_sq", "ema", group="beta", beta=value("beta")),
 )  # fmt: skip
@@ -226,8 +236,8 @@ _PLAIN: tuple[Accumulator, ...] = (
     _plain("AdamC or AdamS", group="ams_bound fixed_decay"),
     # RAdam and EXAdam keep the average itself, ADOPT one that started at the first square, Ano none: same keys, nothing tells.
     row("pytorch_optimizer's RAdam, EXAdam, ADOPT or Ano", "exp_avg_sq", group="fixed_decay step", classes="", without="step",
-          refusal="write the same keys, and what the accumulator is differs between them; extract from the live optimizer, whose "
-                  "class tells"),
+          refusal="write the same keys, and what the accumulator is differs between them; say which it was with --optimizer-class "
+                  "ADOPT (optimizer_class='ADOPT')"),
 )  # fmt: skip
 
 _OTHERS: tuple[Accumulator, ...] = (*_REFUSED, *_FACTORS, *_OTHER_MEANING, *_PLAIN)
@@ -264,6 +274,8 @@ TABLE: tuple[Accumulator, ...] = (
     row("ASGD", "ax", refusal="keeps an average of the weights, and nothing of the gradient"),
     row("LBFGS", "old_dirs", refusal="keeps past directions, and no average of squares"),
     row("Muon", "", group="ns_steps", refusal=MOMENTUM),
+    row("Muon", "", group="use_muon", without="exp_avg_sq", refusal=MOMENTUM, classes="MuonWithAuxAdam SingleDeviceMuonWithAuxAdam"),
+    row("Dion, Muon or Lion (dion)", "momentum", group="algorithm", without="variance", refusal=MOMENTUM, classes=""),
     row("SGD", "momentum_buffer", refusal=MOMENTUM, classes="SGD LARS Lars"),
     row("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient"),
     row("Lion", "exp_avg", refusal=MOMENTUM, classes="Lion DistributedLion"),

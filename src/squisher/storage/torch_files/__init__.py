@@ -6,6 +6,7 @@ from .containers import read as read
 from .containers import unpickle as unpickle
 from .containers import zip_entries as zip_entries
 from .search import find_weights as find_weights
+from .search import is_in_backward as is_in_backward
 from .search import is_optimizer as is_optimizer
 from .search import walk as walk
 from .values import Array as Array
@@ -16,6 +17,6 @@ from .values import StoredTensor as StoredTensor
 from .values import Verified as Verified
 
 __all__ = [
-    "Array", "Global", "Record", "Storage", "StoredTensor", "Verified", "find_weights", "is_optimizer", "read", "unpickle", "walk",
+    "Array", "Global", "Record", "Storage", "StoredTensor", "Verified", "find_weights", "is_in_backward", "is_optimizer", "read", "unpickle", "walk",
     "zip_entries",
 ]  # fmt: skip

@@ -1,0 +1,155 @@
+"""nanotron checkpoints (SmolLM2): a torch file of each rank in `optimizer/`, with the parameters' names in it.
+
+Without ZeRO every parameter is whole in one file. With ZeRO-1 each data-parallel rank holds a run of its flat elements;
+`optimizer_config.json` says from where to where, and the shape of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...errors import FileError
+from ...storage.tensors import Joined, Slice
+from ...storage.torch_files import StoredTensor, Verified, is_optimizer, read
+from ..optimizers.accumulators import step_of
+from ..states import Entry, Found, OptimizerState, Options
+from .model_source import with_model
+from .torch_file import optimizer_state
+
+__all__ = ["is_nanotron", "read_nanotron"]
+
+_FILE = re.compile(
+    r"optimizer_pp-(?P<pp>\d+)-of-(?P<pps>\d+)(?:_dp-(?P<dp>\d+)-of-(?P<dps>\d+))?_tp-(?P<tp>\d+)-of-(?P<tps>\d+)"
+    r"(?:_exp-(?P<exp>\d+)-of-(?P<exps>\d+))?\.pt"
+)
+_CONFIG = "optimizer_config.json"
+
+
+def is_nanotron(path: Path) -> bool:
+    """Whether a folder is a nanotron checkpoint, or the folder of its optimizer."""
+    return path.is_dir() and ((path / _CONFIG).is_file() or (path / "optimizer" / _CONFIG).is_file())
+
+
+def read_nanotron(path: Path, options: Options) -> Found:
+    """Read the optimizer state of a nanotron checkpoint, put together from the files of all ranks.
+
+    Raises:
+        FileError: Files are missing or do not belong together, or parameters were cut by tensor or expert parallelism.
+    """
+    folder = path if (path / _CONFIG).is_file() else path / "optimizer"
+    ranks = _ranks(folder)
+    sharding = _Sharding.of(folder) if any(rank is not None for _, rank in ranks) else None
+    shards: dict[str, dict[int | None, Entry]] = {}
+    for (stage, rank), entries in ranks.items():
+        for entry in entries:
+            if entry.name is None:
+                raise FileError(
+                    f"{folder} holds a state of stage {stage} without names: it is damaged, or not nanotron's."
+                )
+            if rank in shards.setdefault(entry.name, {}):
+                raise FileError(
+                    f"{folder} holds {entry.name!r} in two pipeline stages (a tied parameter), and nothing says which counts."
+                )
+            shards[entry.name][rank] = entry
+    entries = [_whole(folder, name, own, sharding) for name, own in shards.items()]
+    return with_model(Found([OptimizerState(entries, None, folder.name)]), options)
+
+
+def _ranks(folder: Path) -> dict[tuple[int, int | None], list[Entry]]:
+    """Return the entries of every pipeline stage and data-parallel rank (None without ZeRO)."""
+    found: dict[tuple[int, int | None], list[Entry]] = {}
+    sizes: set[tuple[int, int]] = set()
+    for file in sorted(folder.iterdir()):
+        match = _FILE.fullmatch(file.name)
+        if match is None:
+            continue
+        if int(match["tps"]) > 1 or int(match["exps"] or 1) > 1:
+            raise FileError(
+                f"{file} is the share of one of {match['tps']} tensor-parallel and {match['exps'] or 1} expert-parallel ranks, which "
+                "cut parameters; only pipeline stages and data-parallel ZeRO-1 are put together. Load and save it with one rank of each."
+            )
+        sizes.add((int(match["pps"]), int(match["dps"] or 1)))
+        tree = read(file)
+        if not is_optimizer(tree):
+            raise FileError(
+                f"{file} holds no optimizer state: it is damaged, or not what nanotron writes. Get it again."
+            )
+        rank = None if match["dp"] is None else int(match["dp"])
+        found[int(match["pp"]), rank] = list(optimizer_state(tree, file.name).entries)
+    if len(sizes) != 1:
+        raise FileError(f"{folder} holds {'no optimizer files' if not sizes else 'files of runs of different sizes'}.")
+    stages, world = sizes.pop()
+    for stage in range(stages):
+        held = {rank for s, rank in found if s == stage}
+        missing = [] if held == {None} else [rank for rank in range(world) if rank not in held]
+        if missing or not held:
+            raise FileError(
+                f"{folder} lacks the optimizer states of {len(missing) or 'all'} of {world} data-parallel ranks in stage {stage} of "
+                f"{stages}. Get all of its files."
+            )
+    return found
+
+
+class _Sharding(NamedTuple):
+    """What `optimizer_config.json` says of ZeRO-1: where each rank's run of a parameter begins and ends, and shapes."""
+
+    offsets: Mapping[str, Mapping[int, tuple[int, int]]]
+    shapes: Mapping[str, tuple[int, ...]]
+
+    @classmethod
+    def of(cls, folder: Path) -> _Sharding:
+        try:
+            configs = json.loads((folder / _CONFIG).read_text("utf-8"))["configs"]
+            offsets = {
+                name: {int(rank): (int(a), int(b)) for rank, (a, b) in own.items()}
+                for name, own in configs["param_name_to_dp_rank_offsets"].items()
+            }
+            shapes = {name: tuple(int(n) for n in shape) for name, shape in configs["orig_param_shapes"].items()}
+        except OSError as error:
+            raise FileError(f"Cannot read {folder / _CONFIG}: {error.strerror or error}.") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise FileError(
+                f"{folder / _CONFIG} does not say how ZeRO-1 cut the parameters (param_name_to_dp_rank_offsets and "
+                "orig_param_shapes): it is damaged, or of an older version of nanotron."
+            ) from error
+        return cls(offsets, shapes)
+
+
+def _whole(folder: Path, name: str, shards: Mapping[int | None, Entry], sharding: _Sharding | None) -> Entry:
+    """Return one parameter's entry, joined from the runs of all ranks."""
+    if sharding is None:
+        return shards[None]
+    offsets, shape = sharding.offsets.get(name), sharding.shapes.get(name)
+    first = next(iter(shards.values()))
+    if offsets is None or shape is None:
+        raise FileError(
+            f"{folder / _CONFIG} lists nothing for {name!r}, so nobody can tell which elements a rank holds."
+        )
+    if set(offsets) != set(shards) or len({step_of(entry.state, entry.group) for entry in shards.values()}) > 1:
+        raise FileError(
+            f"The files in {folder} do not belong together: {name!r} is held by the ranks {sorted(map(str, shards))} and should be by "
+            f"{sorted(offsets)}, all at one step."
+        )
+    ordered = sorted(offsets.items(), key=lambda item: item[1])
+    places = [place for _, run in ordered for place in run]
+    if places[0] or places[-1] != math.prod(shape) or places[1:-1:2] != places[2::2]:
+        raise FileError(f"{folder / _CONFIG} does not cut {name!r} of shape {shape} into runs that follow one another.")
+    state: dict[str, Any] = dict(first.state)
+    for key, value in first.state.items():
+        if not isinstance(value, StoredTensor) or value.shape == ():
+            continue
+        runs = []
+        for rank, (start, end) in ordered:
+            part = shards[rank].state.get(key)
+            if not isinstance(part, StoredTensor) or part.dtype != value.dtype or part.shape != (end - start,):
+                raise FileError(
+                    f"Rank {rank} in {folder} does not hold the {end - start} elements of {name!r} that it should."
+                )
+            runs.append(Slice(Verified(part), 0, end - start))
+        state[key] = Joined(shape, value.dtype, runs)
+    return Entry(state, first.group, first.group_number, name)

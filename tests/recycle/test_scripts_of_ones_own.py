@@ -1,0 +1,105 @@
+"""Optimizers that a script or a repository brings along: their states as they write them, against squares averaged here."""
+
+import pytest
+import torch
+
+import squisher
+from squisher.errors import NoAccumulatorError
+
+BETA2, STEPS = 0.95, 6
+
+
+def squares():
+    """Gradients of a matrix and a vector, the moving average of their squares from zero, and its mean."""
+    torch.manual_seed(0)
+    out = {}
+    for name, shape in (("weight", (5, 7)), ("bias", (5,))):
+        moment, first = torch.zeros(shape), torch.zeros(shape)
+        for _ in range(STEPS):
+            gradient = torch.randn(shape) * 0.1
+            moment = BETA2 * moment + (1 - BETA2) * gradient.square()
+            first = 0.9 * first + 0.1 * gradient
+        out[name] = (first, moment, moment / (1 - BETA2**STEPS))
+    return out
+
+
+MUON_GROUP = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0}
+WRITERS = {
+    "a script of one's own": (lambda m, v: {"m": m, "v": v, "t": STEPS}, {"lr": 1e-3, "betas": (0.9, BETA2), "eps": 1e-8}, None),
+    "another one": (lambda m, v: {"t": STEPS, "m": m, "v": v}, {"lr": 1e-3, "beta1": 0.9, "beta2": BETA2, "weight_decay": 0.1}, None),
+    "Adam-mini": (lambda m, v: {"m": m, "v": v, "step": STEPS}, {"lr": 1e-3, "beta1": 0.9, "beta2": BETA2, "epsilon": 1e-8}, None),
+    "dion": (
+        lambda m, v: {"momentum": m, "variance": v},
+        {"algorithm": "adamw", "beta1": 0.9, "beta2": BETA2, "mu": 0.95, "step": STEPS},
+        ({"momentum": torch.randn(5, 7)}, {"algorithm": "muon", "beta1": 0.9, "beta2": BETA2, "mu": 0.95, "step": STEPS}),
+    ),
+    "MuonWithAuxAdam": (
+        lambda m, v: {"exp_avg": m, "exp_avg_sq": v, "step": STEPS},
+        {"lr": 1e-3, "betas": (0.9, BETA2), "eps": 1e-10, "weight_decay": 0, "use_muon": False},
+        ({"momentum_buffer": torch.randn(5, 7)}, {**MUON_GROUP, "use_muon": True}),
+    ),
+    "Moonlight's Muon": (
+        lambda m, v: {"use_muon": False, "step": STEPS, "moment1": m, "moment2": v},
+        {**MUON_GROUP, "ns_steps": 5, "adamw_betas": (0.9, BETA2), "adamw_eps": 1e-8},
+        ({"use_muon": True, "momentum_buffer": torch.randn(5, 7)}, {**MUON_GROUP, "ns_steps": 5, "adamw_betas": (0.9, BETA2)}),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_values_are_the_mean_square(tmp_path, writer):
+    make, group, muon = WRITERS[writer]
+    true = squares()
+    state = {k: make(true[name][0], true[name][1]) for k, name in enumerate(("weight", "bias"))}
+    groups = [{**group, "params": [0, 1]}]
+    names = ["weight", "bias"]
+    if muon is not None:
+        state[2] = muon[0]
+        groups.append({**muon[1], "params": [2]})
+        names.append("hidden")
+    torch.save({"state": state, "param_groups": groups}, tmp_path / "state.pt")
+    imp = squisher.extract(tmp_path / "state.pt", names=names)
+    for name in ("weight", "bias"):
+        torch.testing.assert_close(imp[name], true[name][2], rtol=1e-6, atol=0)
+    assert set(imp.provenance.absent) == set(names) - {"weight", "bias"}
+
+
+def test_the_compressed_state_of_flash_adamw(tmp_path):
+    """By its published layout: the root of the second moment in eight bits, one half-precision scale for 32 elements."""
+    torch.manual_seed(0)
+    moment = torch.rand(9, 15).square() * 1e-4
+    root = torch.nn.functional.pad(moment.sqrt().flatten(), (0, -moment.numel() % 32)).reshape(-1, 32)
+    scale = root.amax(1).half()
+    codes = (root / scale.float()[:, None] * 255).round().clamp(0, 255).to(torch.uint8).flatten()[: moment.numel()]
+    state = {
+        "step": torch.tensor(float(STEPS)),
+        "exp_avg::quantized": torch.zeros(9, 15, dtype=torch.int8), "exp_avg::scales": scale,
+        "exp_avg_sq::quantized": codes.reshape(9, 15), "exp_avg_sq::scales": scale,
+    }  # fmt: skip
+    saved = {
+        "state": {0: state},
+        "param_groups": [{"params": [0], "betas": (0.9, BETA2), "eps": 1e-8, "weight_decay": 0.0}],
+    }
+    torch.save(saved, tmp_path / "flash.pt")
+    imp = squisher.extract(tmp_path / "flash.pt", names=["w"])
+    decoded = (codes.float().div(255) * scale.float().repeat_interleave(32)[: moment.numel()]).square().reshape(9, 15)
+    torch.testing.assert_close(imp["w"], decoded / (1 - BETA2**STEPS), rtol=1e-6, atol=0)
+    assert (imp["w"] * (1 - BETA2**STEPS) - moment).abs().max() < moment.max() / 100
+    for size in (1, 7, 1 << 20):
+        assert torch.equal(torch.cat(list(imp.chunks("w", size))), imp["w"].flatten())
+    assert "flash" in imp.provenance.dtype_of_source
+
+
+def test_the_class_settles_what_keys_leave_open(tmp_path):
+    """pytorch_optimizer's ADOPT and RAdam write the same keys; what their accumulator is differs."""
+    group = {"params": [0], "betas": (0.9, BETA2), "fixed_decay": False, "weight_decouple": True, "step": STEPS}
+    moment = torch.rand(3, 4)
+    torch.save(
+        {"state": {0: {"exp_avg": moment, "exp_avg_sq": moment}}, "param_groups": [group]}, tmp_path / "state.pt"
+    )
+    with pytest.raises(NoAccumulatorError, match="optimizer-class"):
+        squisher.extract(tmp_path / "state.pt", names=["w"])
+    adopt = squisher.extract(tmp_path / "state.pt", names=["w"], optimizer_class="ADOPT")
+    radam = squisher.extract(tmp_path / "state.pt", names=["w"], optimizer_class="RAdam")
+    assert torch.equal(adopt["w"], moment)
+    torch.testing.assert_close(radam["w"], moment / (1 - BETA2**STEPS))
