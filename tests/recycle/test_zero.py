@@ -215,7 +215,7 @@ def test_a_bit_that_flipped_is_noticed(tmp_path, variant):
     [
         ("layer_1_expert_0_mp_rank_00_optim_states.pt", "the experts of a mixture"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "the experts of a mixture"),
-        ("layer_01-model_00-model_states.pt", "pipeline stages"),
+        ("layer_01-model_01-model_states.pt", "tensor parallelism"),
         ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "second model-parallel rank"),
     ],
 )
@@ -554,3 +554,81 @@ def test_with_deepspeed_itself(tmp_path):
         check(extract(tmp_path / variant, bias_correction=False), tmp_path / variant / "reference.safetensors")
     with pytest.raises(FileError, match="round_robin_gradients"):
         extract(tmp_path / "universal_z2rr")
+
+
+def test_a_pipeline_of_one_stage_is_plain_data_parallelism(tmp_path):
+    """GPT-NeoX and Megatron-DeepSpeed keep the weights of each layer in a file of its own."""
+    shutil.copytree(ZERO / "z1", tmp_path / "run")
+    for layer in range(3):
+        torch.save(
+            {"weight": torch.zeros(2)}, tmp_path / "run" / "global_step3" / f"layer_0{layer}-model_00-model_states.pt"
+        )
+    check(extract(tmp_path / "run", bias_correction=False), ZERO / "z1" / "reference.safetensors")
+
+
+# -- GPT-NeoX with DeeperSpeed 1, by its published layout --------------------------------------------------------------
+
+
+def neox(folder: Path, world: int, intervals: int) -> dict[str, torch.Tensor]:
+    """Write what two Adam groups leave behind: flat, cut into intervals, each dealt out to the ranks, padding removed."""
+    torch.manual_seed(0)
+    shapes = {"0.word_embeddings.weight": (7, 3), "2.attention.dense.weight": (3, 5), "2.attention.dense.bias": (5,),
+              "2.norm.weight": (3,), "4.final_linear.weight": (4, 3)}  # fmt: skip
+    moments = {name: torch.rand(shape) for name, shape in shapes.items()}
+    ranks: list[list[list[dict[str, Any]]]] = [[] for _ in range(world)]
+    for matrices in (True, False):
+        flat = torch.cat([m.flatten() for m in moments.values() if (m.dim() > 1) == matrices])
+        size = -(-flat.numel() // (world * intervals))
+        for rank in range(world):
+            begins = [(interval * world + rank) * size for interval in range(intervals)]
+            ranks[rank].append(
+                [{"exp_avg": -flat[b : b + size], "exp_avg_sq": flat[b : b + size].clone()} for b in begins]
+            )
+    folder.mkdir()
+    for rank, groups in enumerate(ranks):
+        saved = {
+            "base_optimizer_state": groups,
+            "zero_stage": 1,
+            "partition_count": world,
+            "num_comm_intervals_per_group": [intervals] * 2,
+        }
+        content = {"optimizer_state_dict": saved, "param_shapes": {n: torch.Size(s) for n, s in shapes.items()}}
+        torch.save(content, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    model = {
+        "module": None,
+        "optimizer": None,
+        "global_steps": 12,
+        "skipped_steps": 2,
+        "dp_world_size": world,
+        "mp_world_size": 1,
+    }
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    torch.save({"word_embeddings.weight": torch.zeros(7, 3)}, folder / "layer_00-model_00-model_states.pt")
+    return moments
+
+
+@pytest.mark.parametrize(("world", "intervals"), [(1, 1), (2, 1), (3, 2)])
+def test_pythia(tmp_path, world, intervals):
+    moments = neox(tmp_path / "global_step12", world, intervals)
+    imp = extract(tmp_path / "global_step12", beta2=0.95)
+    assert set(imp) == set(moments)
+    for name, moment in moments.items():
+        torch.testing.assert_close(imp[name], moment / (1 - 0.95**10))
+        for size in (1, 7, 1 << 20):
+            assert torch.equal(torch.cat(list(chunks_of(imp, name, size))), imp[name].flatten())
+    with pytest.raises(NoAccumulatorError, match="beta2"):
+        extract(tmp_path / "global_step12")
+
+
+def test_pythia_with_other_groups_or_ranks_is_refused(tmp_path):
+    neox(tmp_path / "global_step12", 2, 1)
+    last = tmp_path / "global_step12" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    content = torch.load(last, weights_only=False)
+    content["param_shapes"]["2.norm.weight"] = torch.Size((1, 3))
+    for rank in range(2):
+        torch.save(content, last.with_name(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
+    with pytest.raises(FileError, match="GPT-NeoX divides them"):
+        extract(tmp_path / "global_step12")
+    last.unlink()
+    with pytest.raises(FileError, match="lacks"):
+        extract(tmp_path / "global_step12")

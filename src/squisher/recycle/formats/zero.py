@@ -21,6 +21,7 @@ from ..optimizers.accumulators import step_of
 from ..states import Entry, Found, OptimizerState, Options
 from .model_source import with_model
 from .torch_file import read_torch_file
+from .zero_neox import neox_parameters
 from .zero_run import MODEL_FILE, Run
 from .zero_universal import is_universal, read_universal
 
@@ -53,6 +54,9 @@ def read_zero(path: Path, options: Options) -> Found:
     if not files:
         return with_model(_without_zero(run, folder), options)
     if not run.shapes:
+        older = neox_parameters(folder, files, run.content)
+        if older is not None:
+            return with_model(Found([OptimizerState(older, None, folder.name)]), options)
         raise FileError(
             f"The model states in {folder} list no parameters (param_shapes): a version of DeepSpeed too old to be read."
         )

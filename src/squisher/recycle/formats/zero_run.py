@@ -20,7 +20,7 @@ MODEL_FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_
 _OTHERS = {  # files of layouts in which a parameter is more than its data-parallel partitions
     r"layer_.*expert_.*": "the experts of a mixture, which have partitions of their own",
     r"expp_rank_.*": "the experts of a mixture, which have partitions of their own",
-    r"layer_\d+-model.*": "pipeline stages, each with parameters of its own",
+    r"layer_\d+-model_(?!00)\d+-.*": "layers that were cut by tensor parallelism",
 }
 # Not Muon: some of its groups are Adam's, which the keys of their states tell.
 _CLASSES = {"lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad"}
