@@ -205,3 +205,47 @@ def test_a_heap_that_the_library_would_walk_for_ever_is_refused(tmp_path):
     (tmp_path / "x.keras").write_bytes(data)
     with pytest.raises(FileError, match="a heap in it is longer than the file"):
         squisher.extract(tmp_path / "x.keras")
+
+
+# -- tf.keras 2 --------------------------------------------------------------------------------------------------------
+
+
+KERAS2 = Path(__file__).parent.parent / "fixtures" / "keras2"
+
+
+def averages(name, beta2):
+    squares = {
+        k.removesuffix(":0"): torch.tensor(v, dtype=torch.float64)
+        for k, v in json.loads((KERAS2 / f"{name}.json").read_text()).items()
+    }
+    weights = torch.tensor([beta2**age * (1 - beta2) / (1 - beta2**3) for age in (2, 1, 0)], dtype=torch.float64)
+    return {k: torch.tensordot(weights, v, 1).float() for k, v in squares.items()}
+
+
+@pytest.mark.parametrize(("name", "beta2"), [("adam", 0.999), ("legacy_adam", 0.999), ("legacy_rmsprop", 0.9)])
+def test_tf_keras_2(name, beta2):
+    importance = squisher.extract(KERAS2 / f"{name}.h5")
+    expected = averages(name, beta2)
+    assert set(importance) == set(expected)
+    for path, value in expected.items():
+        torch.testing.assert_close(importance[path], value, rtol=1e-5, atol=1e-12)
+    assert importance.provenance.naming == "recorded"
+
+
+def test_keras_2_3_numbers_its_moments_in_the_order_of_the_layers(tmp_path):
+    import h5py
+
+    with h5py.File(KERAS2 / "legacy_adam.h5") as old, h5py.File(tmp_path / "old.h5", "w") as new:
+        for key, value in old.attrs.items():
+            new.attrs[key] = value
+        old.copy("model_weights", new)
+        recorded = [n.decode() if isinstance(n, bytes) else n for n in old["optimizer_weights"].attrs["weight_names"]]
+        renamed = ["training/Adam/iterations:0", *(f"training/Adam/{slot}_{k}:0" for slot in "mv" for k in range(6))]
+        group = new.create_group("optimizer_weights")
+        group.attrs["weight_names"] = renamed
+        for before, after in zip(recorded, renamed, strict=True):
+            group[after] = old["optimizer_weights"][before][()]
+    importance = squisher.extract(tmp_path / "old.h5")
+    for path, value in averages("legacy_adam", 0.999).items():
+        torch.testing.assert_close(importance[path], value, rtol=1e-5, atol=1e-12)
+    assert importance.provenance.naming.startswith("convention")

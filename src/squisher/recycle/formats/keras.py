@@ -1,4 +1,4 @@
-"""Keras 3: `.keras` archives, `.weights.h5` and legacy `.h5` files.
+"""Keras: `.keras` archives, `.weights.h5` and legacy `.h5` files (those of tf.keras 2 too).
 
 Names are the variables' paths as Keras shows them, joined with "/" (`dense/kernel`). A legacy file records them. In the others
 the optimizer's variables are only numbered: config.json gives the order of the layers, each layer's variables have a fixed order,
@@ -19,6 +19,7 @@ from ...storage.byte_range import ByteRange
 from ...storage.torch_files import zip_entries
 from ..states import Candidate, Entry, Found, OptimizerState, Options
 from .hdf5 import attribute, is_hdf5, open_hdf5, tensor_at
+from .keras2 import is_keras2, slots_of
 
 __all__ = ["candidates_of_config", "is_keras", "read_keras", "snake_case", "text"]
 
@@ -172,13 +173,20 @@ def _layout(name: str, tensors: Sequence[Any], settings: Mapping[str, Any], span
 def _legacy(span: ByteRange, file: Any) -> Found:
     training = _json(attribute(file, "training_config", "{}"), f"training_config in {span.label}")
     saved = training.get("optimizer_config") or {}
-    name, settings = saved.get("class_name"), saved.get("config") or {}
+    name, settings = str(saved.get("class_name")).rpartition(">")[2], saved.get("config") or {}
     _refuse(name, span)
+    recorded = [text(n) for n in attribute(file["optimizer_weights"], "weight_names", ())]
+    if is_keras2(recorded):
+        slots = slots_of(span, file, recorded, name)
+        group = _group(name, settings)
+        pairs = zip(slots.tensors, slots.names, strict=True)
+        entries = [Entry(_state(name, source, slots.steps), group, 0, path) for source, path in pairs]
+        models = [("the layers of the file", slots.candidates)] if slots.candidates else []
+        return Found([OptimizerState(entries, name, "optimizer_weights")], models, _facts(settings))
     weights = file.get("model_weights", {})
     paths = [text(path) for layer in weights for path in attribute(weights[layer], "weight_names", ())]
     by_stem = {path.replace("/", "_"): path for path in paths}
     suffix = "_" + _KEPT.get(str(name), "velocity")
-    recorded = [text(n) for n in attribute(file["optimizer_weights"], "weight_names", ())]
     found, steps = {}, None
     for full in recorded:
         stem = full.partition("/")[2] or full
