@@ -242,3 +242,46 @@ def test_fresh_files_are_read(name, tmp_path):
     expected = {k: torch.tensor(v) for k, v in json.loads((tmp_path / f"{name}.json").read_text()).items()}
     assert_same(squisher.extract(tmp_path / f"{name}.msgpack", bias_correction=False), expected)
     assert_same(squisher.extract(tmp_path / f"{name}.orbax", bias_correction=False), expected)
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("kind", ["sm3", "adopt", "adamax", "adam", "nadam"])
+def test_states_that_only_look_like_adams(tmp_path, kind):
+    """optax writes mu, nu and count for all of these; the values tell, or the class must be said."""
+    import flax.serialization
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    import optax.contrib
+
+    def loss(p, x):
+        return 1e-2 * jnp.mean(jnp.tanh(x @ p["w"]) ** 2)  # with gradients near one, adopt looks like Adam
+
+    make = optax.contrib.adopt if kind == "adopt" else getattr(optax, kind)
+    optimizer, parameters, squares = make(1e-2), {"w": jnp.ones((4, 5))}, []
+    state = optimizer.init(parameters)
+    for k in range(20):
+        gradient = jax.grad(loss)(parameters, jax.random.normal(jax.random.PRNGKey(k), (8, 4)))
+        squares.append(np.array(gradient["w"], dtype=np.float64) ** 2)
+        updates, state = optimizer.update(gradient, state, parameters)
+        parameters = optax.apply_updates(parameters, updates)
+    path = tmp_path / "state.msgpack"
+    path.write_bytes(flax.serialization.to_bytes({"params": parameters, "opt_state": state}))
+    beta2 = 0.9999 if kind == "adopt" else 0.999
+    if kind in ("sm3", "adopt", "adamax"):
+        for corrected in (True, False):
+            with pytest.raises(NoAccumulatorError):
+                squisher.extract(path, beta2=beta2, bias_correction=corrected)
+    if kind == "adopt":  # the first square, then a moving average that starts from it
+        expected = squares[0]
+        for square in squares[1:]:
+            expected = beta2 * expected + (1 - beta2) * square
+        importance = squisher.extract(path, beta2=beta2, optimizer_class="adopt")
+        torch.testing.assert_close(importance["w"].double(), torch.tensor(expected), rtol=1e-5, atol=0)
+    elif kind in ("adam", "nadam"):
+        weights = beta2 ** np.arange(20)[::-1]
+        expected = np.tensordot(weights / weights.sum(), np.stack(squares), 1)
+        torch.testing.assert_close(
+            squisher.extract(path, beta2=beta2)["w"].double(), torch.tensor(expected), rtol=1e-5, atol=0
+        )

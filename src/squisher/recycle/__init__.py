@@ -19,7 +19,7 @@ from .live import from_optimizers, from_tracker, unwrapped
 from .naming.candidates import candidates_of_module
 from .naming.hf_rules import trainer_rules
 from .naming.solver import RULES, given_names, matching, resolve
-from .optimizers.accumulators import GIVEN_BETA2
+from .optimizers.accumulators import GIVEN_BETA2, rows_of_class
 from .optimizers.quantized import check_precision
 from .states import (
     Candidate,
@@ -147,6 +147,11 @@ def _from_file(
     rules = [*found.rules, *RULES, *trainer_rules(list(every.values()))]
     optimizers = list(found.optimizers) if which is None else [_one_of(found.optimizers, which)]
     if options.optimizer_class is not None:
+        if not rows_of_class(options.optimizer_class):
+            raise SquisherError(
+                f"{options.optimizer_class} is not an optimizer that is known (docs/formats.md lists them). Leave optimizer_class out where "
+                "the keys of the state tell."
+            )
         optimizers = [replace(one, class_name=options.optimizer_class) for one in optimizers]
     optimizers = _usable(optimizers)
     given = None if names is None else given_names(names)

@@ -8,6 +8,7 @@ it. β₂ is in a file only under `inject_hyperparams`; otherwise it must be giv
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -33,13 +34,16 @@ _BEFORE = (
 )
 
 
+_SAMPLE = 1 << 16  # entries of each array that are looked at
+
+
 def read_flax(path: Path, options: Options) -> Found:
     """The optax states in a msgpack file.
 
     Raises:
         FileError: It is damaged, or holds no optax state.
     """
-    return _found(read_msgpack(path), path)
+    return _found(read_msgpack(path), path, options)
 
 
 def read_orbax_folder(path: Path, options: Options) -> Found:
@@ -48,12 +52,14 @@ def read_orbax_folder(path: Path, options: Options) -> Found:
     Raises:
         FileError: It is damaged, or holds no optax state.
     """
-    return _found(read_orbax(path), path)
+    return _found(read_orbax(path), path, options)
 
 
-def _found(tree: Tree, path: Path) -> Found:
+def _found(tree: Tree, path: Path, options: Options) -> Found:
     notes: dict[str, None] = {}
-    states = [s for place, node, settings in _walk(tree, (), {}) for s in _states(place, node, settings, tree, notes)]
+    states = [
+        s for place, node, settings in _walk(tree, (), {}) for s in _states(place, node, settings, tree, notes, options)
+    ]
     if states:
         return Found(states, (), {"pollution": tuple(notes)})
     moments = [".".join(place) for place, node, _ in _walk(tree, (), {}) if {"mu", "trace"} & node.keys()]
@@ -80,7 +86,7 @@ def _walk(node: Tree, place: tuple[str, ...], settings: Tree) -> Iterator[tuple[
 
 
 def _states(
-    place: tuple[str, ...], node: Tree, settings: Tree, tree: Tree, notes: dict[str, None]
+    place: tuple[str, ...], node: Tree, settings: Tree, tree: Tree, notes: dict[str, None], options: Options
 ) -> Iterator[OptimizerState]:
     known = {key: _number(value) for key, value in settings.items()}
     group: dict[str, Any] = {
@@ -91,6 +97,7 @@ def _states(
     step, named = _number(node.get("count")), "/".join(place)
     if _holds(node, "nu"):
         momenta = dict(_leaves(node.get("mu", {})))
+        _check_moments(momenta, dict(_leaves(node["nu"])), step is not None, known.get("b2"), options, named)
         if momenta and step is not None:
             group["betas"], key = (known.get("b1"), known.get("b2")), "exp_avg_sq"
             notes[_ALIKE] = None
@@ -110,6 +117,49 @@ def _states(
         yield from _one(entries, "adagrad (optax)", named)
     if {"v_row", "v_col", "v"} <= node.keys():
         yield from _one(list(_factored(node, {**group, "decay_rate": None}, step, tree)), "adafactor (optax)", named)
+
+
+def _check_moments(
+    momenta: Mapping[str, Any],
+    squares: Mapping[str, Any],
+    counted: bool,
+    beta2: float | None,
+    options: Options,
+    place: str,
+) -> None:
+    """Refuse a `nu` that cannot be an average of squared gradients, by its signs and against `mu`.
+
+    For Adam, μ² ≤ ν / (1 − β₂) holds in every entry, whatever the gradients and β₁ are (Cauchy and Schwarz); it fails where
+    `mu` averages normalised gradients (adopt). For Adamax, |μ| ≤ ν up to its decay; gradients below one break that for Adam.
+    In sm3 `nu` is itself a momentum.
+
+    Raises:
+        NoAccumulatorError: It is something else, or may be.
+    """
+    where = place or "The state"
+    beta2 = beta2 if beta2 is not None else options.beta2
+    plain, seen = False, False
+    for name, square in squares.items():
+        count = min(math.prod(square.shape), _SAMPLE)
+        values = square.read_flat(0, count).double()
+        if (values < 0).any() or (momenta and set(momenta) != set(squares)):
+            raise NoAccumulatorError(
+                f"{where} keeps a momentum under nu, as sm3 does, not an average of the squared gradient. Train with optax.adamw."
+            )
+        if options.optimizer_class is not None or not counted or name not in momenta:
+            continue
+        first = momenta[name].read_flat(0, count).double().abs()
+        plain, seen = plain or bool((first > 2 * values).any()), seen or bool((values > 0).any())
+        if beta2 is not None and 0 <= beta2 < 1 and (first.square() * (1 - beta2) > values * 1.01 + 1e-30).any():
+            raise NoAccumulatorError(
+                f"{where} is not Adam's with β₂ = {beta2}: in {name!r} mu is larger than nu allows, as with optax's adopt, whose "
+                "average needs no correction. Say what it was with --optimizer-class adopt (optimizer_class='adopt')."
+            )
+    if seen and not plain:
+        raise NoAccumulatorError(
+            f"{where} may be Adam's or Adamax's, which keeps a decayed maximum of |g|: nu is at least half of |mu| everywhere. Say which "
+            "it was with --optimizer-class adam (optimizer_class='adam')."
+        )
 
 
 def _one(entries: Sequence[Entry], class_name: str, place: str) -> Iterator[OptimizerState]:

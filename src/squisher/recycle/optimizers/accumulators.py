@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import NoAccumulatorError
 from .table import TABLE, Accumulator, Group, says_decoupled
 
-__all__ = ["GIVEN_BETA2", "Reading", "identify", "optimizer_name", "reading", "step_of"]
+__all__ = ["GIVEN_BETA2", "Reading", "identify", "optimizer_name", "reading", "rows_of_class", "step_of"]
 
 _TRACK = (
     "Train with Adam or AdamW, or keep the average yourself: tracker = squisher.Tracker(model), tracker.observe() before "
@@ -57,7 +57,7 @@ def identify(state: Collection[str], group: Collection[str], class_name: str | N
         NoAccumulatorError: It keeps no average of the squared gradient, or nothing is known about it.
     """
     fitting = [row for row in TABLE if row.matches(state, group)]
-    named = [row for row in TABLE if class_name in row.classes]
+    named = rows_of_class(class_name)
     both = [row for row in fitting if row in named]
     plain = [row for row in fitting if not row.class_only]
     # A known refusal stands even where the keys are unusual; a known accumulator must be where the table says.
@@ -72,6 +72,12 @@ def identify(state: Collection[str], group: Collection[str], class_name: str | N
     if row.meaning == "none":
         raise NoAccumulatorError(f"{class_name or row.optimizer} {row.refusal}. {_TRACK}")
     return row
+
+
+def rows_of_class(class_name: str | None) -> list[Accumulator]:
+    """Return the rows of the table for a class, however its capitals are written (optax's `adopt`)."""
+    name = (class_name or "").lower()
+    return [row for row in TABLE if any(name == known.lower() for known in row.classes)]
 
 
 def optimizer_name(row: Accumulator, group: Group, class_name: str | None = None) -> str:
