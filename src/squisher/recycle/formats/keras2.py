@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ...errors import FileError
-from ...storage.torch_files import Span
+from ...storage.byte_range import ByteRange
 from ..states import Candidate
 from .hdf5 import attribute, tensor_at
 
@@ -42,7 +42,7 @@ def is_keras2(recorded: Sequence[str]) -> bool:
     return bool(recorded) and all(name.endswith(":0") for name in recorded)
 
 
-def slots_of(span: Span, file: Any, recorded: Sequence[str], class_name: str) -> Slots:
+def slots_of(span: ByteRange, file: Any, recorded: Sequence[str], class_name: str) -> Slots:
     """Find the squared-gradient weights of an optimizer.
 
     Raises:

@@ -208,7 +208,7 @@ def _with_shared_names(
 
 
 def _bytes_of(tensor: StoredTensor) -> Any:
-    return tensor.span, tensor.storage_offset, tensor.shape
+    return tensor.storage.byte_range, tensor.storage_offset, tensor.shape
 
 
 def _with_group_names(optimizer: OptimizerState, models: Sequence[tuple[str, Sequence[Candidate]]]) -> OptimizerState:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
-from ...storage.pieces import Run as Stretch
-from ...storage.pieces import Runs, Verified
-from ...storage.torch_files import StoredTensor, read
+from ...storage.tensors import Joined, Slice
+from ...storage.torch_files import StoredTensor, Verified, read
 from ..naming.solver import clean_names
 from ..states import Entry
 
@@ -136,6 +135,6 @@ def _state(
         for begin, shard in shards:
             start, stop = max(place, begin), min(end, begin + shard.shape[0])
             if start < stop:
-                runs.append(Stretch(shard, start - begin, stop - begin))
-        state[key] = Runs(shape, shards[0][1].dtype, runs)
+                runs.append(Slice(shard, start - begin, stop - begin))
+        state[key] = Joined(shape, shards[0][1].dtype, runs)
     return state
