@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import zipfile
 from pathlib import Path
@@ -108,3 +109,19 @@ def test_settings_that_cannot_be_read_do_no_harm(tmp_path):
 def test_fresh_agents_are_read(name, tmp_path):
     maker.save(name, tmp_path)
     assert_same(squisher.extract(tmp_path / f"{name}.zip", bias_correction=False), truth(tmp_path, name))
+
+
+def test_a_dqn_whose_optimizer_was_given_the_target_network_too(tmp_path):
+    """As versions before 2.3 and sb3-contrib's QR-DQN build it: entries without a state, after those of the network."""
+
+    def with_targets(content):
+        state = torch.load(io.BytesIO(content["policy.optimizer.pth"]), weights_only=True)
+        count = len(state["param_groups"][0]["params"])
+        state["param_groups"][0]["params"] = list(range(2 * count))
+        buffer = io.BytesIO()
+        torch.save(state, buffer)
+        return {**content, "policy.optimizer.pth": buffer.getvalue()}
+
+    importance = squisher.extract(changed(tmp_path, "dqn", with_targets), bias_correction=False)
+    assert_same(importance, truth(SB3, "dqn"))
+    assert all("target" in name for name in importance.provenance.absent)

@@ -56,15 +56,25 @@ def read_sb3(path: Path, options: Options) -> Found:
         match = re.fullmatch(r"(?:(policy|actor|critic)\.optimizer|(\w+)_optimizer)\.pth", name)
         if match is None:
             continue
-        models = _own(match[1], match[2], trained, entries)
         for _, value in find_optimizers(read(span)):
             state = optimizer_state(value, name.removesuffix(".pth"))
+            models = _own(match[1], match[2], trained, entries)
+            if match[1] == "policy" and _has_targets(state, candidates, trained):
+                models = [("policy.pth with its target networks", candidates)]
             optimizers.append(_with_class(replace(state, models=models), settings))
     if not optimizers:
         raise FileError(
             f"{path} holds a policy but no optimizer: it was saved with exclude=['policy.optimizer'] or the like."
         )
     return Found(optimizers, [("policy.pth", trained)], {**_facts(settings), **({"tied": tied} if tied else {})})
+
+
+def _has_targets(state: OptimizerState, every: list[Candidate], trained: list[Candidate]) -> bool:
+    """Whether a DQN's optimizer was given the target network too (before 2.3), which no gradient ever reaches."""
+    if len(state.entries) != len(every) or len(every) == len(trained):
+        return False
+    known = {c.name for c in trained}
+    return all(bool(entry.state) == (c.name in known) for entry, c in zip(state.entries, every, strict=True))
 
 
 def _own(
