@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from squisher.measure.layers import Broadcast, Convolution, Linear, Lookup, to_examples
+from squisher.measure.layers import Broadcast, Convolution, Linear, to_examples
 from squisher.measure.pieces import ConvolutionPiece, ConvolutionSettings, add_squares
 
 torch.manual_seed(0)
@@ -62,21 +62,17 @@ def test_broadcast_sums_over_everything_but_the_example(dim, rows):
         Broadcast(torch.Size(shape), tuple(shape)).piece(g, dim, 2)
 
 
-def test_bounds_are_not_below_the_gradient():
-    """What the proof divides by is at least as large as what it compares."""
+def test_squared_is_the_sum_of_the_squares():
+    """What the proof divides by: the squares of everything that is added up in a gradient."""
     a, g = torch.randn(3, 4, 5).double(), torch.randn(3, 4, 7).double()
-    image, back = torch.randn(3, 2, 5, 5).double(), torch.randn(3, 4, 3, 3).double()
-    weight = torch.randn(4, 2, 3, 3).double()
-    cases = [
-        (Linear(a), g, (7, 5)),
-        (Linear(a, transposed=True), g, (5, 7)),
-        (Lookup(torch.randint(0, 6, (3, 4))), g, (6, 7)),
-        (Broadcast(torch.Size((7,)), (7,)), g, (7,)),
-        (Convolution(image, ConvolutionSettings(weight, [1, 1], [0, 0], [1, 1], 1)), back, (4, 2, 3, 3)),
-    ]
-    for rule, gradient, shape in cases:
-        value, bound = torch.zeros(shape).double(), torch.zeros(shape).double()
-        rule.piece(gradient, 0, 3).add_squares(value)
-        rule.piece(gradient, 0, 3, absolute=True).add_squares(bound)
-        assert (value <= bound * (1 + 1e-12)).all()
-        assert value.sum() > 0
+    linear = Linear(a).piece(g.square(), 0, 3, squared=True).example(1, torch.Size((7, 5)))
+    assert torch.allclose(linear, (g[1, :, :, None] * a[1, :, None, :]).square().sum(0))
+    scale = (
+        Broadcast(torch.Size((7,)), (7,), g.cos()).piece(g.square(), 0, 3, squared=True).example(2, torch.Size((7,)))
+    )
+    assert torch.allclose(scale, (g[2] * g[2].cos()).square().sum(0))
+    image, back = torch.randn(3, 2, 5, 5).double(), torch.randn(3, 4, 5, 5).double()
+    rule = Convolution(image, ConvolutionSettings(torch.randn(4, 2, 1, 1).double(), [1, 1], [0, 0], [1, 1], 1))
+    found = rule.piece(back.square(), 0, 3, squared=True).example(0, torch.Size((4, 2, 1, 1)))
+    expected = (back[0, :, None] * image[0, None]).square().sum((2, 3))
+    assert torch.allclose(found[:, :, 0, 0], expected)

@@ -17,7 +17,7 @@ def _error(theirs):
     ours[7] = torch.tensor([1.0, 1e-3])
     difference = _Difference(ours.square())
     difference.subtract(ours + theirs)
-    return difference.relative_to([Rows(torch.tensor([[7]]), ours[7].view(1, 1, 2))])
+    return difference.relative_to([Rows(torch.tensor([[7]]), ours[7].square().view(1, 1, 2))])
 
 
 def test_rounding_counts_relative_to_the_rows_that_are_used():
@@ -76,3 +76,4 @@ def test_a_wrong_rule_is_seen_even_where_every_gradient_is_zero(monkeypatch):
     monkeypatch.setattr(Outer, "add_squares", wrong)
     found = squisher.fisher(model, data, labels="data")
     assert set(found.provenance.extra["coverage"]["loop"]) == {"0.weight", "2.weight"}
+    assert found.provenance.extra["coverage"]["method"] == "loop"

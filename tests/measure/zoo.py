@@ -477,16 +477,16 @@ MODELS = {
     "shared norm": _shared_norm,
     "lora": _lora,
     "in place": _in_place,
+    "parametrization": _parametrized,
+    "relative bias": _relative_bias,
 }
 """Everything in these has a rule."""
 
 PARTLY = {
+    "bare parameters": _bare,
     "lstm": lambda: (Hidden(nn.LSTM), (torch.randn(N, 3, 5), _labels())),
     "gru": lambda: (Hidden(nn.GRU), (torch.randn(N, 3, 5), _labels())),
-    "parametrization": _parametrized,
     "experts": lambda: (Experts(), (torch.randn(N, 5, 6), _labels())),
-    "relative bias": _relative_bias,
-    "bare parameters": _bare,
     "embedding bag": lambda: _sequential(nn.EmbeddingBag(9, 5), nn.Linear(5, 4), inputs=torch.randint(0, 9, (N, 6))),
     "bilinear": lambda: (
         Apply(lambda s, x: s.b(x, x.cos()), b=nn.Bilinear(5, 5, 4)),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -16,15 +16,15 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..errors import NamingError, SquisherError, near
+from ..guard import as_it_was, eager_original
 from ..importance import Importance, structure_hash
 from ..ranks import is_sharded, local_of, sharded_like
 from ..storage.tensors import LiveParameter, live_parameters
 from .batches import Batch, batches_of, parse
-from .capture import Capture
+from .fast import Fast
 from .joint import Joint
 from .likelihood import Objective
-from .loop import add_squares, add_squares_of_batch
-from .preserved import eager_original, preserved
+from .loop import Loop
 from .request import objective_for
 from .sharded import in_step, is_spread, whole_gradients
 from .sums import Sums
@@ -78,7 +78,7 @@ def fisher(
         seed: of sampled labels, which are a function of (seed, index of the example in the stream, position).
         progress: called after every batch with the examples done and, if known, their number.
         method: "auto" computes what it can for all examples at once, proves it against the loop, and leaves the rest to
-            the loop; "hooks" raises where something would be left to the loop; "loop" is the definition.
+            the loop; "fast" raises where something would be left to the loop; "loop" is the definition.
         shift: for tokens, how far labels lie behind outputs (1 for causal language models); None asks the model.
 
     Returns:
@@ -87,16 +87,16 @@ def fisher(
     Raises:
         SquisherError: if a batch, the model's outputs or a setting do not fit.
     """
-    if method not in ("auto", "hooks", "loop"):
-        raise SquisherError(f"method={method!r} is not known; expected 'auto', 'hooks' or 'loop'.")
+    if method not in ("auto", "fast", "loop"):
+        raise SquisherError(f"method={method!r} is not known; expected 'auto', 'fast' or 'loop'.")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype == torch.float16:
         raise SquisherError(f"dtype={dtype} cannot hold squared gradients; use torch.float32, float64 or bfloat16.")
     if max_examples is not None and max_examples < 1:
         raise SquisherError(f"max_examples={max_examples}: expected a positive number or None.")
     model = eager_original(model)
     spread_out = is_spread(model)
-    if spread_out and method == "hooks":
-        raise SquisherError("method='hooks' needs whole parameters, and these are sharded (FSDP2). Use method='auto'.")
+    if spread_out and method == "fast":
+        raise SquisherError("method='fast' needs whole parameters, and these are sharded (FSDP2). Use method='auto'.")
     objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift)
     chosen, absent = _choose(model, parameters)
     if not eval_mode and per == "example":
@@ -108,7 +108,7 @@ def fisher(
     count = _Count()
     failure: BaseException | None = None
     try:
-        with preserved(model, eval_mode), whole_gradients(model, spread_out):
+        with as_it_was(model, eval_mode), whole_gradients(model, spread_out):
             engine = _engine(method, per, model, objective, by_name, spread_out)
             for batch, index, mine in _stream(batches, model, max_examples, spread_out):
                 if mine:
@@ -128,6 +128,11 @@ def fisher(
     units = count.units if spread_out else sum(ranks.gather(count.units))
     if not units:
         raise SquisherError("No position counts: every label is -100 or masked, so there is nothing to measure.")
+    if not any(ranks.gather(bool(engine.reached))):
+        raise SquisherError(
+            "No gradient reached any of the parameters: the model runs under torch.no_grad, detaches what it returns, or does not "
+            "use them."
+        )
     sums = partial.complete()
     if not spread_out:
         ranks.sum_in_place(sums.values())
@@ -158,19 +163,10 @@ class _Engine(Protocol):
     @property
     def coverage(self) -> dict[str, Any]: ...
 
+    @property
+    def reached(self) -> Collection[str]: ...
+
     def add(self, sums: Sums, batch: Batch, index: Tensor) -> int: ...
-
-
-class _Loop:
-    """The definition as an engine."""
-
-    def __init__(self, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor], per: str):
-        self.model, self.objective, self.parameters = model, objective, parameters
-        self.one = add_squares if per == "example" else add_squares_of_batch
-        self.coverage: dict[str, Any] = {"method": "loop"}
-
-    def add(self, sums: Mapping[str, Tensor], batch: Batch, index: Tensor) -> int:
-        return self.one(sums, self.model, batch, index, self.objective, self.parameters)
 
 
 class _Count:
@@ -182,14 +178,14 @@ def _engine(
     method: str, per: str, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor], spread_out: bool
 ) -> _Engine:
     if method == "loop" or spread_out:
-        engine = _Loop(model, objective, parameters, per)
+        engine = Loop(model, objective, parameters, per)
         if method != "loop":
             why = dict.fromkeys(parameters, "the parameters are sharded (FSDP2)")
             engine.coverage = {"method": "batch"} if per == "batch" else {"method": "loop", "loop": why}
         return engine
     if per == "batch":
         return Joint(model, objective, parameters)
-    return Capture(model, objective, parameters, strict=method == "hooks")
+    return Fast(model, objective, parameters, strict=method == "fast")
 
 
 def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParameter], dict[str, str]]:

@@ -32,6 +32,11 @@ class Batch:
     labels: Tensor | None
     size: int
 
+    def tensors(self) -> Iterator[tuple[Tensor, bool]]:
+        """All tensors that the model or the likelihood gets, and whether each has a row for every example."""
+        for t in leaves_of([self.raw, list(self.args), self.kwargs, self.labels]):
+            yield t, t.dim() > 0 and t.shape[0] == self.size
+
     def take(self, start: int, stop: int) -> Batch:
         """The examples start, ..., stop - 1."""
         if (start, stop) == (0, self.size):

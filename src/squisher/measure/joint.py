@@ -33,6 +33,7 @@ class Joint:
     def __init__(self, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor]):
         self.model, self.objective, self.parameters = model, objective, parameters
         self.coverage: dict[str, Any] = {"method": "batch"}
+        self.reached: set[str] = set()
         self.in_parts: set[str] | None = None
 
     def add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
@@ -63,6 +64,7 @@ class Joint:
     def _arrival(self, name: str, sums: Sums, arrivals: dict[str, int]) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
             arrivals[name] = arrivals.get(name, 0) + 1
+            self.reached.add(name)
             if self.in_parts is None or name in self.in_parts:
                 return
             if arrivals[name] > 1:

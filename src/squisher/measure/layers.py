@@ -29,14 +29,14 @@ __all__ = ["Broadcast", "Convolution", "Linear", "Lookup", "Rule"]
 class Rule(Protocol):
     """One use of a parameter: what is needed to turn the gradient of the output into a piece."""
 
-    def piece(self, g: Tensor, dim: int, examples: int, absolute: bool = False) -> Piece:
+    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
         """The gradients of this use.
 
         Args:
             g: gradient with respect to the output of the operation.
             dim: the dimension of the output that the examples are in.
             examples: how many there are.
-            absolute: a bound on the sum of the absolute values instead, which says what rounding can do.
+            squared: `g` is squared, and what it is multiplied by is to be squared too: what rounding errors are measured by.
         """
 
     def saved(self) -> Sequence[Tensor]:
@@ -67,13 +67,23 @@ class Broadcast:
     factor: Tensor | Callable[[], Tensor] | None = None
     held: tuple[Tensor, ...] = ()
 
-    def piece(self, g: Tensor, dim: int, examples: int, absolute: bool = False) -> Piece:
+    @classmethod
+    def of(cls, t: Tensor) -> Broadcast:
+        """A tensor that is added, or copied."""
+        return cls(t.shape, tuple(t.shape))
+
+    def apart_from(self, dim: int, dims: int) -> bool:
+        """Whether it has no entries of its own for each row of this dimension of the output."""
+        place = dim - (dims - len(self.aligned))
+        return place < 0 or self.aligned[place] == 1
+
+    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
         """The gradients of this use."""
-        if self.factor is None and not absolute and g.shape == (examples, *self.shape) and not dim:
+        if self.factor is None and g.shape == (examples, *self.shape) and not dim:
             return Dense(g)  # a bias behind a plain matrix product: nothing to sum
         factor = self.factor() if callable(self.factor) else self.factor
-        if absolute:
-            g, factor = g.abs(), None if factor is None else factor.abs()
+        if squared and factor is not None:
+            factor = factor.square()
         aligned = (1,) * (g.dim() - len(self.aligned)) + self.aligned
         if aligned[dim] != 1 and examples > 1:
             raise ValueError("the parameter has an entry for each example")
@@ -117,16 +127,10 @@ class Linear:
     a: Tensor
     transposed: bool = False
 
-    def piece(self, g: Tensor, dim: int, examples: int, absolute: bool = False) -> Piece:
+    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
         """The gradients of this use."""
-        a = self.a
-        if a.dim() < g.dim():  # the output was expanded over the examples
-            a = a.expand(*g.shape[:-1], a.shape[-1])
-        elif a.shape[:-1] != g.shape[:-1]:
-            a = a.expand(*g.shape[:-1], -1)
+        a = self.a.square() if squared else self.a
         a, g = (to_examples(t, dim, examples).flatten(1, -2) for t in (a, g))
-        if absolute:  # |Σ_t g_t a_t| ≤ ‖g‖ ‖a‖
-            a, g = (t.to(_at_least_single(t)).norm(dim=1, keepdim=True) for t in (a, g))
         return Outer(a, g, False) if self.transposed else Outer(g, a)
 
     def saved(self) -> Sequence[Tensor]:
@@ -141,13 +145,10 @@ class Lookup:
     ids: Tensor
     padding: int | None = None
 
-    def piece(self, g: Tensor, dim: int, examples: int, absolute: bool = False) -> Piece:
+    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
         """The gradients of this use."""
-        ids = self.ids
-        if ids.shape != g.shape[:-1]:  # the output was expanded over the examples
-            ids = ids.expand(g.shape[:-1])
-        g = to_examples(g.abs() if absolute else g, dim, examples).flatten(1, -2)
-        ids = to_examples(ids, dim, examples).flatten(1)
+        g = to_examples(g, dim, examples).flatten(1, -2)
+        ids = to_examples(self.ids, dim, examples).flatten(1)
         if self.padding is not None:
             ids = ids.masked_fill(ids == self.padding, -1)
         return Rows(ids, g)
@@ -164,24 +165,10 @@ class Convolution:
     a: Tensor
     settings: ConvolutionSettings
 
-    def piece(self, g: Tensor, dim: int, examples: int, absolute: bool = False) -> Piece:
+    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
         """The gradients of this use."""
-        a = self.a
-        if a.dim() == g.dim() - 1:
-            a = a.unsqueeze(0)
-        if a.shape[0] != g.shape[0]:
-            a = a.expand(g.shape[0], *a.shape[1:])
-        if absolute:
-            rows = self.settings.weight.shape[0]
-            sizes = (t.to(_at_least_single(t)).reshape(examples, -1).norm(dim=1)[:, None, None] for t in (g, a))
-            left, right = sizes
-            return Outer(left.expand(-1, 1, rows), right.expand(-1, 1, self.settings.weight.numel() // rows))
-        return ConvolutionPiece(self.settings, a, g, examples)
+        return ConvolutionPiece(self.settings, self.a.square() if squared else self.a, g, examples)
 
     def saved(self) -> Sequence[Tensor]:
         """The tensors that must not change before the backward pass."""
         return (self.a,)
-
-
-def _at_least_single(t: Tensor) -> torch.dtype:
-    return torch.promote_types(t.dtype, torch.float32)

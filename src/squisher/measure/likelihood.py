@@ -60,6 +60,10 @@ class Objective:
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
         """Run the model and bring outputs and labels into one layout."""
+        return self.arranged(self.raw(model, batch), batch)
+
+    def raw(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Run the model: its logits, or the losses of a function."""
         if callable(self.likelihood):
             losses = self.likelihood(model, batch.raw)
             if not isinstance(losses, Tensor) or losses.shape != (batch.size,):
@@ -68,26 +72,28 @@ class Objective:
                     f"The likelihood function returned {found} for a batch of {batch.size} examples. Expected one loss per "
                     f"example, of shape ({batch.size},): do not reduce over the batch."
                 )
-            return Outputs(losses, None, torch.ones(batch.size, 1, dtype=torch.bool, device=losses.device))
+            return losses
         logits = _logits(model(*batch.args, **batch.kwargs))
-        # Half-precision logits are turned into probabilities in single precision.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if logits.dim() == 0 or logits.shape[0] != batch.size:
             raise SquisherError(
                 f"The model returned outputs of shape {tuple(logits.shape)} for a batch of {batch.size} examples; the first "
                 "dimension must be the example."
             )
+        return logits
+
+    def arranged(self, raw: Tensor, batch: Batch) -> Outputs:
+        """Bring what `raw` returned and the labels into one layout."""
+        if callable(self.likelihood):
+            return Outputs(raw, None, torch.ones(batch.size, 1, dtype=torch.bool, device=raw.device))
+        # Half-precision logits are turned into probabilities in single precision.
+        logits = raw.to(torch.promote_types(raw.dtype, torch.float32))
         if self.labels == "data" and batch.labels is None:
             raise SquisherError(
                 "labels='data' needs labels, and a batch has none. Give (inputs, labels) or a mapping with 'labels', or "
                 "use labels='sampled' or 'exact'."
             )
-        with torch._C.DisableTorchFunction():  # nothing here is an operation of the model
-            return (
-                self._classes(logits, batch)
-                if self.likelihood in ("categorical", "tokens")
-                else self._reals(logits, batch)
-            )
+        arrange = self._classes if self.likelihood in ("categorical", "tokens") else self._reals
+        return arrange(logits, batch)
 
     def _classes(self, logits: Tensor, batch: Batch) -> Outputs:
         labels = batch.labels

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,31 +14,36 @@ from ..ranks import local_of
 from .batches import Batch
 from .likelihood import Objective
 
-__all__ = ["add_squares", "add_squares_of_batch", "each_gradient"]
+__all__ = ["Loop", "each_gradient"]
 
 
-def add_squares(
-    sums: Mapping[str, Tensor],
-    model: nn.Module,
-    batch: Batch,
-    index: Tensor,
-    objective: Objective,
-    parameters: Mapping[str, Tensor],
-) -> int:
-    """Add Σ_n Σ_terms (∇ term_n)² over the examples of a batch, each on its own.
+class Loop:
+    """The definition as an engine.
 
     Args:
-        sums: what to add to, by name.
         model: in the mode and on the device that are wanted.
-        batch: the examples.
-        index: where each example is in the stream.
         objective: which Fisher.
         parameters: with respect to what, by name.
-
-    Returns:
-        How many units (examples, or tokens) were added.
+        per: "example" squares the gradient of each example, "batch" that of each whole batch.
     """
-    return each_gradient(_adding_to(sums), model, batch, index, objective, parameters)
+
+    def __init__(
+        self, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor], per: str = "example"
+    ) -> None:
+        self.model, self.objective, self.parameters = model, objective, parameters
+        self.walk = each_gradient if per == "example" else gradient_of_batch
+        self.coverage: dict[str, Any] = {"method": "loop"}
+        self.reached: set[str] = set()
+
+    def add(self, sums: Mapping[str, Tensor], batch: Batch, index: Tensor) -> int:
+        """Add Σ_n Σ_terms (∇ term_n)² over the examples of a batch; returns how many units (examples, or tokens) it had."""
+
+        def receive(name: str, gradient: Tensor) -> None:
+            self.reached.add(name)
+            gradient = gradient.to(sums[name].dtype)
+            sums[name].addcmul_(gradient, gradient)
+
+        return self.walk(receive, self.model, batch, index, self.objective, self.parameters)
 
 
 def each_gradient(
@@ -48,11 +54,23 @@ def each_gradient(
     objective: Objective,
     parameters: Mapping[str, Tensor],
     on_arrival: bool = False,
+    seen: list[Tensor] | None = None,
 ) -> int:
-    """Call `receive` with the name and gradient of every parameter that a term depends on, term by term; see `add_squares`.
+    """Call `receive` with the name and gradient of every parameter that a term depends on, example by example, term by term.
 
-    With `on_arrival` each gradient is received, and its memory free again, before the next one is there. Under re-entrant
-    checkpointing, where a gradient comes in several parts, this would be wrong.
+    Args:
+        receive: what gets them.
+        model: in the mode and on the device that are wanted.
+        batch: the examples.
+        index: where each example is in the stream.
+        objective: which Fisher.
+        parameters: with respect to what, by name.
+        on_arrival: receive each gradient, and free its memory, before the next one is there. Under re-entrant checkpointing, where
+            a gradient comes in several parts, this would be wrong.
+        seen: gets the outputs of each example.
+
+    Returns:
+        How many units (examples, or tokens) there were.
     """
     units = 0
     with _requiring(model, parameters) as everything, ExitStack() as hooks:
@@ -63,33 +81,27 @@ def each_gradient(
         for n in range(batch.size):
             outputs = objective.outputs(model, batch.take(n, n + 1))
             units += objective.units(outputs)
+            if seen is not None:
+                seen.append(outputs.values[0].detach())
             for term in objective.terms(outputs, index[n : n + 1]):
                 _backward(term.sum(), receive, parameters, everything)
     return units
 
 
-def add_squares_of_batch(
-    sums: Mapping[str, Tensor],
+def gradient_of_batch(
+    receive: Callable[[str, Tensor], None],
     model: nn.Module,
     batch: Batch,
     index: Tensor,
     objective: Objective,
     parameters: Mapping[str, Tensor],
 ) -> int:
-    """Add Σ_terms (∇ Σ_n term_n)²: the gradient of the whole batch, squared. Arguments as of `add_squares`."""
+    """Call `receive` with the gradient of the summed terms of a whole batch; arguments as of `each_gradient`."""
     with _requiring(model, parameters) as everything:
         outputs = objective.outputs(model, batch)
         for term in objective.terms(outputs, index):
-            _backward(term.sum(), _adding_to(sums), parameters, everything)
+            _backward(term.sum(), receive, parameters, everything)
         return objective.units(outputs)
-
-
-def _adding_to(sums: Mapping[str, Tensor]) -> Callable[[str, Tensor], None]:
-    def receive(name: str, gradient: Tensor) -> None:
-        gradient = gradient.to(sums[name].dtype)
-        sums[name].addcmul_(gradient, gradient)
-
-    return receive
 
 
 def _backward(

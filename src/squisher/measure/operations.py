@@ -16,33 +16,32 @@ from torch import Tensor
 from .layers import Broadcast, Convolution, Linear, Lookup, Rule
 from .pieces import ConvolutionSettings
 
-__all__ = ["IN_PLACE", "OPERATIONS", "Uses"]
+__all__ = ["OPERATIONS", "Uses"]
 
 Uses = Iterable[tuple[Any, Rule]]
 """Candidates for parameters, each with its rule; the caller knows which of them are parameters."""
 
 
-def _linear(output: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Uses:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Uses:
     yield weight, Linear(input)
     if bias is not None:
-        yield bias, _bias(bias)
+        yield bias, Broadcast.of(bias)
 
 
-def _matmul(output: Tensor, input: Tensor, other: Tensor) -> Uses:
+def _matmul(input: Tensor, other: Tensor) -> Uses:
     if other.dim() == 2 and input.dim() >= 2:
         yield other, Linear(input, transposed=True)
 
 
 def _addmm(
-    output: Tensor, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Iterator[tuple[Any, Rule]]:
     if beta == 1 and alpha == 1:
         yield mat2, Linear(mat1, transposed=True)
-        yield input, _bias(input)
+        yield input, Broadcast.of(input)
 
 
 def _embedding(
-    output: Tensor,
     input: Tensor,
     weight: Tensor,
     padding_idx: int | None = None,
@@ -58,7 +57,6 @@ def _embedding(
 
 
 def _layer_norm(
-    output: Tensor,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -69,11 +67,10 @@ def _layer_norm(
     if weight is not None:
         yield weight, _gain(weight, input, lambda: F.layer_norm(input.detach(), normalized_shape, None, None, eps))
     if bias is not None:
-        yield bias, _bias(bias)
+        yield bias, Broadcast.of(bias)
 
 
 def _rms_norm(
-    output: Tensor,
     input: Tensor,
     normalized_shape: Sequence[int],
     weight: Tensor | None = None,
@@ -84,7 +81,6 @@ def _rms_norm(
 
 
 def _group_norm(
-    output: Tensor,
     input: Tensor,
     num_groups: int,
     weight: Tensor | None = None,
@@ -92,11 +88,10 @@ def _group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Uses:
-    yield from _channels(output, input, weight, bias, lambda: F.group_norm(input.detach(), num_groups, None, None, eps))
+    yield from _channels(input, weight, bias, lambda: F.group_norm(input.detach(), num_groups, None, None, eps))
 
 
 def _batch_norm(
-    output: Tensor,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -109,7 +104,6 @@ def _batch_norm(
     if training or running_mean is None:  # the statistics of the batch: examples are not apart
         return
     yield from _channels(
-        output,
         input,
         weight,
         bias,
@@ -118,7 +112,6 @@ def _batch_norm(
 
 
 def _instance_norm(
-    output: Tensor,
     input: Tensor,
     running_mean: Tensor | None = None,
     running_var: Tensor | None = None,
@@ -133,36 +126,33 @@ def _instance_norm(
             return F.instance_norm(input.detach(), eps=eps)
         return F.batch_norm(input.detach(), running_mean, running_var, None, None, False, 0.0, eps)
 
-    yield from _channels(output, input, weight, bias, normalized)
+    yield from _channels(input, weight, bias, normalized)
 
 
-def _prelu(output: Tensor, input: Tensor, weight: Tensor) -> Uses:
-    aligned = (weight.numel(), *(1,) * (output.dim() - 2)) if weight.numel() > 1 else (1,)
+def _prelu(input: Tensor, weight: Tensor) -> Uses:
+    aligned = (weight.numel(), *(1,) * (input.dim() - 2)) if weight.numel() > 1 else (1,)
     yield weight, Broadcast(weight.shape, aligned, lambda: input.detach().clamp(max=0), (input,))
 
 
-def _add(output: Tensor, input: Any, other: Any, *, alpha: float = 1) -> Uses:
+def _add(input: Any, other: Any, *, alpha: float = 1) -> Uses:
     if alpha == 1:
         for candidate in (input, other):
             if isinstance(candidate, Tensor):
-                yield candidate, _bias(candidate)
+                yield candidate, Broadcast.of(candidate)
 
 
-def _mul(output: Tensor, input: Any, other: Any) -> Uses:
+def _mul(input: Any, other: Any) -> Uses:
     for candidate, factor in ((input, other), (other, input)):
         if isinstance(candidate, Tensor) and candidate is not factor:
             given = (
-                factor if isinstance(factor, Tensor) else torch.tensor(factor, dtype=output.dtype, device=output.device)
+                factor
+                if isinstance(factor, Tensor)
+                else torch.tensor(factor, dtype=candidate.dtype, device=candidate.device)
             )
             yield candidate, Broadcast(candidate.shape, tuple(candidate.shape), given.detach(), (given,))
 
 
-def _expand(output: Tensor, input: Tensor, *sizes: Any, **_: Any) -> Uses:
-    yield input, _bias(input)
-
-
 def _convolution(
-    output: Tensor,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -172,7 +162,7 @@ def _convolution(
     groups: int = 1,
 ) -> Uses:
     spatial = weight.dim() - 2
-    if output.dim() != weight.dim():  # without a batch dimension
+    if input.dim() != weight.dim():  # without a batch dimension
         return
     stride, dilation = _tuple(stride, spatial), _tuple(dilation, spatial)
     if padding == "valid":
@@ -190,7 +180,6 @@ def _convolution(
 
 
 def _transposed_convolution(
-    output: Tensor,
     input: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -201,7 +190,7 @@ def _transposed_convolution(
     dilation: Any = 1,
 ) -> Uses:
     spatial = weight.dim() - 2
-    if output.dim() != weight.dim():
+    if input.dim() != weight.dim():
         return
     stride, padding, dilation = (_tuple(v, spatial) for v in (stride, padding, dilation))
     more = tuple(_tuple(output_padding, spatial))
@@ -210,18 +199,12 @@ def _transposed_convolution(
         yield bias, Broadcast(bias.shape, (bias.numel(), *(1,) * spatial))
 
 
-def _bias(parameter: Tensor) -> Broadcast:
-    return Broadcast(parameter.shape, tuple(parameter.shape))
-
-
 def _gain(parameter: Tensor, input: Tensor, normalized: Callable[[], Tensor]) -> Broadcast:
     return Broadcast(parameter.shape, tuple(parameter.shape), normalized, (input,))
 
 
-def _channels(
-    output: Tensor, input: Tensor, weight: Tensor | None, bias: Tensor | None, normalized: Callable[[], Tensor]
-) -> Uses:
-    ones = (1,) * (output.dim() - 2)
+def _channels(input: Tensor, weight: Tensor | None, bias: Tensor | None, normalized: Callable[[], Tensor]) -> Uses:
+    ones = (1,) * (input.dim() - 2)
     if weight is not None:
         yield weight, Broadcast(weight.shape, (weight.numel(), *ones), normalized, (input,))
     if bias is not None:
@@ -265,10 +248,6 @@ OPERATIONS: dict[Any, Callable[..., Uses]] = {
     Tensor.mul: _mul,
     Tensor.__mul__: _mul,
     Tensor.__rmul__: _mul,
-    Tensor.expand: _expand,
-    Tensor.expand_as: _expand,
-    torch.broadcast_to: _expand,
 }
-IN_PLACE = {Tensor.add_, Tensor.__iadd__}
 if hasattr(F, "rms_norm"):
     OPERATIONS[F.rms_norm] = _rms_norm

@@ -14,7 +14,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["ConvolutionPiece", "ConvolutionSettings", "Dense", "Outer", "Piece", "Rows", "Squares", "add_squares"]
+__all__ = [
+    "ConvolutionPiece",
+    "ConvolutionSettings",
+    "Dense",
+    "Outer",
+    "Piece",
+    "Rows",
+    "Squares",
+    "add_squares",
+    "examples_of",
+]
 
 TILE = 1 << 19  # elements of a gradient that is squared while it is in the cache
 SMALL = 1 << 14  # weights up to this size are done several examples at a time
@@ -66,7 +76,7 @@ def add_squares(total: Tensor, pieces: Sequence[Piece]) -> None:
         joined = _join_outer([*outer, *(c.unfolded() for c in convolutions)])
         _outer_squares(total.view(total.shape[0], -1), joined)
     else:
-        examples = _examples(pieces[0])
+        examples = examples_of(pieces[0])
         for n in range(examples):
             gradient = torch.zeros_like(total)
             for piece in pieces:
@@ -93,7 +103,7 @@ class Dense:
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """The gradient of one example, in full."""
-        return self.values[n].view(shape)
+        return self.values[n].reshape(shape)
 
 
 # -- outer products: everything that is a matrix product ----------------------------------------------------------------
@@ -281,7 +291,8 @@ def _merge_images(t: Tensor, examples: int) -> Tensor:
     return t.unflatten(0, (examples, -1)).transpose(1, 2).flatten(2)
 
 
-def _examples(piece: Any) -> int:
+def examples_of(piece: Any) -> int:
+    """Return how many examples a piece holds gradients of."""
     for name in ("values", "left", "keys"):
         if hasattr(piece, name):
             return int(getattr(piece, name).shape[0])

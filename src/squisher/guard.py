@@ -1,35 +1,46 @@
-"""The model as it was: modes, flags, gradients, buffers, compiled calls and random state come back, whatever happens."""
+"""A module as it was: modes, flags, gradients, hooks, buffers, compiled calls and random state come back, whatever happens."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["eager_original", "preserved"]
+from .errors import SquisherError
+
+__all__ = ["as_it_was", "eager_original", "only_requiring"]
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def eager_original(model: nn.Module) -> nn.Module:
-    """The module inside the outer wrappers (compiled, data parallel): what runs eagerly and on this process alone."""
+    """Return the module inside the outer wrappers (compiled, data parallel): what runs eagerly and on this process alone."""
     while type(model).__name__ in _WRAPPERS:
         model = getattr(model, _WRAPPERS[type(model).__name__])
     return model
 
 
 @contextmanager
-def preserved(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
-    """Evaluation mode (unless told otherwise) inside; everything as it was outside, also after an error.
+def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
+    """Put the model into evaluation mode (unless told otherwise) inside; leave everything as it was, also after an error.
 
-    Inside, compiled calls run eagerly, and the fused attention path of inference, which has no gradients, is off.
+    Inside, the users' hooks on parameters are off (an optimizer may live in them), compiled calls run eagerly, and the fused
+    attention path of inference, which has no gradients, is off.
+
+    Raises:
+        SquisherError: a parameter was changed inside.
     """
     modules = list(model.modules())
+    parameters = list(model.parameters())
     training = [(m, m.training) for m in modules]
-    flags = [(p, p.requires_grad, p.grad) for p in model.parameters()]
+    flags = [(p, p.requires_grad, p.grad) for p in parameters]
+    tables = [table for p in parameters for name in _HOOKS if (table := getattr(p, name, None))]
+    hooks = [(table, dict(table)) for table in tables]
+    versions = [(name, p, p._version) for name, p in model.named_parameters()]
     buffers = [(m, dict(m._buffers)) for m in modules if m._buffers]
     copies = [
         (b, b._version, b.clone())
@@ -37,7 +48,7 @@ def preserved(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
     ]
     compiled = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
     fast_path = torch.backends.mha.get_fastpath_enabled()
-    devices = sorted({p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"})
+    devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.enable_grad())
@@ -49,6 +60,8 @@ def preserved(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
                 module._compiled_call_impl = None
             for parameter, _, _ in flags:
                 parameter.grad = None
+            for table in tables:
+                table.clear()
             if eval_mode:
                 model.eval()
             yield
@@ -61,7 +74,29 @@ def preserved(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
             for parameter, required, grad in flags:
                 parameter.requires_grad_(required)
                 parameter.grad = grad
+            for table, held in hooks:
+                table.update(held)
             _restore(buffers, copies)
+    changed = [name for name, p, version in versions if p._version != version]
+    if changed:
+        raise SquisherError(
+            f"The model changes its parameter {changed[0]!r} while it runs (a renormalised embedding, an optimizer in a hook): what "
+            "was measured belongs to no one set of weights. Freeze it, or switch off what changes it."
+        )
+
+
+@contextmanager
+def only_requiring(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[None]:
+    """Have these parameters require a gradient inside, and no others."""
+    wanted = {id(p) for p in parameters}
+    flags = [(p, p.requires_grad) for p in model.parameters()]
+    for p, _ in flags:
+        p.requires_grad_(id(p) in wanted)
+    try:
+        yield
+    finally:
+        for p, flag in flags:
+            p.requires_grad_(flag)
 
 
 @torch.no_grad()

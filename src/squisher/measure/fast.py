@@ -1,0 +1,160 @@
+"""The fast engine: all examples at once where that is proven, one at a time where it is not.
+
+In every batch, before anything is added:
+
+- the rows of each output belong to examples by structure (`examples`), never because a size happens to be divisible;
+- no path of the graph leads to a parameter past the rules (`capture`);
+- the sequence of operations is one that was proven against the loop (`proof`), for every parameter whose gradient is not zero.
+
+A batch for which one of these fails is done by the loop, and the coverage says why. On the batches that are proven, the outputs of two
+examples on their own are compared with those of the batch: examples that influence each other have no gradient of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import SquisherError
+from ..guard import only_requiring
+from .alone import check_alone
+from .batches import Batch
+from .capture import Obstacle, Pass
+from .likelihood import Objective, Outputs
+from .loop import Loop
+from .pieces import Piece
+from .proof import Proof, compare, prove, two_of
+from .sums import Sums
+
+__all__ = ["Fast"]
+
+_PROVEN_ANEW = {16**k for k in range(12)}
+
+
+class Fast:
+    """The fast engine, with the loop for what it cannot do.
+
+    Args:
+        model: in the mode and on the device that are wanted.
+        objective: which Fisher.
+        parameters: with respect to what, by name.
+        strict: raise where something would be left to the loop.
+    """
+
+    def __init__(self, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor], strict: bool = False):
+        self.model, self.objective, self.parameters, self.strict = model, objective, parameters, strict
+        self.left: dict[str, str] = {}
+        self.loop = Loop(model, objective, parameters)
+        self.reached = self.loop.reached
+        self.proven: dict[Any, set[str]] = {}
+        """For every sequence of operations, the parameters for which the rules were seen to be right."""
+        self.number = self.failures = self.waiting = self.at_once = 0
+
+    @property
+    def coverage(self) -> dict[str, Any]:
+        """What was computed how: parameters that the loop did, with the reason, and parameters that nothing depends on."""
+        unused = [name for name in self.parameters if name not in self.reached]
+        return {
+            "method": "fast" if self.at_once or not self.left else "loop",
+            "loop": dict(self.left),
+            "unused": dict.fromkeys(unused, "nothing depends on it"),
+        }
+
+    def add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
+        """Add the squares of a batch; returns how many units it had."""
+        self.number += 1
+        if batch.size == 1:
+            return self.loop.add(sums, batch, index)
+        if self.waiting:
+            self.waiting -= 1
+            return self.loop.add(sums, batch, index)
+        try:
+            units = self._add(sums, batch, index)
+            self.failures, self.at_once = 0, self.at_once + 1
+            return units
+        except Obstacle as obstacle:
+            if not self.failures and not obstacle.random:
+                self._check_alone(batch)
+            self._leave(obstacle.reasons)
+            # What fails once often fails again: wait longer every time before trying.
+            self.failures += 1
+            self.waiting = 2 ** min(self.failures, 10) - 1
+            return self.loop.add(sums, batch, index)
+
+    def _add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
+        # Batches 1, 16, 256, ... are proven whatever they do; others when they do something new.
+        proof = self._prove(sums, batch, index) if self.number in _PROVEN_ANEW else None
+        with only_requiring(self.model, self.parameters.values()):
+            one = Pass(self.model, self.objective, batch, self.parameters)
+            outputs = one.forward()
+            if one.program not in self.proven and proof is None:
+                proof = self._prove(sums, batch, index)
+            if proof is not None:
+                check_alone(self.model, outputs.values.detach(), proof.alone)
+            if not outputs.values.requires_grad:
+                if one.captured:
+                    raise SquisherError(
+                        "The model's outputs have no gradient with respect to any of the parameters, although they are used: the "
+                        "forward pass runs under torch.no_grad, or detaches what it returns."
+                    )
+                return self.objective.units(outputs)
+            self._believe(sums, one, outputs, index)
+            self.reached |= one.captured
+        return self.objective.units(outputs)
+
+    def _prove(self, sums: Sums, batch: Batch, index: Tensor) -> Proof | None:
+        proof = prove(sums, self.model, self.objective, batch, index, self.parameters)
+        if proof is not None:
+            self.proven.setdefault(proof.program, set()).update(proof.evident)
+        return proof
+
+    def _check_alone(self, batch: Batch) -> None:
+        chosen = two_of(batch)
+        if chosen is not None:
+            # With gradients: re-entrant checkpointing warns without.
+            alone = {n: self.objective.outputs(self.model, batch.take(n, n + 1)).values[0].detach() for n in chosen}
+            check_alone(self.model, self.objective.outputs(self.model, batch).values.detach(), alone)
+
+    def _believe(self, sums: Sums, one: Pass, outputs: Outputs, index: Tensor) -> None:
+        """Add what the rules say; what was not proven yet for this sequence of operations is proven on this very batch."""
+        doubtful = one.captured - self.proven.get(one.program, set())
+        if not doubtful:
+            try:
+                one.backward(outputs, index, sums)
+            except Obstacle as obstacle:  # too late for the loop: some squares are in the sums
+                raise SquisherError(
+                    f"Checkpointing uses parameters in its second pass in another way than before ({obstacle}). Use method='loop'."
+                ) from obstacle
+            return
+        scratch = Sums(sums.parameters, sums.dtype)
+        bounds: dict[str, list[Piece]] = {}
+        one.bounds = bounds
+        one.backward(outputs, index, scratch)
+        with torch.no_grad():
+            found = {name: scratch[name] for name in doubtful if bool(scratch[name].any())}
+        if found:
+            wrong = compare(found, self._expected(one.batch, index, found), bounds, one.types)
+            if wrong:
+                raise Obstacle(wrong)
+        with torch.no_grad():
+            for name, total in scratch.items():
+                sums[name] += total
+        self.proven.setdefault(one.program, set()).update(found)
+
+    def _expected(self, batch: Batch, index: Tensor, names: Iterable[str]) -> Sums:
+        expected = Sums({name: self.parameters[name] for name in names}, torch.float32)
+        Loop(self.model, self.objective, expected.parameters).add(expected, batch, index)
+        return expected
+
+    def _leave(self, reasons: Mapping[str, str]) -> None:
+        every = dict.fromkeys(self.parameters, reasons[""]) if "" in reasons else dict(reasons)
+        if self.strict:
+            listed = "; ".join(f"{name}: {reason}" for name, reason in list(every.items())[:5])
+            raise SquisherError(
+                f"method='fast' cannot do {len(every)} of {len(self.parameters)} parameters ({listed}). Use method='auto', "
+                "which leaves such batches to the loop, or choose other parameters with parameters=..."
+            )
+        self.left.update(every)

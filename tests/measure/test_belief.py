@@ -1,0 +1,330 @@
+"""Batches that do something else than the first one: none may be believed on the strength of an earlier proof."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from squisher import SquisherError, fisher
+from tests.measure.zoo import Apply
+
+CLASSES = 4
+
+
+def _labels(n):
+    return torch.randint(0, CLASSES, (n,))
+
+
+def _module(forward, **parts):
+    model = Apply(forward)
+    for name, part in parts.items():
+        setattr(model, name, part)
+    return model.double()
+
+
+def _batches(*inputs):
+    return [(x.double() if x.is_floating_point() else x, _labels(len(x))) for x in inputs]
+
+
+def _later_operation(seed):
+    """From the second batch on a parameter is used in an operation without a rule."""
+
+    def forward(s, x):
+        y = s.first(x).tanh()
+        if x.mean() > 3:
+            y = y + torch.cumsum(s.first.weight, 0).sum(1) * y
+        return s.out(y)
+
+    model = _module(forward, first=nn.Linear(5, 6), out=nn.Linear(6, CLASSES))
+    return model, _batches(torch.randn(4, 5), torch.randn(4, 5) + 6, torch.randn(4, 5) + 6)
+
+
+def _later_example(seed):
+    """An example of the first batch that is not one of the two proven uses a parameter in another way."""
+
+    def forward(s, x):
+        y = s.first(x).tanh()
+        return s.out(torch.where(x[:, :1] > 5, F.linear(y, s.first.weight[:, :1].expand(6, 6) ** 2), y))
+
+    x = torch.randn(6, 5)
+    x[4] += 9
+    return _module(forward, first=nn.Linear(5, 6), out=nn.Linear(6, CLASSES)), _batches(x, torch.randn(4, 5))
+
+
+class Routed(nn.Module):
+    """Experts in the style of Mixtral: tokens are gathered for each of them."""
+
+    def __init__(self, width=6, experts=3):
+        super().__init__()
+        self.router, self.out = nn.Linear(width, experts), nn.Linear(width, CLASSES)
+        self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(experts))
+
+    def forward(self, x):
+        flat = x.reshape(-1, x.shape[-1])
+        chances = self.router(flat).softmax(-1)
+        weights, chosen = chances.topk(2, -1)
+        y = torch.zeros_like(flat)
+        mask = F.one_hot(chosen, len(self.experts)).permute(2, 1, 0)
+        for number, expert in enumerate(self.experts):
+            place, row = torch.where(mask[number])
+            y.index_add_(0, row, expert(flat[row]).tanh() * weights[row, place, None])
+        return self.out(y.view_as(x).mean(1))
+
+
+def _routed(seed):
+    return Routed().double(), _batches(*(torch.randn(4, 4, 6) for _ in range(4)))
+
+
+def _packed(seed):
+    """Padding is taken out before a layer and put back after it."""
+
+    def forward(s, x):
+        mask = x[..., 0] > -1
+        y = torch.zeros(*x.shape[:2], 6, dtype=x.dtype)
+        y[mask] = s.inside(x[mask]).tanh()
+        return s.out(y.sum(1))
+
+    return _module(forward, inside=nn.Linear(5, 6), out=nn.Linear(6, CLASSES)), _batches(
+        *(torch.randn(4, 4, 5) for _ in range(4))
+    )
+
+
+def _blank(seed):
+    """The first examples are all zero, so nothing can be seen in them; a use without a rule comes through a view."""
+
+    def forward(s, x):
+        return s.out(F.relu(s.first(x)) + torch.cumsum(x * s.scale[None, :5], 1).sum(1, keepdim=True))
+
+    model = _module(
+        forward, first=nn.Linear(5, 6, bias=False), out=nn.Linear(6, CLASSES), scale=nn.Parameter(torch.randn(5))
+    )
+    return model, _batches(torch.zeros(4, 5), torch.randn(4, 5), torch.randn(4, 5))
+
+
+def _short(seed):
+    """Positions without a batch dimension, and a later batch of sequences of length 1."""
+
+    def forward(s, ids):
+        x = s.tokens(ids) + s.positions(torch.arange(ids.shape[1]))
+        return s.out(s.mix(x).tanh().sum(1))
+
+    model = _module(
+        forward, tokens=nn.Embedding(9, 6), positions=nn.Embedding(4, 6), mix=nn.Linear(6, 6), out=nn.Linear(6, CLASSES)
+    )
+    return model, _batches(*(torch.randint(0, 9, (4, t)) for t in (4, 1, 4, 1)))
+
+
+def _sorted(seed):
+    """A sort over the examples between two uses of one weight."""
+
+    def forward(s, x):
+        y = s.inside(x).tanh()
+        order = y[:, 0].argsort()
+        back = order.argsort()
+        return s.out(s.inside(y[order]).tanh()[back])
+
+    return _module(forward, inside=nn.Linear(5, 5), out=nn.Linear(5, CLASSES)), _batches(
+        torch.randn(4, 5).sort(0).values, torch.randn(4, 5)
+    )
+
+
+def _first_of_one(seed):
+    """A first batch of one example; packed rows after it."""
+    model, batches = _packed(seed)
+    return model, [tuple(t[:1] for t in batches[0]), *batches[1:]]
+
+
+def _swapped(seed):
+    """Rows that change places with their neighbour's, in later batches only."""
+
+    def forward(s, x):
+        y = s.inside(x).tanh()
+        if x.mean() > 3:
+            y = s.inside(y.flip(0)).flip(0).tanh()
+        return s.out(y)
+
+    return _module(forward, inside=nn.Linear(5, 5), out=nn.Linear(5, CLASSES)), _batches(
+        torch.randn(4, 5), torch.randn(6, 5)
+    )
+
+
+def _by_function(seed):
+    """A parameter inside an autograd function that brings its own gradient."""
+
+    class Scale(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x * w
+
+        @staticmethod
+        def backward(ctx, g):
+            x, w = ctx.saved_tensors
+            return g * w, (g * x).sum(0)
+
+    def forward(s, x):
+        y = s.inside(x)
+        return s.out(Scale.apply(y, s.scale) if x.mean() > 3 else y * s.scale)
+
+    model = _module(forward, inside=nn.Linear(5, 6), out=nn.Linear(6, CLASSES), scale=nn.Parameter(torch.randn(6)))
+    return model, _batches(torch.randn(4, 5), torch.randn(4, 5) + 6)
+
+
+def _transformed(seed):
+    """A weight that is normalised first, another one in a later batch only."""
+
+    def forward(s, x):
+        w = F.normalize(s.first.weight, dim=1)
+        y = F.linear(x, w, s.first.bias).tanh()
+        if x.mean() > 3:
+            y = y @ (s.mix.t() @ s.mix)
+        return s.out(y)
+
+    model = _module(forward, first=nn.Linear(5, 6), out=nn.Linear(6, CLASSES), mix=nn.Parameter(torch.randn(6, 6)))
+    return model, _batches(torch.randn(4, 5), torch.randn(4, 5) + 6)
+
+
+def _as_many_heads_as_examples(seed):
+    """A shared bias whose first size is the batch size, for another reason."""
+
+    def forward(s, x):
+        q = s.q(x).unflatten(-1, (4, 3)).transpose(1, 2)
+        bias = s.bias[:, None, None].expand(4, 5, 5) * torch.ones(4, 5, 5, dtype=x.dtype)
+        return s.out(((q @ q.mT + bias).softmax(-1) @ q).transpose(1, 2).flatten(2).mean(1))
+
+    model = _module(forward, q=nn.Linear(6, 12), bias=nn.Parameter(torch.randn(4)), out=nn.Linear(12, CLASSES))
+    return model, _batches(torch.randn(4, 5, 6), torch.randn(4, 5, 6))
+
+
+LIARS = {f.__name__.strip("_"): f for f in (
+    _later_operation, _later_example, _routed, _packed, _blank, _short, _sorted, _first_of_one, _swapped, _by_function,
+    _transformed, _as_many_heads_as_examples,
+)}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LIARS)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_batch_that_differs_from_the_first_is_not_believed(name, seed):
+    torch.manual_seed(seed)
+    model, batches = LIARS[name](seed)
+    alone = [(x[n : n + 1], y[n : n + 1]) for x, y in batches for n in range(len(x))]
+    if name in (
+        "later_operation",
+        "by_function",
+        "transformed",
+    ):  # which way is taken is a property of the batch: of each example too
+        alone = alone if all(bool((x.mean() > 3) == (xb.mean() > 3)) for xb, _ in batches for x in xb) else None
+    found = fisher(model, batches, dtype=torch.float64)
+    expected = fisher(model, alone or batches, method="loop", dtype=torch.float64)
+    for key in expected:
+        scale = float(expected[key].max().sqrt())
+        assert scale > 0
+        assert float((found[key].sqrt() - expected[key].sqrt()).abs().max()) <= 1e-7 * scale, key
+
+
+def _batch_mean(s, x):
+    y = s.inside(x)
+    return s.out(y - y.mean(0))
+
+
+def _largest(s, x):
+    return s.out(s.inside(x) / x.abs().max().item())
+
+
+@pytest.mark.parametrize("forward", [_batch_mean, _largest])
+def test_examples_that_interact_are_refused(forward):
+    torch.manual_seed(0)
+    model = _module(forward, inside=nn.Linear(5, 6), out=nn.Linear(6, CLASSES))
+    with pytest.raises(SquisherError, match="influence each other"):
+        fisher(model, _batches(torch.randn(4, 5)))
+    assert fisher(model, _batches(torch.randn(4, 5)), method="loop")["out.bias"].sum() > 0
+
+
+def test_a_contrastive_loss_is_refused():
+    torch.manual_seed(0)
+    model = nn.Linear(5, 6).double()
+
+    def loss(model, batch):
+        z = F.normalize(model(batch), dim=1)
+        return F.cross_entropy(z @ z.T * 5, torch.arange(len(z)), reduction="none")
+
+    with pytest.raises(SquisherError, match="influence each other"):
+        fisher(model, [torch.randn(4, 5).double()], likelihood=loss)
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+def test_a_forward_pass_without_gradients_is_refused(method):
+    model = _module(torch.no_grad()(lambda s, x: s.out(x)), out=nn.Linear(5, CLASSES))
+    with pytest.raises(SquisherError, match="(?i)no gradient"):
+        fisher(model, _batches(torch.randn(4, 5)), method=method)
+
+
+def test_users_hooks_do_not_run_and_come_back():
+    torch.manual_seed(0)
+    model = nn.Linear(5, CLASSES)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    called = []
+
+    def step(p):
+        called.append(p)
+        optimizer.step()
+
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(step)
+        p.register_hook(lambda g: g * 100)
+    before = [p.detach().clone() for p in model.parameters()]
+    data = [(torch.randn(4, 5), _labels(4))]
+    for method in ("auto", "loop"):
+        found = fisher(model, data, method=method)
+        plain = nn.Linear(5, CLASSES)
+        plain.load_state_dict(model.state_dict())
+        assert torch.allclose(found["weight"], fisher(plain, data, method="loop")["weight"])
+    assert not called
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    model(data[0][0]).sum().backward()
+    assert len(called) == 2
+
+
+def test_a_model_that_changes_its_weights_is_refused():
+    model = nn.Sequential(nn.Embedding(9, 5, max_norm=0.1), Apply(lambda s, x: x.sum(1)), nn.Linear(5, CLASSES))
+    with pytest.raises(SquisherError, match=r"changes its parameter '0.weight'"):
+        fisher(model, [(torch.randint(0, 9, (4, 3)), _labels(4))])
+
+
+def test_vmap_and_checkpointing_on_inputs_without_gradient_fall_back():
+    from torch.utils.checkpoint import checkpoint
+
+    torch.manual_seed(0)
+    mapped = _module(
+        lambda s, x: s.out(torch.vmap(s.inside)(x).tanh()), inside=nn.Linear(5, 6), out=nn.Linear(6, CLASSES)
+    )
+    again = _module(
+        lambda s, x: s.out(checkpoint(lambda x: s.inside(x).tanh(), x, use_reentrant=False)),
+        inside=nn.Linear(5, 6),
+        out=nn.Linear(6, CLASSES),
+    )
+    for model in (mapped, again):
+        batches = _batches(torch.randn(4, 5), torch.randn(4, 5))
+        found = fisher(model, batches, dtype=torch.float64)
+        expected = fisher(model, batches, method="loop", dtype=torch.float64)
+        assert all(torch.allclose(found[n], expected[n], rtol=1e-9) for n in expected)
+
+
+def test_an_unseen_second_use_in_half_precision():
+    """Long sequences: the sum over positions shrinks against what is added up in it, but a second use is still seen."""
+
+    def forward(s, x):
+        y = s.inside(x)
+        if x.shape[1] > 100:
+            y = y + F.linear(x, torch.flip(s.inside.weight, (0,)))
+        return s.out(y.tanh().mean(1))
+
+    torch.manual_seed(0)
+    model = Apply(forward, inside=nn.Linear(8, 8), out=nn.Linear(8, CLASSES)).to(torch.bfloat16)
+    batches = [(torch.randn(4, 512, 8).bfloat16(), _labels(4))]
+    found, expected = fisher(model, batches), fisher(model, batches, method="loop")
+    for name in expected:
+        error = float((found[name].sqrt() - expected[name].sqrt()).abs().max() / expected[name].max().sqrt())
+        assert error < 2e-2, (name, error)
