@@ -257,7 +257,7 @@ def _consolidate(
     out["traces"].append(ewc.totals[-1])
     out["reference_traces"].append(sum(float(reference[name].double().sum()) for name in reference))
     if method.source == "exact":
-        out["left_to_loop"].append(len(importance.provenance.extra["coverage"]["loop"]))
+        out["left_to_loop"].append(len(importance.provenance.coverage["loop"]))
     if method.source != "identity":  # constant: it has no ranks
         out["spearman"].append(squisher.compare(importance, reference).spearman)
 

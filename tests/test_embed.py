@@ -42,7 +42,7 @@ def test_embedding_by_tensor_row_and_full(tmp_path):
     assert embed.embedding(imp, by="full", exclude="head")["a.bias"].equal(imp["a.bias"])
     assert "head.weight" not in embed.embedding(imp, exclude="^head")
     by_row.save(tmp_path / "e.safetensors")
-    assert squisher.load(tmp_path / "e.safetensors").provenance.extra == {"embedding": {"by": "row"}}
+    assert squisher.load(tmp_path / "e.safetensors").provenance.embedding == {"by": "row"}
 
 
 def test_embedding_from_a_file_reads_sums_from_the_provenance_and_rows_in_pieces(tmp_path, monkeypatch):

@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ import squisher.storage.safetensors
 from squisher.errors import FileError, NamingError, ScaleError, SquisherError, SquisherWarning
 from squisher.importance import Importance, load, on_common_scale, structure_hash
 from squisher.storage.tensors import chunks_of
+
+FIXTURES = Path(__file__).parent / "fixtures"
 
 
 def example(**provenance):
@@ -197,7 +200,7 @@ def test_combine_is_the_mean_over_all_tokens_where_these_are_the_unit():
     ]
     whole = Importance.combine(parts)
     assert torch.allclose(whole["w"], per_token.mean(0))
-    assert (whole.provenance.examples, whole.provenance.extra) == (4, {"tokens": 10})
+    assert (whole.provenance.examples, whole.provenance.tokens) == (4, 10)
     with pytest.raises(SquisherError, match="Importance 2 does not say how many tokens it saw"):
         Importance.combine([parts[0], Importance(dict(parts[1]), examples=2, unit="token")])
 
@@ -412,3 +415,40 @@ def test_a_model_under_warnings_as_errors_is_silent():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         squisher_of(**KNOWN).as_fisher()
+
+
+# -- files of format version 1
+
+
+def test_sentences_of_version_1_are_read_as_codes(tmp_path):
+    """Written by the last commit of format version 1 from an Adam run with two groups."""
+    p = squisher.load(FIXTURES / "version1" / "adam.safetensors").provenance
+    assert {name: why.reason for name, why in p.absent.items()} == {
+        "0.bias": "frozen",
+        "2.weight": "not_in_optimizer",
+        "2.bias": "not_in_optimizer",
+        "spare.weight": "no_gradient",
+        "spare.bias": "no_gradient",
+    }
+    assert {(one.code, name) for one in p.pollution for name in one.parameters} == {
+        ("l2", "0.weight"), ("l2", "1.weight"),
+        ("amsgrad", "0.weight"), ("amsgrad", "1.weight"), ("amsgrad", "1.bias"),
+    }  # fmt: skip
+    assert p.naming.level == "recorded"
+    assert p.format_version == 2
+
+
+def test_keys_that_version_1_put_beside_its_fields_are_fields():
+    p = squisher.load(FIXTURES / "version1" / "fisher.safetensors").provenance
+    assert (p.seed, p.coverage["method"], set(p.standard_error)) == (0, "capture", {"0.weight", "2.weight"})
+    assert {why.reason for why in p.absent.values()} == {"not_requested"}
+    assert p.extra == {}
+
+
+@pytest.mark.parametrize("name", ["adam", "fisher"])
+def test_version_1_becomes_version_2_without_loss(tmp_path, name):
+    old = squisher.load(FIXTURES / "version1" / f"{name}.safetensors")
+    old.save(tmp_path / "new.safetensors")
+    new = squisher.load(tmp_path / "new.safetensors")
+    assert new.provenance == old.provenance
+    assert all(torch.equal(new[n], old[n]) for n in old)

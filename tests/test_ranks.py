@@ -37,7 +37,7 @@ for labels in ("data", "sampled", "exact"):
     for per in ("example", "batch"):
         if (labels, per) != ("exact", "batch"):
             found = fisher(model, batches, labels=labels, per=per, standard_error=True, max_examples=13)
-            out[labels, per] = (dict(found), found.provenance.examples, found.provenance.extra["standard_error"])
+            out[labels, per] = (dict(found), found.provenance.examples, found.provenance.standard_error)
 torch.save(out, sys.argv[3])
 
 
@@ -97,4 +97,4 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path):
             assert values.keys() == alone.keys()
             for name in alone:
                 assert torch.allclose(values[name], alone[name], rtol=1e-5, atol=1e-12), (labels, per, name)
-                assert abs(errors_found[name] - alone.provenance.extra["standard_error"][name]) < 1e-3
+                assert abs(errors_found[name] - alone.provenance.standard_error[name]) < 1e-3

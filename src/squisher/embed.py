@@ -60,9 +60,7 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
     if not names:
         raise NamingError("Only biases are left, and an embedding by row has none of them: use by='tensor'.")
     means = {name: _mean(whole, name) if by == "tensor" else _row_means(whole, name) for name in names}
-    record = replace(
-        whole.provenance, sum={}, sum_of_squares={}, extra={**whole.provenance.extra, "embedding": {"by": by}}
-    )
+    record = replace(whole.provenance, sum={}, sum_of_squares={}, embedding={"by": by})
     return Importance(means, **record.to_dict())
 
 

@@ -24,7 +24,15 @@ class NamingError(SquisherError):
 
 
 class NoAccumulatorError(SquisherError):
-    """An optimizer (state) that keeps no average of the squared gradient."""
+    """An optimizer (state) that keeps no average of the squared gradient.
+
+    Attributes:
+        what: What was found, without the advice that the message ends with.
+    """
+
+    def __init__(self, what: str, advice: str = ""):
+        super().__init__(f"{what}. {advice}" if advice else what)
+        self.what = what
 
 
 class ScaleError(SquisherError):

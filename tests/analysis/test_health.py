@@ -11,7 +11,7 @@ import torch
 
 from squisher.analysis.health import Diagnosis, Health, diagnose, effective_steps, examine
 from squisher.errors import FileError, SquisherError
-from squisher.importance import Importance, load
+from squisher.importance import Importance, Pollution, load
 
 HEALTHY: dict[str, Any] = {
     "kind": "squisher",
@@ -129,15 +129,15 @@ def test_few_examples() -> None:
 
 def test_pollution_by_weight_decay() -> None:
     sentence = "Weight decay 0.1 was added to the gradient before squaring."
-    found = find(squisher(optimizer={"pollution": [sentence], "weight_decay": 0.1}), "l2")
+    found = find(squisher(pollution=[Pollution("l2", {"weight_decay": 0.1}, sentence)]), "l2")
     assert (found.severity, found.sentence, found.numbers) == ("warning", sentence, {"weight_decay": 0.1})
     assert "AdamW" in found.advice
 
 
 def test_pollution_of_one_group_names_its_parameters() -> None:
     sentence = "Weight decay 0.1 was added to the gradient before squaring."
-    groups = [{"pollution": [sentence], "parameters": ["w"]}, {"pollution": [], "parameters": ["b"]}]
-    assert find(squisher(optimizer={"pollution": [sentence], "groups": groups}), "l2").parameters == ["w"]
+    said = Pollution("l2", {"weight_decay": 0.1}, sentence, ("w",))
+    assert find(squisher(pollution=[said]), "l2").parameters == ["w"]
 
 
 def test_clipping_and_amsgrad_and_others() -> None:
@@ -307,7 +307,7 @@ def test_reads_in_one_pass_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_diagnosis_says_what_and_what_to_do() -> None:
     imp = squisher(
         {"dead": torch.zeros(3), "x": torch.tensor([1e-40, 1.0])},
-        optimizer={"beta2": 0.999, "pollution": ["Weight decay 0.1 was added.", "Clipped."], "amsgrad": True},
+        optimizer={"beta2": 0.999, "pollution": ["l2", "clipping"], "amsgrad": True},
         steps={"min": 3, "max": 9, "per_parameter": {"dead": 3, "x": 9}},
         absent={"y": "frozen"},
         batch_size=None,

@@ -59,8 +59,8 @@ def test_a_file_beside_every_checkpoint(pl, tmp_path):
     p = imp.provenance
     assert (p.batch_size, p.loss_reduction, p.unit) == (8, "mean", "example")
     counted = {"steps": 3, "examples": 22, "tokens": None, "short_steps": 1, "largest": 8}
-    assert p.extra["training"]["counted"] == counted
-    assert p.optimizer["pollution"] == ["Gradients were clipped to the norm 0.5 before they were squared."]
+    assert p.training["counted"] == counted
+    assert [(one.code, one.numbers) for one in p.pollution] == [("clipping", {"norm": 0.5})]
     weights = torch.load(tmp_path / "step=2.ckpt", weights_only=True)["state_dict"]
     assert set(weights) == set(imp)
 
@@ -97,7 +97,7 @@ def test_tracked_gradients_are_those_before_clipping_and_without_a_penalty(pl, t
     for callback in (tracked, penalised):
         imp = callback.importance()
         assert all(torch.allclose(imp[n], v / (1 - 0.999), rtol=1e-4, atol=1e-12) for n, v in expected.items())
-        assert imp.provenance.optimizer["pollution"] == []
+        assert imp.provenance.pollution == []
     ewc.consolidate(penalised.live_importance(), scale="stored")
 
 
@@ -204,6 +204,6 @@ def test_two_processes_are_one_with_the_same_global_batch(tmp_path, ewc):
     assert statuses == [0, 0], errors
     a, b = (squisher.load(tmp_path / name / "squisher.safetensors") for name in "12")
     assert a.provenance.batch_size == b.provenance.batch_size == 8
-    assert b.provenance.extra["training"]["processes"] == 2
-    assert a.provenance.extra["training"]["counted"] == b.provenance.extra["training"]["counted"]
+    assert b.provenance.training["processes"] == 2
+    assert a.provenance.training["counted"] == b.provenance.training["counted"]
     assert all(torch.allclose(a[name], b[name], rtol=1e-3, atol=1e-9) for name in a)

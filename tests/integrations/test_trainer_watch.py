@@ -187,9 +187,10 @@ def test_batch_size_needs_every_factor():
 
 def test_pollution_and_precision():
     args = SimpleNamespace(max_grad_norm=1, label_smoothing_factor=0.1, fp16=False, bf16=True)
-    clipped = "Gradients were clipped to the norm 1.0 before they were squared."
-    assert pollution(args, before_clipping=False) == [clipped, "The loss smooths its labels by 0.1."]
-    assert pollution(args, before_clipping=True) == ["The loss smooths its labels by 0.1."]
+    clipped, smoothed = pollution(args, before_clipping=False)
+    assert (clipped.code, clipped.numbers) == ("clipping", {"norm": 1.0})
+    assert (smoothed.code, smoothed.numbers) == ("label_smoothing", {"smoothing": 0.1})
+    assert pollution(args, before_clipping=True) == [smoothed]
     assert precision(args) == "bf16"
 
 

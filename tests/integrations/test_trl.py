@@ -61,7 +61,7 @@ def test_recorded_with_tokens_and_the_names_of_the_file(tmp_path, adapter):
     for imp in found:
         p = imp.provenance
         assert (p.batch_size, p.loss_reduction, p.unit, p.scale) == (4, "token_mean", "token", 1.0)
-        assert p.extra["training"]["counted"]["examples"] == 12
+        assert p.training["counted"]["examples"] == 12
         assert p.batch_tokens == found[0].provenance.batch_tokens
     for name in found[0]:
         assert torch.allclose(found[0][name], found[1][name], rtol=1e-3, atol=1e-12), name

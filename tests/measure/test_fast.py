@@ -37,7 +37,7 @@ def test_equals_the_loop(name, dtype, tolerance):
     settings = {"likelihood": _likelihood(name), "dtype": dtype}
     expected = fisher(model, batches, method="loop", **settings)
     found = fisher(model, batches, method="fast", **settings)
-    assert found.provenance.extra["coverage"]["loop"] == {}
+    assert found.provenance.coverage["loop"] == {}
     assert_equal(found, expected, tolerance)
 
 
@@ -67,7 +67,7 @@ def test_what_has_no_rule_is_left_to_the_loop_and_named(name):
     expected = fisher(model, split(batch, 6), method="loop", dtype=torch.float64)
     found = fisher(model, split(batch, 4), dtype=torch.float64)
     assert_equal(found, expected, 1e-10)
-    left = found.provenance.extra["coverage"]["loop"]
+    left = found.provenance.coverage["loop"]
     assert left
     assert all(reason for reason in left.values())
 

@@ -30,9 +30,9 @@ def test_provenance():
     assert p.kind == "fisher"
     assert p.estimator == {"labels": "sampled", "per": "example", "draws": 2, "likelihood": "categorical"}
     assert (p.examples, p.unit, p.dtype_of_source, p.scale) == (12, "example", "float32", 1.0)
-    assert p.absent == {"0.bias": "frozen (requires_grad is False)"}
-    assert p.extra["coverage"] == {"method": "fast", "loop": {}, "unused": {}}
-    assert p.extra["seed"] == 4
+    assert {name: why.reason for name, why in p.absent.items()} == {"0.bias": "frozen"}
+    assert p.coverage == {"method": "fast", "loop": {}, "unused": {}}
+    assert p.seed == 4
     json.dumps(p.to_dict())
 
 
@@ -50,7 +50,7 @@ def test_parts_of_unequal_length_combine_to_the_whole_per_token():
     whole = fisher(model, [(ids, labels)], likelihood="tokens", unit="token")
     parts = [fisher(model, [(ids[s], labels[s])], likelihood="tokens", unit="token") for s in (slice(4), slice(4, 6))]
     combined = squisher.importance.Importance.combine(parts)
-    assert combined.provenance.extra["tokens"] == whole.provenance.extra["tokens"]
+    assert combined.provenance.tokens == whole.provenance.tokens
     for name in whole:
         assert torch.allclose(combined[name], whole[name], rtol=1e-5, atol=1e-9), name
 
@@ -77,7 +77,7 @@ def test_compiled_parts_run_eagerly_and_lose_their_prefix():
     model = nn.Sequential(inner, nn.Linear(5, 4))
     found = fisher(model, BATCHES)
     assert list(found) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert found.provenance.extra["coverage"]["loop"] == {}
+    assert found.provenance.coverage["loop"] == {}
     called = nn.Sequential(nn.Linear(5, 4))
     called.compile(backend="eager")
     implementation = called._compiled_call_impl
@@ -97,7 +97,7 @@ def test_some_parameters(chosen, names):
     whole, some = fisher(_mlp(), BATCHES), fisher(_mlp(), BATCHES, parameters=chosen)
     assert list(some) == names
     assert all(torch.allclose(some[n], whole[n], rtol=1e-6) for n in names)
-    assert set(some.provenance.absent.values()) == {"not asked for"}
+    assert {why.reason for why in some.provenance.absent.values()} == {"not_requested"}
 
 
 def test_chosen_parameters_may_be_frozen():
@@ -125,10 +125,10 @@ def test_max_examples_stops_early_and_asks_for_no_more(labels):
 
 
 def test_standard_error_is_that_of_batch_means():
-    found = fisher(_mlp(), BATCHES, standard_error=True).provenance.extra["standard_error"]
+    found = fisher(_mlp(), BATCHES, standard_error=True).provenance.standard_error
     means = torch.stack([fisher(_mlp(), [b])["0.weight"].sum() for b in BATCHES])
     assert found["0.weight"] == pytest.approx(float(means.std() / 3**0.5 / means.mean()), rel=1e-4)
-    assert fisher(_mlp(), BATCHES[:1], standard_error=True).provenance.extra["standard_error"]["0.weight"] is None
+    assert fisher(_mlp(), BATCHES[:1], standard_error=True).provenance.standard_error["0.weight"] is None
 
 
 def test_standard_error_covers_the_truth():
@@ -138,7 +138,7 @@ def test_standard_error_covers_the_truth():
     inside = 0
     for part in x.split(400):
         found = fisher(_mlp(), part.split(20), labels="exact", standard_error=True)
-        error = found.provenance.extra["standard_error"]["0.weight"]
+        error = found.provenance.standard_error["0.weight"]
         inside += abs(float(found["0.weight"].sum()) / truth - 1) < 2 * error
     assert inside >= 8
 
@@ -158,7 +158,7 @@ def test_half_precision_models_are_summed_in_single_precision(name):
     half, batch = build(name, torch.bfloat16)
     found = fisher(half, split(batch, 4), likelihood=likelihood)
     assert found.provenance.dtype_of_source == "bfloat16"
-    assert found.provenance.extra["coverage"]["loop"] == {}
+    assert found.provenance.coverage["loop"] == {}
     for key in expected:
         assert found[key].dtype == torch.float32
         assert float(found[key].sum()) == pytest.approx(float(expected[key].sum()), rel=0.25, abs=1e-6)
@@ -171,7 +171,7 @@ def test_autocast(name):
     expected = fisher(model, [batch], likelihood=likelihood)
     with torch.autocast("cpu", torch.bfloat16):
         found = fisher(model, split(batch, 4), likelihood=likelihood)
-    assert found.provenance.extra["coverage"]["loop"] == {}
+    assert found.provenance.coverage["loop"] == {}
     for key in expected:
         assert float(found[key].sum()) == pytest.approx(float(expected[key].sum()), rel=0.2, abs=1e-6)
 
@@ -262,8 +262,8 @@ def test_evaluation_mode_is_the_default():
     dropped = fisher(_mlp().train(), BATCHES, eval_mode=False)
     assert not torch.allclose(dropped["0.weight"], a["0.weight"])
     # Dropout differs from pass to pass, so nothing could be proven in this mode.
-    assert dropped.provenance.extra["coverage"]["method"] == "loop"
-    assert "random" in dropped.provenance.extra["coverage"]["loop"]["0.weight"]
+    assert dropped.provenance.coverage["method"] == "loop"
+    assert "random" in dropped.provenance.coverage["loop"]["0.weight"]
 
 
 def test_inside_no_grad():
@@ -340,7 +340,7 @@ def test_a_parameter_that_is_used_in_a_later_batch_only():
     assert expected["second.weight"].sum() > 0
     for name in expected:
         assert torch.allclose(found[name], expected[name], rtol=1e-10), name
-    coverage = found.provenance.extra["coverage"]
+    coverage = found.provenance.coverage
     assert coverage["loop"] == {}
     assert coverage["unused"].keys() == {"never.weight", "never.bias"}
 
@@ -366,7 +366,7 @@ def test_a_wrong_rule_is_found_out(monkeypatch):
 
     monkeypatch.setattr(layers.Linear, "piece", wrong)
     found = fisher(_mlp(), BATCHES)
-    assert found.provenance.extra["coverage"]["loop"].keys() == {"0.weight", "3.weight"}
+    assert found.provenance.coverage["loop"].keys() == {"0.weight", "3.weight"}
     monkeypatch.undo()
     assert torch.allclose(found["0.weight"], fisher(_mlp(), BATCHES, method="loop")["0.weight"], rtol=1e-5)
 
@@ -376,6 +376,6 @@ def test_any_batch_size(size):
     model, batch = build("encoder", torch.float64)
     found = fisher(model, split(batch, size), dtype=torch.float64)
     expected = fisher(model, [batch], method="loop", dtype=torch.float64)
-    assert found.provenance.extra["coverage"]["loop"] == {}
+    assert found.provenance.coverage["loop"] == {}
     for name in expected:
         assert torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-20), name

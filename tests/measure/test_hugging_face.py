@@ -105,7 +105,7 @@ def test_equals_the_loop(name, labels):
     for key in expected:
         error = float((found[key] - expected[key]).abs().max())
         assert error <= tolerance * float(expected[key].max()) + floor, (key, error)
-    coverage = found.provenance.extra["coverage"]["loop"]
+    coverage = found.provenance.coverage["loop"]
     assert all(any(mark in key for mark in left) for key in coverage), coverage
 
 

@@ -101,7 +101,7 @@ def test_a_sequence_is_as_much_as_its_tokens_for_sampled_labels():
     token = _fisher(model, [(ids, labels)], unit="token", **settings)
     assert token.provenance.unit == "token"
     assert sequence.provenance.unit == "sequence"
-    assert token.provenance.extra["tokens"] == 24
+    assert token.provenance.tokens == 24
     for name in sequence:
         assert float(sequence[name].sum() / token[name].sum()) == pytest.approx(4, rel=0.15)
 

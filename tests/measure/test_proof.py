@@ -59,7 +59,7 @@ def _sure(gap):
 def test_a_network_that_is_sure_of_its_answer_is_not_left_to_the_loop(gap, labels):
     model, data = _sure(gap)
     found = squisher.fisher(model, data, labels=labels)
-    assert found.provenance.extra["coverage"]["loop"] == {}
+    assert found.provenance.coverage["loop"] == {}
     slow = squisher.fisher(model, data, labels=labels, method="loop")
     for name in slow:
         torch.testing.assert_close(found[name], slow[name], rtol=1e-4, atol=1e-37)
@@ -75,5 +75,5 @@ def test_a_wrong_rule_is_seen_even_where_every_gradient_is_zero(monkeypatch):
 
     monkeypatch.setattr(Outer, "add_squares", wrong)
     found = squisher.fisher(model, data, labels="data")
-    assert set(found.provenance.extra["coverage"]["loop"]) == {"0.weight", "2.weight"}
-    assert found.provenance.extra["coverage"]["method"] == "loop"
+    assert set(found.provenance.coverage["loop"]) == {"0.weight", "2.weight"}
+    assert found.provenance.coverage["method"] == "loop"

@@ -234,7 +234,7 @@ def test_two_processes_give_the_result_of_one(folder, results, case):
         assert torch.allclose(twice[name], 2 * alone[name].double(), rtol=1e-5)
     expected = alone.provenance.to_dict()
     for provenance in (result[case] for result in results):
-        errors, expected_errors = provenance.pop("standard_error"), alone.provenance.extra["standard_error"]
+        errors, expected_errors = provenance.pop("standard_error"), alone.provenance.standard_error
         assert errors == pytest.approx(expected_errors, rel=1e-3)
         coverage = provenance.pop("coverage")
         left = {k: v for k, v in expected.items() if k not in ("standard_error", "coverage")}

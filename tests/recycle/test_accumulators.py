@@ -163,7 +163,7 @@ def test_l2_decay_inside_the_square_is_measured_and_said(name, settings, inside,
     left = values(how, stored(how.key, state, group))
     expected = (0.1 * 0.5) ** 2 if inside else 0.0
     assert torch.allclose(left, torch.full(SHAPE, expected), rtol=1e-4)
-    assert any("L2 weight decay 0.1" in sentence for sentence in how.pollution) == inside
+    assert [one.numbers for one in how.pollution if one.code == "l2"] == ([{"weight_decay": 0.1}] if inside else [])
 
 
 def test_old_files_cannot_tell_adam_from_adamw_and_say_so():
@@ -171,7 +171,8 @@ def test_old_files_cannot_tell_adam_from_adamw_and_say_so():
     del group["decoupled_weight_decay"]
     how = reading(state, group)
     assert optimizer_name(how.accumulator, group) == "Adam or AdamW"
-    assert "cannot be told apart" in how.pollution[0]
+    assert how.pollution[0].code == "l2"
+    assert "cannot be told apart" in how.pollution[0].note
     assert reading(state, group, "AdamW").pollution == ()
 
 

@@ -37,13 +37,13 @@ def test_recorded_names_win_and_lose_their_wrappers():
         optimizer([(4, 3), (4,)], names=["module._orig_mod.a.weight", "module._orig_mod.a.bias"]), model(*MLP)
     )
     assert found.names == ["a.weight", "a.bias"]
-    assert found.how == "recorded"
+    assert found.how.level == "recorded"
 
 
 def test_registration_order_in_one_group():
     found = resolve(optimizer([(4, 3), (4,), (2, 4), (2,)]), model(*MLP))
     assert found.names == ["a.weight", "a.bias", "b.weight", "b.bias"]
-    assert found.how == "convention: the model, registration order in one group"
+    assert str(found.how) == "convention: the model, registration order in one group"
 
 
 def test_two_groups_by_dimension_in_either_order():
@@ -98,7 +98,7 @@ def test_parameters_without_a_state_fit_anything_but_do_not_decide():
 def test_given_names(tmp_path):
     one = optimizer([(4, 3), (4,)])
     assert resolve(one, model(*MLP), ["x", "y"]).names == ["x", "y"]
-    assert resolve(one, [], ["x", "y"]).how == "given"
+    assert resolve(one, [], ["x", "y"]).how.level == "given"
     with pytest.raises(NamingError, match="3 names were given, but the optimizer has 2 parameters"):
         resolve(one, [], ["x", "y", "z"])
     with pytest.raises(NamingError, match="'x' appears twice"):

@@ -81,7 +81,7 @@ def test_values_and_names(tmp_path, run, world):
             assert torch.equal(imp[name], live[name])
             for size in (1, 7, 1 << 20):
                 assert torch.equal(torch.cat(list(imp.chunks(name, size))), live[name].flatten())
-    assert imp.provenance.naming == "recorded"
+    assert imp.provenance.naming.level == "recorded"
     assert imp.provenance.optimizer["beta2"] == 0.95
 
 

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from squisher.errors import NoAccumulatorError
+from squisher.importance import RunFacts
 from squisher.recycle.assembly import assemble
-from squisher.recycle.states import Entry, Facts, Piece
+from squisher.recycle.states import Entry, Piece
 from squisher.storage.tensors import chunks_of
 
 GROUP = {"betas": (0.9, 0.999), "weight_decay": 0.0}
@@ -16,7 +17,7 @@ GROUP = {"betas": (0.9, 0.999), "weight_decay": 0.0}
 def pieces_of(value, state):
     pieces = [Piece(f"expert.{k}.{part}", (6 * k + 3 * j) * 5, (3, 5)) for k in range(2) for j, part in enumerate("ab")]
     named = [(piece.name, Entry(state, GROUP, piece=piece), "AdamW") for piece in pieces]
-    return assemble(named, Facts(naming="recorded", shapes={p.name: p.shape for p in pieces}), bias_correction=False)
+    return assemble(named, RunFacts(), {p.name: p.shape for p in pieces}, bias_correction=False)
 
 
 def expected(value):
@@ -37,7 +38,7 @@ def test_pieces_of_a_factored_state():
     whole = (row / row.mean(-1, keepdim=True))[:, :, None] * column[:, None, :]
     state = {"exp_avg_sq_row": row, "exp_avg_sq_col": column, "step": 2}
     named = [("a", Entry(state, {"decay_rate": -0.8}, piece=Piece("a", 30, (3, 5))), None)]
-    imp = assemble(named, Facts(naming="recorded"))
+    imp = assemble(named, RunFacts())
     assert torch.allclose(imp["a"], whole[1, :3])
 
 
@@ -45,4 +46,4 @@ def test_a_piece_outside_the_state_is_no_piece():
     state = {"exp_avg_sq": torch.rand(2, 2), "step": 1}
     named = [("a", Entry(state, GROUP, piece=Piece("a", 2, (3,))), "AdamW")]
     with pytest.raises(NoAccumulatorError, match="too small"):
-        assemble(named, Facts(naming="recorded"))
+        assemble(named, RunFacts())

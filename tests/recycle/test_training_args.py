@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from squisher.importance import RunFacts
 from squisher.recycle.formats.training_args import facts_of, target_modules, training_args
 from squisher.storage.torch_files import Record
 
@@ -20,7 +21,11 @@ def folder(tmp_path):
 def facts(folder, steps=3, **changes):
     args = training_args(folder)
     args.attributes.update(changes)
-    return facts_of(folder, args, steps)
+    return facts_of(folder, args, steps)[0]
+
+
+def codes(facts):
+    return {one.code: one.numbers for one in facts.pollution}
 
 
 def state(folder, **changes):
@@ -31,12 +36,12 @@ def state(folder, **changes):
 def test_nothing_is_known_without_arguments(folder):
     (folder / "training_args.bin").unlink()
     assert training_args(folder) is None
-    assert facts_of(folder, None, 3) == {}
+    assert facts_of(folder, None, 3) == (RunFacts(), True)
 
 
 def test_batch_size_is_the_product_of_recorded_factors(folder):
-    assert facts(folder)["batch_size"] == 2 * 2
-    assert facts(folder, gradient_accumulation_steps=3)["batch_size"] == 2 * 3
+    assert facts(folder).batch_size == 2 * 2
+    assert facts(folder, gradient_accumulation_steps=3).batch_size == 2 * 3
 
 
 def test_batch_size_counts_processes_by_their_random_states(folder):
@@ -44,16 +49,16 @@ def test_batch_size_counts_processes_by_their_random_states(folder):
     shutil.copy(folder / "rng_state_0.pth", folder / "rng_state_1.pth")
     four = Record("PartialState")
     four.attributes["num_processes"] = 2
-    assert facts(folder, distributed_state=four)["batch_size"] == 2 * 2 * 2
-    assert "batch_size" not in facts(folder)  # the arguments say one process
+    assert facts(folder, distributed_state=four).batch_size == 2 * 2 * 2
+    assert facts(folder).batch_size is None  # the arguments say one process
     shutil.copy(folder / "rng_state_0.pth", folder / "rng_state_7.pth")
-    assert "batch_size" not in facts(folder, distributed_state=four)
+    assert facts(folder, distributed_state=four).batch_size is None
 
 
 def test_batch_size_with_several_devices_in_one_process(folder):
     state(folder, train_batch_size=8)
-    assert facts(folder, _n_gpu=4)["batch_size"] == 8 * 2
-    assert "batch_size" not in facts(folder, _n_gpu=3)
+    assert facts(folder, _n_gpu=4).batch_size == 8 * 2
+    assert facts(folder, _n_gpu=3).batch_size is None
 
 
 @pytest.mark.parametrize(
@@ -63,23 +68,21 @@ def test_batch_size_with_several_devices_in_one_process(folder):
 def test_batch_size_is_unknown_without_proof(folder, changes):
     if "_n_gpu" in changes:
         state(folder, train_batch_size=None)
-    assert "batch_size" not in facts(folder, **changes)
+    assert facts(folder, **changes).batch_size is None
 
 
 def test_batch_size_that_was_searched_for_is_the_one_used(folder):
     state(folder, train_batch_size=1)
-    assert "batch_size" not in facts(folder)
-    assert facts(folder, auto_find_batch_size=True)["batch_size"] == 1 * 2
+    assert facts(folder).batch_size is None
+    assert facts(folder, auto_find_batch_size=True).batch_size == 1 * 2
 
 
 def test_clipping(folder):
-    assert facts(folder)["after_clipping"] is True
+    assert facts(folder).after_clipping is True
     off = facts(folder, max_grad_norm=0.0, gradient_accumulation_steps=1)
-    assert off["after_clipping"] is False
-    assert "pollution" not in off
-    assert facts(folder, max_grad_norm=0.5, gradient_accumulation_steps=1)["pollution"] == [
-        "Gradients were clipped to the norm 0.5 before they were squared."
-    ]
+    assert off.after_clipping is False
+    assert off.pollution == ()
+    assert codes(facts(folder, max_grad_norm=0.5, gradient_accumulation_steps=1)) == {"clipping": {"norm": 0.5}}
 
 
 @pytest.mark.parametrize(
@@ -98,24 +101,24 @@ def test_clipping(folder):
 def test_reduction_by_the_head(folder, architecture, expected):
     (folder / "config.json").write_text(json.dumps({"architectures": [architecture]}))
     got = facts(folder, gradient_accumulation_steps=1)
-    assert (got.get("loss_reduction"), got.get("unit")) == expected
+    assert (got.loss_reduction, got.unit) == expected
 
 
 def test_other_trainers_have_losses_of_their_own(folder):
     args = training_args(folder)
     preference = Record("trl.trainer.dpo_config.DPOConfig")
     preference.attributes.update(args.attributes)
-    assert "loss_reduction" not in facts_of(folder, preference, 3)
+    assert facts_of(folder, preference, 3)[0].loss_reduction is None
 
 
 def test_smoothed_labels_are_noted(folder):
-    assert "The loss smooths its labels by 0.1." in facts(folder, label_smoothing_factor=0.1)["pollution"]
+    assert codes(facts(folder, label_smoothing_factor=0.1))["label_smoothing"] == {"smoothing": 0.1}
 
 
 def test_steps_that_a_loss_scaler_skipped_are_no_contradiction(folder):
-    assert any("counts 2 steps" in sentence for sentence in facts(folder, steps=2)["pollution"])
+    assert codes(facts(folder, steps=2))["steps_disagree"] == {"optimizer": 2, "trainer": 3}
     (folder / "scaler.pt").touch()
-    assert not any("counts" in sentence for sentence in facts(folder, steps=2)["pollution"])
+    assert "steps_disagree" not in codes(facts(folder, steps=2))
 
 
 def test_targets_of_galore(folder):
@@ -144,7 +147,7 @@ def test_a_step_of_several_batches_may_be_their_sum(folder, architecture, versio
     config = folder / "config.json"
     config.write_text(json.dumps({"architectures": [architecture], "transformers_version": version}))
     several, one = facts(folder), facts(folder, gradient_accumulation_steps=1)
-    assert (several["loss_reduction"] is not None) == known
-    assert any("2 batches" in sentence for sentence in several.get("pollution", [])) == (not known)
-    assert "loss_reduction" in one
-    assert not any("batches" in sentence for sentence in one.get("pollution", []))
+    assert (several.loss_reduction is not None) == known
+    assert codes(several).get("added_batches") == (None if known else {"batches": 2})
+    assert one.loss_reduction is not None
+    assert "added_batches" not in codes(one)

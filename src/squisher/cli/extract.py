@@ -100,8 +100,9 @@ def _extracted(importance: Importance, target: Path) -> str:
         f" (names: {p.naming})."
     ]
     if p.absent:
-        lines.append(f"{len(p.absent)} parameters have no importance, for example {next(iter(p.absent.items()))}.")
-    lines += [f"Note: {sentence}" for sentence in optimizer.get("pollution", [])]
+        example, why = next(iter(p.absent.items()))
+        lines.append(f"{len(p.absent)} parameters have no importance, for example {example!r} ({why}).")
+    lines += [f"Note: {one}" for one in p.pollution]
     if p.batch_size is None and p.batch_tokens is None:
         lines.append("The batch size is not known: rankings are right, the scale of a Fisher needs --batch-size.")
     return "\n".join(lines)

@@ -35,7 +35,7 @@ def similarity(
     tasks = {}
     for name, file in zip(distinct_names(files), files, strict=True):
         importance = open_importance(file)
-        embedded = "embedding" in importance.provenance.extra
+        embedded = importance.provenance.embedding is not None
         tasks[name] = importance if embedded else embedding(importance, by=by, exclude=exclude)
     names, matrix = distances(tasks, scale=scale, exclude=exclude)
     if plot is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -23,6 +24,14 @@ __all__ = ["EWC", "strength_like"]
 
 GROWTH = 1000.0
 """How much more a task's importance may weigh than the one before it until a warning says why that is suspicious."""
+
+
+@dataclass(frozen=True)
+class _Scale:
+    """The scale of the tasks so far: means per unit, or numbers as they were stored."""
+
+    as_fisher: bool
+    unit: str | None = None
 
 
 class EWC:
@@ -75,7 +84,7 @@ class EWC:
         self._weight: dict[str, Tensor] = {}  # A
         self._centre: dict[str, Tensor] = {}  # θ̄
         self._constant = 0.0  # what the sum over tasks has beyond the parabola around θ̄, without ½·strength
-        self._scale: str | None = None
+        self._scale: _Scale | None = None
         self._first: Importance | None = None
 
     @torch.no_grad()
@@ -183,7 +192,7 @@ class EWC:
             "tasks": self.tasks,
             "totals": list(self.totals),
             "constant": self._constant,
-            "scale": self._scale,
+            "scale": None if self._scale is None else asdict(self._scale),
             "weight": dict(self._weight),
             "centre": dict(self._centre),
         }
@@ -201,7 +210,8 @@ class EWC:
             )
         names = self._matched(state["weight"])
         self.strength, self.online, self.tasks = state["strength"], state["online"], state["tasks"]
-        self.totals, self._constant, self._scale = list(state["totals"]), state["constant"], state["scale"]
+        self.totals, self._constant = list(state["totals"]), state["constant"]
+        self._scale = None if state["scale"] is None else _Scale(**state["scale"])
         kept = {name: self._parameters[name] for name in names}
         self._weight = {n: self._kept(state["weight"][n], p).to(self._dtype, copy=True) for n, p in kept.items()}
         self._centre = {n: self._kept(state["centre"][n].float(), p).clone() for n, p in kept.items()}
@@ -240,25 +250,20 @@ class EWC:
     def _on_scale(self, importance: Mapping[str, Tensor], scale: str) -> Mapping[str, Tensor]:
         """The scale rule over tasks: the first one decides, the others must be able to follow."""
         if scale == "stored":
-            self._scale = self._scale or "stored"
+            self._scale = self._scale or _Scale(as_fisher=False)
             return importance
         if self._scale is None or self.tasks == 0:
             converted = on_common_scale([importance], scale)[0]
             self._first = _without_tensors(importance) if isinstance(importance, Importance) else None
-            per_unit = isinstance(converted, Importance) and (
-                converted.provenance.per_unit or converted.provenance.kind == "fisher"
-            )
-            self._scale = (
-                f"as_fisher: {converted.provenance.unit}"
-                if per_unit and isinstance(converted, Importance)
-                else "stored"
-            )
+            p = converted.provenance if isinstance(converted, Importance) else None
+            per_unit = p is not None and (p.per_unit or p.kind == "fisher")
+            self._scale = _Scale(as_fisher=per_unit, unit=p.unit if p is not None and per_unit else None)
             return converted
-        if self._scale.startswith("as_fisher"):
+        if self._scale.as_fisher:
             converted = on_common_scale([importance], "as_fisher")[0]
             unit = converted.provenance.unit if isinstance(converted, Importance) else None
-            if self._scale != f"as_fisher: {unit}":
-                raise ScaleError(f"Earlier tasks are per {self._scale.split(': ')[1]}, this one is per {unit}.")
+            if self._scale.unit != unit:
+                raise ScaleError(f"Earlier tasks are per {self._scale.unit}, this one is per {unit}.")
             return converted
         if self._first is not None and isinstance(importance, Importance):
             return on_common_scale([self._first, importance], scale)[1]

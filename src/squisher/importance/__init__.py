@@ -8,7 +8,23 @@ from __future__ import annotations
 
 from .checks import check_values, structure_hash
 from .core import FILE_NAME, Importance, load
+from .facts import Absence, Level, Naming, Pollution, Reason, RunFacts, Spoiler
 from .provenance import Provenance
 from .scale import on_common_scale
 
-__all__ = ["FILE_NAME", "Importance", "Provenance", "check_values", "load", "on_common_scale", "structure_hash"]
+__all__ = [
+    "FILE_NAME",
+    "Absence",
+    "Importance",
+    "Level",
+    "Naming",
+    "Pollution",
+    "Provenance",
+    "Reason",
+    "RunFacts",
+    "Spoiler",
+    "check_values",
+    "load",
+    "on_common_scale",
+    "structure_hash",
+]

@@ -26,7 +26,7 @@ from ..errors import (
 from ..storage import safetensors
 from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
 from .checks import check_all, check_values, checked_dtype, short, tensors_only
-from .mean import Mean, same_tensors, tokens_of, weights_of
+from .mean import Mean, same_tensors, weights_of
 from .provenance import KINDS, Provenance, fisher_factor, scale_differences
 
 __all__ = ["FILE_NAME", "Importance", "load"]
@@ -199,11 +199,15 @@ class Importance(Mapping[str, Tensor]):
         mean = Mean([(imp, w / total) for imp, w in zip(importances, factors, strict=True)])
         counts = [imp.provenance.examples for imp in importances]
         examples = None if None in counts else sum(c for c in counts if c is not None)
-        extra = {k: v for k, v in first.provenance.extra.items() if k not in ("tokens", "standard_error")}
-        tokens = [tokens_of(imp.provenance) for imp in importances]
-        if all(tokens):
-            extra["tokens"] = sum(tokens)
-        p = replace(first.provenance, examples=examples, sum={}, sum_of_squares={}, extra=extra)
+        tokens = [imp.provenance.tokens or 0 for imp in importances]
+        p = replace(
+            first.provenance,
+            examples=examples,
+            tokens=sum(tokens) if all(tokens) else None,
+            standard_error=None,
+            sum={},
+            sum_of_squares={},
+        )
         return Importance(mean, **p.to_dict())
 
     # -- scale ---------------------------------------------------------------------------------------------------------

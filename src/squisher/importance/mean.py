@@ -11,12 +11,11 @@ from torch import Tensor
 
 from ..errors import NamingError, SquisherError, near
 from ..storage.tensors import CHUNK, Computed
-from .provenance import Provenance
 
 if TYPE_CHECKING:
     from .core import Importance
 
-__all__ = ["Mean", "same_tensors", "tokens_of", "weights_of"]
+__all__ = ["Mean", "same_tensors", "weights_of"]
 
 
 class Mean(Computed):
@@ -47,7 +46,7 @@ def weights_of(importances: Sequence[Importance], weights: str | Sequence[float]
     if weights == "examples":
         by_token = [imp.provenance.kind == "fisher" and imp.provenance.unit == "token" for imp in importances]
         counts = [
-            tokens_of(imp.provenance) if tokens else imp.provenance.examples or 0
+            imp.provenance.tokens or 0 if tokens else imp.provenance.examples or 0
             for imp, tokens in zip(importances, by_token, strict=True)
         ]
         for k, (count, tokens) in enumerate(zip(counts, by_token, strict=True)):
@@ -62,12 +61,6 @@ def weights_of(importances: Sequence[Importance], weights: str | Sequence[float]
     if len(weights) != len(importances) or not all(math.isfinite(w) and w > 0 for w in weights):
         raise SquisherError(f"combine needs {len(importances)} positive weights, but got {list(weights)}.")
     return [float(w) for w in weights]
-
-
-def tokens_of(p: Provenance) -> int:
-    """How many tokens a Fisher is the mean over; 0 where it does not say or is over something else."""
-    tokens = p.extra.get("tokens")
-    return tokens if isinstance(tokens, int) and tokens > 0 else 0
 
 
 def same_tensors(a: Importance, b: Importance) -> None:

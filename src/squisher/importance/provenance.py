@@ -3,42 +3,40 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ..errors import FileError, ScaleError, SquisherError, near
+from ..errors import FileError, ScaleError, SquisherError
+from .facts import UNITS, Absence, Naming, Pollution, RunFacts, one_of, positive
 
-__all__ = ["FORMAT_VERSION", "KINDS", "LOSS_REDUCTIONS", "UNITS", "Provenance", "fisher_factor", "scale_differences"]
+__all__ = ["FORMAT_VERSION", "KINDS", "Provenance", "fisher_factor", "scale_differences"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 KINDS = ("squisher", "fisher")
-UNITS = ("example", "sequence", "token")
-LOSS_REDUCTIONS = ("mean", "sum", "token_mean")
 
 
-@dataclass(frozen=True)
-class Provenance:
+@dataclass(frozen=True, kw_only=True)
+class Provenance(RunFacts):
     """Where an importance comes from and what its numbers are; None where it is not known.
+
+    The facts of the run (`batch_size`, `absent`, `naming`, …) are those of `RunFacts`.
 
     Attributes:
         kind: `squisher` (an optimizer's accumulator) or `fisher` (measured on data).
-        estimator: For a Fisher: `labels`, `per`, `draws`, and what was computed how.
-        optimizer: For a Squisher: `class`, `key`, `beta2`, `eps`, `weight_decay`, `amsgrad`, `pollution` (sentences on
-            what else is in the squared gradient); `groups` where parameter groups differ.
+        estimator: For a Fisher: `labels`, `per`, `draws`, and the likelihood.
+        optimizer: For a Squisher: `class`, `key`, `beta2`, `eps`, `weight_decay`, `amsgrad`; `groups` where these differ.
         steps: `min` and `max` optimizer steps, and `per_parameter` where they differ.
-        unit: What the mean is over: `example`, `sequence` or `token`.
-        loss_reduction: How the training loss was reduced over a step: `mean`, `sum` or `token_mean`.
-        batch_size: Examples per optimizer step, over devices and accumulation; only if proven.
-        batch_tokens: Mean number of loss-bearing tokens per optimizer step.
         examples: Examples that a Fisher was measured on.
+        tokens: Tokens that a Fisher per token is the mean over.
+        seed: Of sampled labels.
+        coverage: For a Fisher: how it was measured, and which parameters in another way.
+        standard_error: For a Fisher: the relative standard error of each parameter's total.
         bias_corrected: Whether a Squisher was divided by 1 − β₂ᵗ.
         scale: The product of all factors applied since.
         per_unit: Whether the values are per-unit means already (`as_fisher`).
         dtype_of_source: Type of the accumulator or of the model measured.
-        absent: Parameters without an importance, and why.
-        tied: Other names of parameters that are here under one name: alias to name.
-        naming: How names were found: `recorded`, `convention: …` or `given`.
-        live_names: Names in the running model, where they differ from those of its weight file.
+        embedding: For a task embedding: what its entries are means over (`by`).
+        codec: How the file keeps its values.
         model: `structure` (hash of names and shapes), `content` (hash per weight, where weights were at hand).
         sum: Sum of each tensor.
         sum_of_squares: Sum of squares of each tensor.
@@ -51,19 +49,17 @@ class Provenance:
     estimator: dict[str, Any] | None = None
     optimizer: dict[str, Any] | None = None
     steps: dict[str, Any] | None = None
-    unit: str | None = None
-    loss_reduction: str | None = None
-    batch_size: int | float | None = None
-    batch_tokens: int | float | None = None
     examples: int | None = None
+    tokens: int | None = None
+    seed: int | None = None
+    coverage: dict[str, Any] | None = None
+    standard_error: dict[str, float | None] | None = None
     bias_corrected: bool | None = None
     scale: float = 1.0
     per_unit: bool = False
     dtype_of_source: str | None = None
-    absent: dict[str, str] = field(default_factory=dict)
-    tied: dict[str, str] = field(default_factory=dict)
-    naming: str | None = None
-    live_names: dict[str, str] = field(default_factory=dict)
+    embedding: dict[str, Any] | None = None
+    codec: str | None = None
     model: dict[str, Any] | None = None
     sum: dict[str, float] = field(default_factory=dict)
     sum_of_squares: dict[str, float] = field(default_factory=dict)
@@ -72,20 +68,15 @@ class Provenance:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _one_of("unit", self.unit, UNITS)
-        _one_of("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
-        for name in ("batch_size", "batch_tokens", "scale"):
-            value = getattr(self, name)
-            valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-            if value is not None and not valid:
-                raise SquisherError(f"{name} is a positive number, not {value!r}.")
+        super().__post_init__()
+        positive("scale", self.scale)
         for f in fields(self):
-            if f.type.startswith("dict") and not isinstance(getattr(self, f.name), (dict, type(None))):
+            if str(f.type).startswith("dict") and not isinstance(getattr(self, f.name), (dict, type(None))):
                 raise SquisherError(f"The provenance field {f.name} is a mapping, not {getattr(self, f.name)!r}.")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Provenance:
-        """Provenance from keyword arguments or from a file's JSON; unknown keys are kept in `extra`.
+        """Return the provenance of keyword arguments or of a file's JSON; unknown keys are kept in `extra`.
 
         Raises:
             FileError: A later version of the format.
@@ -99,20 +90,54 @@ class Provenance:
                 "update torch-squisher."
             )
         given = {name: value for name, value in values.items() if name in known and value is not None}
+        given["format_version"] = FORMAT_VERSION
+        if isinstance(given.get("optimizer"), dict):
+            _lift_pollution(given)
+        if isinstance(given.get("absent"), Mapping):
+            given["absent"] = {name: Absence.read(why) for name, why in given["absent"].items()}
+        if "naming" in given:
+            given["naming"] = Naming.read(given["naming"])
+        given["pollution"] = tuple(Pollution.read(one) for one in given.get("pollution", ()))
         extra = {**(values.get("extra") or {}), **{k: v for k, v in values.items() if k not in known and k != "extra"}}
         return cls(**given, extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """What goes into the file: everything that is known, the unknown keys beside it."""
-        own = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        """Return what goes into the file: everything that is known, the unknown keys beside it."""
+        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        own["absent"] = {name: _plain(why) for name, why in self.absent.items()}
+        own["naming"] = _plain(self.naming) if self.naming else None
+        pollution, clipped = own.pop("pollution"), own.pop("after_clipping")
+        if self.optimizer is not None or pollution or clipped is not None:
+            said = {"pollution": [_plain(one) for one in pollution], "after_clipping": clipped}
+            own["optimizer"] = {**(self.optimizer or {}), **{k: v for k, v in said.items() if v is not None}}
         return {**self.extra, **{name: value for name, value in own.items() if value is not None and value != {}}}
 
 
-def _one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
-    if value is not None and value not in allowed:
-        raise SquisherError(
-            f"{name} is {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}.{near(str(value), allowed)}"
-        )
+def _lift_pollution(given: dict[str, Any]) -> None:
+    """Move what pollutes an optimizer's average out of its record, where a file keeps it, and out of its groups."""
+    optimizer = dict(given["optimizer"])
+    found = [Pollution.read(one) for one in [*given.get("pollution", ()), *(optimizer.pop("pollution", None) or ())]]
+    groups = [dict(group) for group in optimizer.get("groups") or ()]
+    for group in groups:  # as version 1 has it
+        for one in map(Pollution.read, group.pop("pollution", None) or ()):
+            found = [f for f in found if (f.code, f.note, f.parameters) != (one.code, one.note, ())]
+            found.append(Pollution(one.code, one.numbers, one.note, tuple(group.get("parameters", ()))))
+    if groups:
+        optimizer["groups"] = groups
+    clipped = optimizer.pop("after_clipping", None)
+    given["optimizer"], given["pollution"] = optimizer, found
+    if given.get("after_clipping") is None and clipped is not None:
+        given["after_clipping"] = clipped
+
+
+def _plain(value: Absence | Pollution | Naming) -> dict[str, Any]:
+    """Return a value as JSON, without what is empty."""
+    plain = {key: one for key, one in asdict(value).items() if one not in (None, "", {}, ())}
+    if "parameters" in plain:
+        plain["parameters"] = list(plain["parameters"])
+    if isinstance(value, Naming) and value.each:
+        plain["each"] = {name: _plain(one) for name, one in value.each.items()}
+    return {key: str(one) if key in ("reason", "code", "level") else one for key, one in plain.items()}
 
 
 def fisher_factor(p: Provenance, unit: str | None = None) -> tuple[float, str]:
@@ -121,7 +146,7 @@ def fisher_factor(p: Provenance, unit: str | None = None) -> tuple[float, str]:
     Raises:
         ScaleError: What the factor needs is not known, or the unit cannot be reached; the message says which.
     """
-    _one_of("unit", unit, UNITS)
+    one_of("unit", unit, UNITS)
     if p.kind == "fisher":
         if unit is not None and p.unit not in (None, unit):
             raise ScaleError(f"This Fisher is per {p.unit} and cannot be turned into one per {unit}: measure it so.")

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from ..consolidate import EWC
 from ..errors import SquisherError
-from ..importance import FILE_NAME, Importance
-from ..importance.provenance import LOSS_REDUCTIONS
+from ..importance import FILE_NAME, Importance, Pollution, RunFacts
+from ..importance.facts import LOSS_REDUCTIONS
 from ..mask import train_only
 from ..recycle import Tracker
 from ..recycle.states import Candidate
 from .batch_counts import BatchCounts, examples_in, over_processes, tokens_in
 from .recording import (
-    RunFacts,
+    PENALTY,
     beta2_of,
     check_accumulator,
     inner_optimizers,
@@ -213,12 +213,12 @@ class SquisherCallback(_Hooks):
             if self._trainer.is_global_zero:
                 old.unlink(missing_ok=True)
 
-    def _pollution(self) -> list[str]:
+    def _pollution(self) -> list[Pollution]:
         clip = self._trainer.gradient_clip_val
         if self.tracker is not None or not clip:
             return []
         how = str(self._trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower()
-        return [f"Gradients were clipped to the {how} {float(clip)} before they were squared."]
+        return [Pollution.clipping(clip, how)]
 
     def _facts(self) -> RunFacts:
         trainer, counts, reduction = self._trainer, self.counts, self.loss_reduction
@@ -234,8 +234,8 @@ class SquisherCallback(_Hooks):
             batch_tokens=counts.mean_tokens if reduction == "token_mean" else None,
             loss_reduction=reduction,
             unit=None if reduction is None else "token" if reduction == "token_mean" else "example",
-            clipped=bool(trainer.gradient_clip_val),
-            pollution=self._pollution(),
+            after_clipping=bool(trainer.gradient_clip_val),
+            pollution=tuple(self._pollution()),
             training=training,
         )
 
@@ -291,8 +291,8 @@ class EWCCallback(SquisherCallback):
         if penalty is not None:
             module.log("ewc_penalty", penalty, batch_size=1)
 
-    def _pollution(self) -> list[str]:
-        own = ["The gradient of an EWC penalty was squared with the data's."] if self.tracker is None else []
+    def _pollution(self) -> list[Pollution]:
+        own = [PENALTY] if self.tracker is None else []
         return own + super()._pollution()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import SquisherError
-from ..importance import Importance, structure_hash
+from ..importance import Importance, Pollution, RunFacts, Spoiler, structure_hash
 from ..ranks import agree
 from ..recycle import Tracker
 from ..recycle.live import from_optimizers, from_tracker, unwrapped
@@ -21,7 +21,7 @@ from ..recycle.states import Candidate, Entry, OptimizerState, Piece, check_usab
 from ..storage.tensors import live_parameters
 
 __all__ = [
-    "RunFacts",
+    "PENALTY",
     "beta2_of",
     "check_accumulator",
     "inner_optimizers",
@@ -31,29 +31,8 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class RunFacts:
-    """What a trainer knows about the run.
-
-    Attributes:
-        batch_size: Examples per optimizer step.
-        batch_tokens: Mean number of tokens with a loss per optimizer step.
-        loss_reduction: How the loss is reduced over a step.
-        unit: What it is a mean of.
-        clipped: Whether gradients were clipped before the optimizer squared them, if known.
-        pollution: Sentences on what else is in the squared gradient.
-        factor: By how much gradients were larger than those of that loss.
-        training: Other facts, kept in the provenance as they are.
-    """
-
-    batch_size: float | None = None
-    batch_tokens: float | None = None
-    loss_reduction: str | None = None
-    unit: str | None = None
-    clipped: bool | None = None
-    pollution: Sequence[str] = ()
-    factor: float = 1.0
-    training: Mapping[str, Any] = field(default_factory=dict)
+PENALTY = Pollution(Spoiler.PENALTY, note="The gradient of an EWC penalty was squared with the data's.")
+"""What an optimizer's own average has in it where EWC adds its gradient."""
 
 
 def recorded(
@@ -61,6 +40,7 @@ def recorded(
     model: nn.Module,
     facts: RunFacts,
     candidates: Sequence[Candidate] | None = None,
+    factor: float = 1.0,
 ) -> Importance:
     """What a tracker or the optimizers hold now, copied.
 
@@ -69,23 +49,18 @@ def recorded(
         model: The live model.
         facts: What is known about the run.
         candidates: The model's parameters under the names of its weight file; None leaves the names of the running model.
+        factor: By how much gradients were larger than those of the loss that the facts describe.
 
     Raises:
         NoAccumulatorError: Nothing usable has been accumulated.
         NamingError: The optimizers' parameters are not the model's.
     """
-    known = {name: getattr(facts, name) for name in ("batch_size", "batch_tokens", "loss_reduction", "unit")}
-    known = {name: value for name, value in known.items() if value is not None}
     if isinstance(source, Tracker):
-        found = from_tracker(source, model, bias_correction=True, pollution=facts.pollution, **known)
+        found = from_tracker(source, model, facts, bias_correction=True, hash_weights=True)
     else:
-        found = from_optimizers(
-            source, model, bias_correction=True, pollution=facts.pollution, after_clipping=facts.clipped, **known
-        )
-    if facts.factor != 1.0:
-        found = found / facts.factor**2
-    if facts.training:
-        found = found.with_provenance(training=dict(facts.training))
+        found = from_optimizers(source, model, facts, bias_correction=True, hash_weights=True)
+    if factor != 1.0:
+        found = found / factor**2
     return found if candidates is None else _as_stored(found, model, candidates)
 
 
@@ -161,13 +136,16 @@ def _as_stored(found: Importance, model: nn.Module, candidates: Sequence[Candida
     changes["model"]["content"] = {pieces[n][0].name: h for n, h in content.items() if len(pieces[n]) == 1}
     if "per_parameter" in (p.steps or {}):
         changes["steps"] = {**p.steps, "per_parameter": _renamed(p.steps["per_parameter"], pieces)}  # type: ignore[dict-item, index]
+    changes["pollution"] = [
+        replace(one, parameters=tuple(_renamed(dict.fromkeys(one.parameters), pieces))) for one in p.pollution
+    ]
     groups = [
         {**group, "parameters": list(_renamed(dict.fromkeys(group["parameters"]), pieces))}
         for group in (p.optimizer or {}).get("groups", [])
     ]
     if groups:
         changes["optimizer"] = {**p.optimizer, "groups": groups}  # type: ignore[dict-item]
-    values = {key: value for key, value in p.to_dict().items() if key not in ("kind", "sum", "sum_of_squares")}
+    values = {f.name: getattr(p, f.name) for f in fields(p) if f.name not in ("kind", "sum", "sum_of_squares")}
     return Importance(tensors, p.kind, **{**values, **changes})
 
 

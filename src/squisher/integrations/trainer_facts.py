@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..errors import SquisherError
+from ..importance import Pollution, Spoiler
 from ..recycle.formats.training_args import reduction_of
 from .batch_counts import loss_factor
 
@@ -46,8 +47,8 @@ def loss_of(watch: Any, model: Any) -> tuple[str | None, str | None, float]:
     return *known, loss_factor(divides=divides is not False, accumulation=accumulation, processes=processes)
 
 
-def pollution(args: Any, *, before_clipping: bool) -> list[str]:
-    """What else than the data's gradient is squared, in sentences.
+def pollution(args: Any, *, before_clipping: bool) -> list[Pollution]:
+    """Return what else than the data's gradient is squared.
 
     Args:
         args: `TrainingArguments`.
@@ -55,9 +56,10 @@ def pollution(args: Any, *, before_clipping: bool) -> list[str]:
     """
     found = []
     if args.max_grad_norm and not before_clipping:
-        found.append(f"Gradients were clipped to the norm {float(args.max_grad_norm)} before they were squared.")
+        found.append(Pollution.clipping(args.max_grad_norm))
     if args.label_smoothing_factor:
-        found.append(f"The loss smooths its labels by {args.label_smoothing_factor:g}.")
+        note = f"The loss smooths its labels by {args.label_smoothing_factor:g}."
+        found.append(Pollution(Spoiler.LABEL_SMOOTHING, {"smoothing": args.label_smoothing_factor}, note))
     return found
 
 

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 
 from ..consolidate import EWC
 from ..errors import SquisherError
-from ..importance import FILE_NAME, Importance
-from ..importance.provenance import LOSS_REDUCTIONS
+from ..importance import FILE_NAME, Importance, Pollution, RunFacts
+from ..importance.facts import LOSS_REDUCTIONS
 from ..mask import train_only
 from ..recycle import Tracker
 from ..recycle.states import Candidate
 from .batch_counts import BatchCounts
 from .recording import (
-    RunFacts,
+    PENALTY,
     beta2_of,
     check_accumulator,
     inner_optimizers,
@@ -213,10 +213,10 @@ class SquisherCallback(_Events):
     def _logs(self) -> Mapping[str, float]:
         return {}
 
-    def _pollution(self) -> list[str]:
+    def _pollution(self) -> list[Pollution]:
         return pollution(self._args, before_clipping=self.tracker is not None)
 
-    def _facts(self) -> RunFacts:
+    def _facts(self) -> tuple[RunFacts, float]:
         args, counts = self._args, self.counts
         reduction, unit, factor = self.loss_reduction, None, 1.0
         if reduction is not None:
@@ -235,22 +235,23 @@ class SquisherCallback(_Events):
             training["gradients_were_times"] = factor
         if self.tracker is not None and self.tracker.skipped:
             training["steps_not_finite"] = self.tracker.skipped
-        return RunFacts(
+        facts = RunFacts(
             batch_size=batch_size(args, self._local_batch),
             batch_tokens=counts.mean_tokens if reduction == "token_mean" else None,
             loss_reduction=reduction,
             unit=unit,
-            clipped=bool(args.max_grad_norm),
-            pollution=self._pollution(),
-            factor=factor,
+            after_clipping=bool(args.max_grad_norm),
+            pollution=tuple(self._pollution()),
             training=training,
         )
+        return facts, factor
 
     def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
         if self._model is None:
             raise SquisherError("There is no importance yet: call trainer.train() first.")
         source = self.tracker if self.tracker is not None else self._optimizers
-        return recorded(source, self._model, self._facts(), candidates)
+        facts, factor = self._facts()
+        return recorded(source, self._model, facts, candidates, factor)
 
     def _write(self, folder: Path) -> None:
         written_by_one(self.importance, folder / FILE_NAME, self._args.should_save)
@@ -303,8 +304,8 @@ class EWCCallback(SquisherCallback):
         with torch.no_grad():
             return {"ewc_penalty": float(self.ewc.penalty())}
 
-    def _pollution(self) -> list[str]:
-        own = ["The gradient of an EWC penalty was squared with the data's."] if self.tracker is None else []
+    def _pollution(self) -> list[Pollution]:
+        own = [PENALTY] if self.tracker is None else []
         return own + super()._pollution()
 
 

@@ -23,8 +23,6 @@ __all__ = ["top_k"]
 Progress = Callable[[int, int], None]
 """Called with what is done and what there is in all."""
 
-_NEVER_TRAINED = re.compile(r"frozen|not in the optimizer|not asked for|not a floating-point", re.IGNORECASE)
-
 
 def top_k(
     importance: Mapping[str, Tensor],
@@ -106,7 +104,7 @@ def _absent_shapes(
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of parameters that were trainable and have no importance."""
     listed = importance.provenance.absent if isinstance(importance, Importance) else {}
-    trainable = [name for name, why in listed.items() if name not in importance and not _NEVER_TRAINED.search(why)]
+    trainable = [name for name, why in listed.items() if name not in importance and why.trained]
     if always is not None:  # a parameter that is to be trained now counts, whatever it was before
         trainable += [name for name in listed if name not in (*importance, *trainable) and re.search(always, name)]
     if not trainable:

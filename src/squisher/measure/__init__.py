@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from .. import ranks
 from ..errors import NamingError, SquisherError, near
 from ..guard import as_it_was, eager_original
-from ..importance import Importance, structure_hash
+from ..importance import Absence, Importance, Level, Naming, Reason, structure_hash
 from ..ranks import is_sharded, local_of, sharded_like
 from ..storage.tensors import LiveParameter, live_parameters
 from .batches import Batch, batches_of, parse
@@ -82,7 +82,7 @@ def fisher(
         shift: for tokens, how far labels lie behind outputs (1 for causal language models); None asks the model.
 
     Returns:
-        An importance of kind "fisher", whose provenance says what was computed how (`provenance.extra["coverage"]`).
+        An importance of kind "fisher", whose provenance says what was computed how (`provenance.coverage`).
 
     Raises:
         SquisherError: if a batch, the model's outputs or a setting do not fit.
@@ -150,12 +150,12 @@ def fisher(
         absent=absent,
         tied={alias: p.name for p in chosen for alias in p.aliases},
         live_names={p.name: p.live_name for p in chosen if p.live_name != p.name},
-        naming="recorded",
+        naming=Naming(Level.RECORDED),
         model={"structure": structure_hash({p.name: tuple(p.parameter.shape) for p in live_parameters(model)})},
         coverage=coverage,
-        **({"standard_error": relative} if relative is not None else {}),
-        **({"tokens": units} if objective.unit == "token" else {}),
-        **({"seed": seed} if labels == "sampled" else {}),
+        standard_error=relative,
+        tokens=units if objective.unit == "token" else None,
+        seed=seed if labels == "sampled" else None,
     )
 
 
@@ -188,15 +188,15 @@ def _engine(
     return Fast(model, objective, parameters, strict=method == "fast")
 
 
-def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParameter], dict[str, str]]:
+def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParameter], dict[str, Absence]]:
     """The parameters to measure, and why the others are not."""
     live = live_parameters(model)
     names = {name: p for p in live for name in (p.name, p.live_name, *p.aliases)}
     if wanted is None:
         accept = {p.name for p in live if p.parameter.requires_grad}
-        why = "frozen (requires_grad is False)"
+        why = Absence(Reason.FROZEN, "frozen (requires_grad is False)")
     else:
-        why = "not asked for"
+        why = Absence(Reason.NOT_REQUESTED, "not asked for")
         if isinstance(wanted, (str, re.Pattern)):
             try:
                 accept = {p.name for name, p in names.items() if re.search(wanted, name)}
@@ -215,7 +215,7 @@ def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParam
         if p.name not in accept:
             absent[p.name] = why
         elif not p.parameter.is_floating_point():
-            absent[p.name] = f"not a floating-point tensor ({p.parameter.dtype})"
+            absent[p.name] = Absence(Reason.NOT_FLOATING, f"not a floating-point tensor ({p.parameter.dtype})")
         else:
             chosen.append(p)
     if not chosen:

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
-from ..importance import Importance, check_values, on_common_scale
+from ..importance import Absence, Importance, check_values, on_common_scale
 from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of, shape_of
 
 __all__ = ["Graded", "graded", "matched", "tied_in"]
@@ -228,7 +228,7 @@ def _name_in(imp: Mapping[str, Tensor], name: str, aliases: Sequence[str]) -> st
     return None
 
 
-def _absent(imp: Mapping[str, Tensor]) -> Mapping[str, str]:
+def _absent(imp: Mapping[str, Tensor]) -> Mapping[str, Absence]:
     return imp.provenance.absent if isinstance(imp, Importance) else {}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..errors import NamingError, NoAccumulatorError, SquisherError
-from ..importance import Importance
+from ..importance import Absence, Importance, Naming, Reason, RunFacts
 from ..storage.hub import fetch, is_hub_id
 from .assembly import assemble
 from .formats.registry import read_source
@@ -24,7 +24,6 @@ from .optimizers.quantized import check_precision
 from .states import (
     Candidate,
     Entry,
-    Facts,
     OptimizerState,
     Options,
     check_usable,
@@ -50,8 +49,9 @@ def extract(
     allow_coarse: bool = False,
     beta2: float | None = None,
     optimizer_class: str | None = None,
+    hash_weights: bool = False,
 ) -> Importance:
-    """The squared-gradient average that an optimizer already holds, as a named importance.
+    """Return the squared-gradient average that an optimizer already holds, as a named importance.
 
     The values are v̂, the mean squared gradient of the mini-batch loss, corrected for the start from zero with each
     parameter's own step count. `Importance.as_fisher` turns them into the scale of a Fisher where the batch size is known.
@@ -72,6 +72,8 @@ def extract(
         allow_coarse: Accept states of four bits, which keep little more than the order of magnitude.
         beta2: Decay of the squared-gradient average, for sources that do not record it (optax, MLX, `.weights.h5`).
         optimizer_class: Name of the optimizer's class (`ADOPT`, `RMSprop`), for sources whose keys leave it open.
+        hash_weights: For a live model: also record a hash of each weight in the optimizer, so that it can be checked later
+            that an importance belongs to these weights. All are copied to the CPU for it.
 
     Returns:
         An importance of kind `squisher`. From a file it is lazy: nothing is read until it is asked for.
@@ -81,16 +83,12 @@ def extract(
         NamingError: Names cannot be proven.
         FileError: The source cannot be read safely, or holds no optimizer state.
     """
-    known: dict[str, Any] = {
-        "batch_size": batch_size,
-        "loss_reduction": loss_reduction,
-        "batch_tokens": batch_tokens,
-        "unit": unit,
-    }
-    known = {key: value for key, value in known.items() if value is not None}
+    known = RunFacts(batch_size=batch_size, loss_reduction=loss_reduction, batch_tokens=batch_tokens, unit=unit)
     if isinstance(source, (str, os.PathLike)):
         where = Path(model) if isinstance(model, (str, os.PathLike)) else None
         base = None if base_model is None else Path(base_model)
+        if hash_weights:
+            raise SquisherError("hash_weights is for a live model; the weights of a checkpoint lie beside it.")
         named = names is not None or isinstance(model, nn.Module)
         options = Options(where, base, trainable, allow_coarse, named, beta2, optimizer_class)
         path = fetch(source) if isinstance(source, str) and is_hub_id(source) else Path(source)
@@ -104,9 +102,9 @@ def extract(
         )
     if isinstance(model, (str, os.PathLike)):
         raise SquisherError("A live optimizer needs the live model that it trains, not a path.")
-    _complete(known)
+    known = _completed(known)
     if isinstance(source, Tracker):
-        return from_tracker(source, model, bias_correction=bias_correction, **known)
+        return from_tracker(source, model, known, bias_correction=bias_correction, hash_weights=hash_weights)
     several = list(source) if isinstance(source, (list, tuple)) else [source]
     optimizers = [unwrapped(one) for one in several]
     if not optimizers or None in optimizers:
@@ -121,7 +119,9 @@ def extract(
     if optimizer is not None:
         optimizers = [_one_of(optimizers, optimizer)]
     chosen = [o for o in optimizers if o is not None]
-    return from_optimizers(chosen, model, bias_correction=bias_correction, allow_coarse=allow_coarse, **known)
+    return from_optimizers(
+        chosen, model, known, bias_correction=bias_correction, allow_coarse=allow_coarse, hash_weights=hash_weights
+    )
 
 
 def _from_file(
@@ -129,14 +129,14 @@ def _from_file(
     model: nn.Module | str | os.PathLike[str] | None,
     names: Sequence[str] | str | os.PathLike[str] | None,
     bias_correction: bool,
-    known: dict[str, Any],
+    known: RunFacts,
     options: Options,
     which: int | None,
 ) -> Importance:
     found = read_source(path, options)
     models = list(found.models)
     parameters = list(found.parameters) or [c for _, candidates in models for c in candidates]
-    tied = dict(found.facts.get("tied", {}))
+    tied = found.facts.tied
     if isinstance(model, nn.Module):
         whole = candidates_of_module(model, frozen_too=True)
         models = [("the model", candidates_of_module(model).parameters)]
@@ -156,12 +156,14 @@ def _from_file(
     optimizers = _usable(optimizers)
     given = None if names is None else given_names(names)
     named: list[tuple[str, Entry, str | None]] = []
-    hows = []
+    namings: dict[str, Naming] = {}
     for one in optimizers:
         check_precision(one.entries, options.allow_coarse)
     for one in optimizers:
         naming = resolve(one, models if one.models is None or options.named else one.models, given, rules)
-        hows.append(naming.how)
+        for name in naming.names:
+            pieces = every[name].pieces if name in every else ()
+            namings.update(dict.fromkeys([piece.name for piece in pieces] or [name], naming.how))
         named += [(name, entry, one.class_name) for name, entry in zip(naming.names, one.entries, strict=True)]
     _disjoint(named, optimizers)
     if options.beta2 is not None:
@@ -169,21 +171,19 @@ def _from_file(
         named = [(name, replace(entry, group={**entry.group, **said}), kind) for name, entry, kind in named]
     named, stored = _as_stored(named, every)
     held = {name for name, _, _ in named}
-    facts = {
-        "absent": {name: "not in the optimizer: frozen, or never given to it" for name in stored if name not in held},
-        "live_names": {name: live for name, (live, _) in stored.items() if live and name in held},
-        **found.facts,
-        **known,
-        "tied": tied,
-    }
-    if "batch_size" in known and facts.get("loss_reduction") is None:
-        facts.pop(
-            "loss_reduction", None
-        )  # the source cannot tell, but who knows the batch size would have said otherwise
-    _complete(facts)
-    if held <= set(stored):
-        facts["shapes"] = {name: shape for name, (_, shape) in stored.items()}
-    return assemble(named, Facts(naming="; ".join(dict.fromkeys(hows)), **facts), bias_correction=bias_correction)
+    shapes = {name: shape for name, (_, shape) in stored.items()} if held <= set(stored) else {}
+    untrained = Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer: frozen, or never given to it")
+    facts = replace(
+        found.facts,
+        **{key: value for key, value in known.keywords().items() if value},
+        absent=found.facts.absent or {name: untrained for name in stored if name not in held},
+        live_names=found.facts.live_names
+        or {name: live for name, (live, _) in stored.items() if live and name in held},
+        naming=Naming.of_all(namings),
+        tied=tied,
+    )
+    facts = _completed(facts, assume_mean=found.assume_mean or known.batch_size is not None)
+    return assemble(named, facts, shapes, bias_correction=bias_correction)
 
 
 def _as_stored(
@@ -240,9 +240,10 @@ def _disjoint(named: Sequence[tuple[str, Entry, str | None]], optimizers: Sequen
         seen.add(name)
 
 
-def _complete(known: dict[str, Any]) -> None:
-    """What follows from what was said: torch's losses are means unless told otherwise."""
-    if known.get("batch_size") is not None:
-        known.setdefault("loss_reduction", "mean")
-    if known.get("loss_reduction") is not None:
-        known.setdefault("unit", "token" if known["loss_reduction"] == "token_mean" else "example")
+def _completed(known: RunFacts, assume_mean: bool = True) -> RunFacts:
+    """Return the facts with what follows from them: torch's losses are means unless told otherwise."""
+    if assume_mean and known.batch_size is not None and known.loss_reduction is None:
+        known = replace(known, loss_reduction="mean")
+    if known.loss_reduction is not None and known.unit is None:
+        known = replace(known, unit="token" if known.loss_reduction == "token_mean" else "example")
+    return known

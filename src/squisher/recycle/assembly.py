@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,13 +12,12 @@ import torch
 from torch import Tensor
 
 from ..errors import NoAccumulatorError
-from ..importance import Importance, structure_hash
+from ..importance import Absence, Importance, Pollution, Reason, RunFacts, structure_hash
 from ..storage.tensors import CHUNK
 from .optimizers.accumulators import Reading, optimizer_name, reading
 from .states import (
     EMPTY,
     Entry,
-    Facts,
     Piece,
     is_tensor,
     stored,
@@ -27,13 +27,21 @@ __all__ = ["Recycled", "assemble", "values"]
 
 
 def assemble(
-    named: Iterable[tuple[str, Entry, str | None]], facts: Facts, *, bias_correction: bool = True, lazy: bool = True
+    named: Iterable[tuple[str, Entry, str | None]],
+    facts: RunFacts,
+    shapes: Mapping[str, Sequence[int]] | None = None,
+    content: Mapping[str, str] | None = None,
+    *,
+    bias_correction: bool = True,
+    lazy: bool = True,
 ) -> Importance:
-    """Turns named optimizer states into an importance of kind squisher.
+    """Turn named optimizer states into an importance of kind squisher.
 
     Args:
         named: Name, state, and the optimizer's class name where it is known.
-        facts: What else is known.
+        facts: What is known about the run.
+        shapes: Shapes of the model's parameters, where they are known.
+        content: Hash of each weight, where the weights were at hand.
         bias_correction: False leaves the accumulators as they are stored.
         lazy: Read when asked for (files); otherwise a copy is made now (live states, which training overwrites).
 
@@ -47,17 +55,17 @@ def assemble(
     first_refusal: NoAccumulatorError | None = None
     for name, entry, class_name in named:
         if not entry.state:
-            absent[name] = "no gradient ever reached it"
+            absent[name] = Absence(Reason.NO_GRADIENT, "no gradient ever reached it")
             continue
         try:
             how = reading(entry.state, entry.group, class_name, bias_correction=bias_correction)
             source = stored(how.key, entry.state, entry.group)
-            shape = _checked_shape(source, entry, None if entry.piece else facts.shapes.get(name), how)
+            shape = _checked_shape(source, entry, None if entry.piece else (shapes or {}).get(name), how)
             if entry.piece and entry.piece.start + math.prod(entry.piece.shape) > math.prod(shape):
                 raise NoAccumulatorError(f"Its {how.key[0]} has the shape {shape}, too small for one value per weight")
         except NoAccumulatorError as error:
             first_refusal = first_refusal or error
-            absent[name] = str(error).split(". ")[0]
+            absent[name] = Absence(Reason.NO_ACCUMULATOR, error.what)
             continue
         parts[name] = Part(how, source, shape, entry.piece)
         groups[name] = _group_record(how, entry.group, class_name)
@@ -66,22 +74,23 @@ def assemble(
     tensors: Mapping[str, Tensor] = Recycled(parts)
     if not lazy:
         tensors = {name: values(part.how, part.source) for name, part in parts.items()}
+    known = replace(
+        facts,
+        absent=absent,
+        pollution=(*_pollution({name: part.how for name, part in parts.items()}), *facts.pollution),
+        tied={alias: name for alias, name in facts.tied.items() if name in parts},
+        live_names={name: live for name, live in facts.live_names.items() if name in parts and live != name},
+    )
+    structure = structure_hash(shapes or {name: part.shape for name, part in parts.items()})
     return Importance(
         tensors,
         kind="squisher",
-        optimizer=_optimizer_record(groups, parts, facts),
+        **known.keywords(),
+        optimizer=_optimizer_record(groups),
         steps=_steps({name: part.how.step for name, part in parts.items()}),
-        unit=facts.unit,
-        loss_reduction=facts.loss_reduction,
-        batch_size=facts.batch_size,
-        batch_tokens=facts.batch_tokens,
         bias_corrected=bias_correction,
         dtype_of_source=_dtype_of_source(parts),
-        absent=absent,
-        tied={alias: name for alias, name in facts.tied.items() if name in parts},
-        naming=facts.naming,
-        live_names={name: live for name, live in facts.live_names.items() if name in parts and live != name},
-        model=_model_record(parts, facts),
+        model={"structure": structure, **({"content": dict(content)} if content else {})},
     )
 
 
@@ -203,26 +212,31 @@ def _group_record(how: Reading, group: Mapping[str, Any], class_name: str | None
         "eps": _number(group.get("eps")),
         "weight_decay": _number(group.get("weight_decay")),
         "amsgrad": bool(group["amsgrad"]) if "amsgrad" in group else None,
-        "pollution": list(how.pollution),
     }
     return {key: value for key, value in record.items() if value is not None}
 
 
-def _optimizer_record(groups: Mapping[str, dict[str, Any]], parts: Mapping[str, Any], facts: Facts) -> dict[str, Any]:
+def _pollution(readings: Mapping[str, Reading]) -> list[Pollution]:
+    """Return what pollutes the averages, each with the parameters concerned where these are not all."""
+    found: dict[Pollution, list[str]] = {}
+    for name, how in readings.items():
+        for one in how.pollution:
+            found.setdefault(one, []).append(name)
+    return [
+        one if len(names) == len(readings) else replace(one, parameters=tuple(names)) for one, names in found.items()
+    ]
+
+
+def _optimizer_record(groups: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     distinct: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for name, record in groups.items():
         distinct.setdefault(repr(record), (record, []))[1].append(name)
     records = list(distinct.values())
     first = records[0][0]
     common = {k: v for k, v in first.items() if all(r.get(k) == v for r, _ in records)}
-    sentences = [s for record, _ in records for s in record["pollution"]] + list(facts.pollution)
-    common["pollution"] = list(dict.fromkeys(sentences))
-    if facts.after_clipping is not None:
-        common["after_clipping"] = facts.after_clipping
     if len(records) > 1:
         common["groups"] = [
-            {**{k: v for k, v in record.items() if k not in common or k == "pollution"}, "parameters": names}
-            for record, names in records
+            {**{k: v for k, v in record.items() if k not in common}, "parameters": names} for record, names in records
         ]
     return common
 
@@ -242,14 +256,6 @@ def _dtype_of_source(parts: Mapping[str, Part]) -> str:
     kinds = [getattr(part.source, "stored_as", None) or part.source.dtype for part in parts.values()]
     names = {str(kind).removeprefix("torch.") for kind in kinds}
     return ", ".join(sorted(names))
-
-
-def _model_record(parts: Mapping[str, Part], facts: Facts) -> dict[str, Any]:
-    shapes = facts.shapes or {name: part.shape for name, part in parts.items()}
-    record: dict[str, Any] = {"structure": structure_hash(shapes)}
-    if facts.content:
-        record["content"] = dict(facts.content)
-    return record
 
 
 def _number(value: Any) -> Any:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import NamingError, NoAccumulatorError, SquisherWarning
-from ..importance import Importance
+from ..importance import Absence, Importance, Level, Naming, Reason, RunFacts
 from ..storage.tensors import LiveParameter, live_parameters
 from .assembly import assemble
 from .optimizers.quantized import check_precision, decoded
-from .states import Entry, Facts
+from .states import Entry
 from .tracker import Tracker
 
 __all__ = ["from_optimizers", "from_tracker", "unwrapped"]
@@ -24,19 +25,21 @@ __all__ = ["from_optimizers", "from_tracker", "unwrapped"]
 def from_optimizers(
     optimizers: Sequence[torch.optim.Optimizer],
     model: nn.Module,
+    facts: RunFacts,
     *,
     bias_correction: bool,
     allow_coarse: bool = False,
-    **known: Any,
+    hash_weights: bool = False,
 ) -> Importance:
-    """The accumulators of one or several optimizers of a model, copied.
+    """Return the accumulators of one or several optimizers of a model, copied.
 
     Args:
         optimizers: Already unwrapped.
         model: The module whose parameters they train.
+        facts: What the caller knows about the run.
         bias_correction: False leaves the accumulators as they are stored.
         allow_coarse: Accept states of four bits.
-        **known: Fields of `Facts` that the caller knows.
+        hash_weights: Also record a hash of each weight in the optimizers, for which all are copied to the CPU.
 
     Raises:
         NamingError: The optimizer's parameters are not the model's.
@@ -66,18 +69,22 @@ def from_optimizers(
         raise NamingError(
             f"{next(n for n in names if names.count(n) > 1)!r} is in two optimizers; extract them one by one."
         )
-    facts = _facts(parameters, set(names), {}, **known)
-    return assemble(named, facts, bias_correction=bias_correction, lazy=False)
+    facts = _about(facts, parameters, set(names), {})
+    content = _content(parameters, set(names)) if hash_weights else {}
+    return assemble(named, facts, _shapes(parameters), content, bias_correction=bias_correction, lazy=False)
 
 
-def from_tracker(tracker: Tracker, model: nn.Module | None, *, bias_correction: bool, **known: Any) -> Importance:
-    """What a Tracker has gathered, copied.
+def from_tracker(
+    tracker: Tracker, model: nn.Module | None, facts: RunFacts, *, bias_correction: bool, hash_weights: bool = False
+) -> Importance:
+    """Return what a Tracker has gathered, copied.
 
     Args:
         tracker: It has observed at least one step.
         model: By default the tracker's own.
+        facts: What the caller knows about the run.
         bias_correction: False leaves the average as it is.
-        **known: Fields of `Facts` that the caller knows.
+        hash_weights: Also record a hash of each weight that was observed, for which all are copied to the CPU.
 
     Raises:
         NoAccumulatorError: It has observed nothing yet.
@@ -100,8 +107,9 @@ def from_tracker(tracker: Tracker, model: nn.Module | None, *, bias_correction: 
         )
     names = {name for name, _, _ in named}
     reasons = {p.name: reason for p in parameters if (reason := tracker.absent().get(p.live_name))}
-    facts = _facts(parameters, names, reasons, after_clipping=tracker.after_clipping, **known)
-    return assemble(named, facts, bias_correction=bias_correction, lazy=False)
+    facts = replace(_about(facts, parameters, names, reasons), after_clipping=tracker.after_clipping)
+    content = _content(parameters, names) if hash_weights else {}
+    return assemble(named, facts, _shapes(parameters), content, bias_correction=bias_correction, lazy=False)
 
 
 def unwrapped(source: Any) -> torch.optim.Optimizer | None:
@@ -118,31 +126,37 @@ def unwrapped(source: Any) -> torch.optim.Optimizer | None:
     return None
 
 
-def _facts(parameters: Sequence[LiveParameter], held: set[str], reasons: Mapping[str, str], **known: Any) -> Facts:
+def _about(
+    facts: RunFacts, parameters: Sequence[LiveParameter], held: set[str], reasons: Mapping[str, Absence]
+) -> RunFacts:
     absent = {p.name: reasons.get(p.name) or _why_absent(p.parameter) for p in parameters if p.name not in held}
-    return Facts(
-        naming="recorded",
+    return replace(
+        facts,
+        naming=Naming(Level.RECORDED),
         absent=absent,
         tied={alias: p.name for p in parameters for alias in p.aliases},
         live_names={p.name: p.live_name for p in parameters},
-        shapes={p.name: tuple(p.parameter.shape) for p in parameters},
-        # Of what is in the optimizer alone: hashing the frozen base of an adapter would take longer than all the rest.
-        content={
-            p.name: _content(p.parameter)
-            for p in parameters
-            if p.name in held and not hasattr(p.parameter, "full_tensor")
-        },
-        **known,
     )
 
 
-def _why_absent(parameter: Tensor) -> str:
-    return "not in the optimizer" if parameter.requires_grad else "frozen (requires_grad is False)"
+def _shapes(parameters: Sequence[LiveParameter]) -> dict[str, tuple[int, ...]]:
+    return {p.name: tuple(p.parameter.shape) for p in parameters}
 
 
-def _content(parameter: Tensor) -> str:
-    plain = parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
-    return hashlib.sha256(plain.numpy().data).hexdigest()[:32]
+def _why_absent(parameter: Tensor) -> Absence:
+    if parameter.requires_grad:
+        return Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer")
+    return Absence(Reason.FROZEN, "frozen (requires_grad is False)")
+
+
+def _content(parameters: Sequence[LiveParameter], held: set[str]) -> dict[str, str]:
+    """Return a hash of each weight in the optimizer: the frozen base of an adapter would take longer than all the rest."""
+    hashes = {}
+    for p in parameters:
+        if p.name in held and not hasattr(p.parameter, "full_tensor"):
+            plain = p.parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            hashes[p.name] = hashlib.sha256(plain.numpy().data).hexdigest()[:32]
+    return hashes
 
 
 def _refuse_strangers(strangers: int, matched: int) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import NoAccumulatorError
+from ..importance import RunFacts
 from ..storage.tensors import TensorSource
 from .optimizers.accumulators import identify
 from .optimizers.factored import join
@@ -18,7 +19,6 @@ from .optimizers.table import TABLE
 __all__ = [
     "Candidate",
     "Entry",
-    "Facts",
     "Found",
     "OptimizerState",
     "Options",
@@ -140,16 +140,18 @@ class Found:
     Attributes:
         optimizers: Every optimizer state, in order.
         models: Where names may come from: a label for messages, and the parameters in registration order.
-        facts: Fields of `Facts` that the source proves (batch size, clipping, …).
+        facts: What the source proves about the run (batch size, clipping, …).
         rules: Grouping conventions of the framework that wrote it, as `naming.Rule` with a label, beside the general ones.
         parameters: All parameters of the model, frozen ones too, where they are known and the models leave some out.
+        assume_mean: Whether a loss whose reduction is not recorded may be taken as a mean over examples, torch's default.
     """
 
     optimizers: Sequence[OptimizerState]
     models: Sequence[tuple[str, Sequence[Candidate]]] = ()
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    facts: RunFacts = field(default_factory=RunFacts)
     rules: Sequence[tuple[str, Callable[[Candidate], int | None]]] = ()
     parameters: Sequence[Candidate] = ()
+    assume_mean: bool = True
 
 
 @dataclass(frozen=True)
@@ -173,39 +175,6 @@ class Options:
     named: bool = False
     beta2: float | None = None
     optimizer_class: str | None = None
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What is known about the training run, beside the state: fields of the provenance.
-
-    Attributes:
-        naming: How names were found.
-        batch_size: Examples per optimizer step, if proven.
-        batch_tokens: Loss-bearing tokens per optimizer step, if known.
-        loss_reduction: How the loss was reduced, if known.
-        unit: What the loss is a mean of, if known.
-        absent: Parameters without a state, and why.
-        tied: Other names of parameters: alias to name.
-        live_names: Name in the running model, where it differs.
-        shapes: Shapes of the model's parameters, where they are known.
-        content: Hash of each weight, where the weights were at hand.
-        pollution: What else is in the squared gradient (clipping, a penalty), in sentences.
-        after_clipping: Whether gradients were clipped before they were squared, if known.
-    """
-
-    naming: str
-    batch_size: float | None = None
-    batch_tokens: float | None = None
-    loss_reduction: str | None = None
-    unit: str | None = None
-    absent: Mapping[str, str] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
-    live_names: Mapping[str, str] = field(default_factory=dict)
-    shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    content: Mapping[str, str] = field(default_factory=dict)
-    pollution: Sequence[str] = ()
-    after_clipping: bool | None = None
 
 
 def check_usable(optimizer: OptimizerState) -> None:

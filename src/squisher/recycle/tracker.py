@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NamingError, SquisherError, SquisherWarning, near
+from ..importance import Absence, Reason
 from .optimizers.averaging import all_finite, average_squares_
 
 __all__ = ["Tracker"]
@@ -154,18 +155,18 @@ class Tracker:
             if name in self._values:
                 yield name, parameter, self._values[name], self._steps[name]
 
-    def absent(self) -> dict[str, str]:
-        """The model's parameters that were never observed, each with the reason."""
+    def absent(self) -> dict[str, Absence]:
+        """Return the model's parameters that were never observed, each with the reason."""
         tracked = {name for name, _ in self._tracked()}
         reasons = {}
         for name, parameter in self.model.named_parameters():
             if name not in self._values:
                 if not parameter.requires_grad:
-                    reasons[name] = "frozen"
+                    reasons[name] = Absence(Reason.FROZEN, "frozen")
                 elif name not in tracked:
-                    reasons[name] = "not in the optimizer"
+                    reasons[name] = Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer")
                 else:
-                    reasons[name] = "never had a gradient"
+                    reasons[name] = Absence(Reason.NO_GRADIENT, "never had a gradient")
         return reasons
 
     def reset(self) -> None:

@@ -163,7 +163,7 @@ def facts(importance: Importance, health: Health) -> list[tuple[str, str]]:
     known.append(("scale", f"multiplied by {p.scale:g}" if p.scale != 1 else None))
     known.append(("values", f"{health.totals.numel:,} in {_plural(len(health.rows), 'parameter')}"))
     known.append(("source type", p.dtype_of_source))
-    known.append(("names", p.naming))
+    known.append(("names", str(p.naming) if p.naming else None))
     low_, high_ = _number(health.totals.min), _number(health.totals.max)
     known.append(
         ("range", f"{low_} to {high_}; mean {_number(health.totals.mean)}, median {_number(health.totals.median)}")

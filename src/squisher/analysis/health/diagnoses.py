@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import ScaleError, SquisherWarning
-from ...importance import Importance
+from ...importance import Importance, Provenance, Spoiler
 from ..distribution import Distribution
 
 __all__ = ["SEVERITIES", "Diagnosis", "Row", "effective_steps", "of_provenance", "of_values"]
@@ -121,7 +121,7 @@ def of_provenance(importance: Importance) -> Iterator[Diagnosis]:
     p = importance.provenance
     if p.kind == "squisher":
         yield from _noise(importance)
-        yield from _pollution(p.optimizer or {}, p.extra)
+        yield from _pollution(p)
         yield from _steps_differ(p.steps or {}, bool(p.bias_corrected))
         yield from _scale(importance)
     elif p.examples is not None:
@@ -130,7 +130,7 @@ def of_provenance(importance: Importance) -> Iterator[Diagnosis]:
     if any(mark in source for mark in _LOW_PRECISION):
         yield _low_precision(source, p.kind)
     if p.absent:
-        reasons = Counter(p.absent.values()).most_common()
+        reasons = Counter(map(str, p.absent.values())).most_common()
         listed = "; ".join(f"{count} × {reason}" for reason, count in reasons[:3]) + ("; …" if len(reasons) > 3 else "")
         yield Diagnosis(
             "absent",
@@ -209,38 +209,34 @@ def _error_of_mean(examples: int) -> Diagnosis:
     )
 
 
-def _pollution(optimizer: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[Diagnosis]:
-    sentences = list(optimizer.get("pollution") or [])
-    groups = optimizer.get("groups") or []
-    sentences += [s for g in groups for s in g.get("pollution") or [] if s not in sentences]
-    advice = {
-        "l2": "Entries with little gradient rank by their size instead. Use AdamW, whose decay is not in the gradient, or "
-        "keep the data's gradient apart with squisher.Tracker.",
-        "clipping": "Steps with large gradients count less, and the scale is smaller than it seems; ranks hardly change. "
-        "A squisher.Tracker that observes before clipping is free of it.",
-        "amsgrad": "The running average is meant, not its maximum: check that the key is exp_avg_sq.",
-        "pollution": "Keep the data's gradient apart with squisher.Tracker, if it matters.",
-    }
-    for sentence in dict.fromkeys(sentences):
-        code = _kind_of(sentence)
-        names = [n for g in groups if sentence in (g.get("pollution") or []) for n in g.get("parameters") or []]
-        decay = optimizer.get("weight_decay")
-        numbers = {"weight_decay": decay} if code == "l2" and decay is not None else {}
-        yield Diagnosis(code, "warning" if code == "l2" else "info", sentence, advice[code], names, numbers)
-    codes = {_kind_of(sentence) for sentence in sentences}
-    if "clipping" not in codes and (optimizer.get("after_clipping") or extra.get("after_clipping")):
+_ADVICE = {
+    "l2": "Entries with little gradient rank by their size instead. Use AdamW, whose decay is not in the gradient, or "
+    "keep the data's gradient apart with squisher.Tracker.",
+    "clipping": "Steps with large gradients count less, and the scale is smaller than it seems; ranks hardly change. "
+    "A squisher.Tracker that observes before clipping is free of it.",
+    "amsgrad": "The running average is meant, not its maximum: check that the key is exp_avg_sq.",
+    "pollution": "Keep the data's gradient apart with squisher.Tracker, if it matters.",
+}
+
+
+def _pollution(p: Provenance) -> Iterator[Diagnosis]:
+    for one in p.pollution:
+        code = str(one.code) if one.code in _ADVICE else "pollution"
+        numbers = {**one.numbers, **({"pollution": str(one.code)} if code == "pollution" else {})}
+        severity = "warning" if code == Spoiler.L2 else "info"
+        text = one.note or f"The squared gradient is not the data's alone: {one}."
+        yield Diagnosis(code, severity, text, _ADVICE[code], list(one.parameters), numbers)
+    codes = {one.code for one in p.pollution}
+    if Spoiler.CLIPPING not in codes and p.after_clipping:
         text = "The squared gradients were taken after clipping."
-        yield Diagnosis("clipping", "info", text, advice["clipping"])
-    if "amsgrad" not in codes and optimizer.get("amsgrad"):
+        yield Diagnosis("clipping", "info", text, _ADVICE["clipping"])
+    optimizer = p.optimizer or {}
+    if Spoiler.AMSGRAD not in codes and optimizer.get("amsgrad"):
         text = "The optimizer ran with AMSGrad, which also keeps a running maximum."
         key = str(optimizer.get("key", ""))
-        yield Diagnosis("amsgrad", "warning" if "max" in key else "info", text, advice["amsgrad"], numbers={"key": key})
-
-
-def _kind_of(sentence: str) -> str:
-    lower = sentence.lower()
-    marks = {"l2": ("weight decay", "l2", "weight_decay"), "clipping": ("clip",), "amsgrad": ("amsgrad",)}
-    return next((code for code, words in marks.items() if any(word in lower for word in words)), "pollution")
+        yield Diagnosis(
+            "amsgrad", "warning" if "max" in key else "info", text, _ADVICE["amsgrad"], numbers={"key": key}
+        )
 
 
 def _steps_differ(steps: Mapping[str, Any], corrected: bool) -> Iterator[Diagnosis]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import FileError
+from ...importance import RunFacts
 from ...storage.folders import Weights, open_weights
 from ..naming.hf_rules import trainer_rules
 from ..naming.solver import RULES, exact, matching
@@ -51,7 +52,7 @@ def read_accelerate(folder: Path, options: Options) -> Found:
     if not options.named:
         by_name = [one for one in weights if not one.in_module_order]
         optimizers = [replace(one, models=_own_models(one, ordered, by_name, options)) for one in optimizers]
-    return Found(optimizers, ordered, {"tied": tied} if tied else {})
+    return Found(optimizers, ordered, RunFacts(tied=tied))
 
 
 def read_one(file: Path) -> OptimizerState:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import FileError, NamingError
+from ...importance import RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import CHUNK, Block, Blocks, TensorSource
 from ...storage.torch_files import Record, StoredTensor, Verified, read, unpickle
@@ -82,11 +83,11 @@ def read_dcp(path: Path, options: Options) -> Found:
         if recorded & names or (None in recorded and model.checkpoint.in_order):
             tied |= model.tied(recorded)
             models.append((model.label, [c for c in model.candidates if c.name not in tied]))
-    facts: dict[str, Any] = {"tied": tied} if tied else {}
+    facts, assume_mean = RunFacts(), True
     if (path / "training_args.bin").is_file():  # FSDP under the Hugging Face Trainer
         steps = (step_of(e.state, e.group) for optimizer in optimizers for e in optimizer.entries if e.state)
-        facts |= facts_of(path, training_args(path), next(steps, None))
-    return with_model(Found(optimizers, models, facts), options)
+        facts, assume_mean = facts_of(path, training_args(path), next(steps, None))
+    return with_model(Found(optimizers, models, replace(facts, tied=tied), assume_mean=assume_mean), options)
 
 
 def _folders(path: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NoAccumulatorError
+from ...importance import Pollution, RunFacts, Spoiler
 from ...storage.byte_range import ByteRange
 from ...storage.torch_files import zip_entries
 from ..states import Candidate, Entry, Found, OptimizerState, Options
@@ -243,22 +244,20 @@ def _group(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     return group
 
 
-def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(settings: Mapping[str, Any]) -> RunFacts:
     if not settings:
-        return {}
+        return RunFacts()
     said = [
-        f"The gradients were clipped before they were squared ({key} {settings[key]:g})."
+        Pollution.clipping(settings[key], key)
         for key in ("clipnorm", "global_clipnorm", "clipvalue")
         if isinstance(settings.get(key), (int, float))
     ]
-    facts: dict[str, Any] = {"pollution": tuple(said), "after_clipping": bool(said)}
+    clipped = bool(said)
     every = settings.get("gradient_accumulation_steps")
     if isinstance(every, int) and every > 1:
-        facts["pollution"] = (
-            *said,
-            f"Each step squares the mean gradient of {every} batches (gradient_accumulation_steps).",
-        )
-    return facts
+        note = f"Each step squares the mean gradient of {every} batches (gradient_accumulation_steps)."
+        said.append(Pollution(Spoiler.ACCUMULATED, {"batches": every}, note))
+    return RunFacts(pollution=tuple(said), after_clipping=clipped)
 
 
 _VARIABLES = {  # the variables of a layer in their order; what config switches off is left out

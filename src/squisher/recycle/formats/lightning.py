@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import FileError
+from ...importance import RunFacts
 from ...storage.torch_files import read
 from ..naming.hf_rules import trainer_rules
 from ..naming.solver import RULES, exact
@@ -50,7 +51,7 @@ def read_lightning(path: Path, options: Options) -> Found:
         return with_model(Found(optimizers), options)
     if options.trainable is None:
         optimizers = [replace(one, models=_own_models(one, label, candidates)) for one in optimizers]
-    return Found(optimizers, [(label, candidates)], {"tied": tied} if tied else {})
+    return Found(optimizers, [(label, candidates)], RunFacts(tied=tied))
 
 
 def _own_models(

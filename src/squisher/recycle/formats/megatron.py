@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
+from ...importance import Pollution, RunFacts, Spoiler
 from ...storage.torch_files import read
 from ..states import Entry, Found, OptimizerState, Options
 from .dcp import Checkpoint
@@ -22,8 +23,9 @@ __all__ = ["is_megatron", "read_megatron"]
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<key>exp_avg|exp_avg_sq)\.(?P<name>.+)")
 _BUCKETS = re.compile(r"optimizer\.distributed\.dp_group_idx_\d+\.gbuf_idx_\d+")
 _KEPT = ("betas", "step", "eps", "weight_decay")
-_EXPERIMENTAL = (
-    "The reader of Megatron checkpoints is experimental: compare the names and values with a checkpoint you know."
+_EXPERIMENTAL = Pollution(
+    Spoiler.UNCERTAIN,
+    note="The reader of Megatron checkpoints is experimental: compare the names and values with a checkpoint you know.",
 )
 
 
@@ -65,7 +67,7 @@ def read_megatron(path: Path, options: Options) -> Found:
         )
     group = {name: value for name, value in next(iter(distinct.values())).items() if name in _KEPT}
     entries = [Entry(own, group, name=name) for name, own in state.items()]
-    found = Found([OptimizerState(entries, place="optimizer")], facts={"pollution": [_EXPERIMENTAL]})
+    found = Found([OptimizerState(entries, place="optimizer")], facts=RunFacts(pollution=(_EXPERIMENTAL,)))
     return with_model(found, options)
 
 

@@ -20,7 +20,7 @@ def with_model(found: Found, options: Options) -> Found:
     if options.model is None or options.named:
         return found
     label, trained, every = model_candidates(options.model)
-    facts = {**found.facts, "tied": every.tied}
+    facts = replace(found.facts, tied=every.tied)
     return replace(found, models=[(label, trained.parameters)], facts=facts, parameters=every.parameters)
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NoAccumulatorError
+from ...importance import Pollution, RunFacts, Spoiler
 from ..optimizers.factored import Factored
 from ..states import Entry, Found, OptimizerState, Options
 from .flax_msgpack import read_msgpack
@@ -24,13 +25,15 @@ __all__ = ["read_flax", "read_orbax_folder"]
 
 Tree = Mapping[str, Any]
 
-_ALIKE = (
-    "optax writes the same tree for adam, adamw, nadam and radam as for adabelief, yogi and adamax, whose accumulators are other "
-    "things: this is right only for the former."
+_ALIKE = Pollution(
+    Spoiler.UNCERTAIN,
+    note="optax writes the same tree for adam, adamw, nadam and radam as for adabelief, yogi and adamax, whose accumulators are other "
+    "things: this is right only for the former.",
 )
-_BEFORE = (
-    "Another transformation comes before it in the chain: if that clips or changes the gradients, these are the squares of the "
-    "result."
+_BEFORE = Pollution(
+    Spoiler.UNCERTAIN,
+    note="Another transformation comes before it in the chain: if that clips or changes the gradients, these are the squares of the "
+    "result.",
 )
 
 
@@ -56,12 +59,12 @@ def read_orbax_folder(path: Path, options: Options) -> Found:
 
 
 def _found(tree: Tree, path: Path, options: Options) -> Found:
-    notes: dict[str, None] = {}
+    notes: dict[Pollution, None] = {}
     states = [
         s for place, node, settings in _walk(tree, (), {}) for s in _states(place, node, settings, tree, notes, options)
     ]
     if states:
-        return Found(states, (), {"pollution": tuple(notes)})
+        return Found(states, (), RunFacts(pollution=tuple(notes)))
     moments = [".".join(place) for place, node, _ in _walk(tree, (), {}) if {"mu", "trace"} & node.keys()]
     if moments:
         raise NoAccumulatorError(
@@ -86,7 +89,7 @@ def _walk(node: Tree, place: tuple[str, ...], settings: Tree) -> Iterator[tuple[
 
 
 def _states(
-    place: tuple[str, ...], node: Tree, settings: Tree, tree: Tree, notes: dict[str, None], options: Options
+    place: tuple[str, ...], node: Tree, settings: Tree, tree: Tree, notes: dict[Pollution, None], options: Options
 ) -> Iterator[OptimizerState]:
     known = {key: _number(value) for key, value in settings.items()}
     group: dict[str, Any] = {

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
+from ...importance import Pollution, RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.torch_files import read, zip_entries
 from ..states import Candidate, Found, OptimizerState, Options
@@ -66,7 +67,7 @@ def read_sb3(path: Path, options: Options) -> Found:
         raise FileError(
             f"{path} holds a policy but no optimizer: it was saved with exclude=['policy.optimizer'] or the like."
         )
-    return Found(optimizers, [("policy.pth", trained)], {**_facts(settings), **({"tied": tied} if tied else {})})
+    return Found(optimizers, [("policy.pth", trained)], replace(_facts(settings), tied=tied))
 
 
 def _has_targets(state: OptimizerState, every: list[Candidate], trained: list[Candidate]) -> bool:
@@ -115,11 +116,8 @@ def _with_class(state: OptimizerState, settings: Mapping[str, Any]) -> Optimizer
     return replace(state, class_name=match[1])
 
 
-def _facts(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _facts(settings: Mapping[str, Any]) -> RunFacts:
     norm = settings.get("max_grad_norm")
     if not isinstance(norm, (int, float)) or isinstance(norm, bool):
-        return {}
-    return {
-        "pollution": (f"The gradients were clipped to a norm of {norm:g} before they were squared (max_grad_norm).",),
-        "after_clipping": True,
-    }
+        return RunFacts()
+    return RunFacts(pollution=(Pollution.clipping(norm),), after_clipping=True)

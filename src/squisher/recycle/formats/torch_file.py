@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NamingError
+from ...importance import RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import LazyTensors, TensorSource, tied_names
 from ...storage.torch_files import Record, StoredTensor, find_weights, is_in_backward, is_optimizer, read, walk
@@ -54,7 +55,7 @@ def read_torch_file(path: str | os.PathLike[str] | ByteRange) -> Found:
     optimizers = [_with_network_names(one, tree) for one in optimizers]
     optimizers = [_with_shared_names(one, value, weights) for one, (_, value) in zip(optimizers, states, strict=True)]
     optimizers = [_with_group_names(one, models) for one in optimizers]
-    return Found(optimizers, models, {"tied": tied} if tied else {})
+    return Found(optimizers, models, RunFacts(tied=tied))
 
 
 def torch_files(folder: Path) -> list[Path]:
@@ -93,7 +94,9 @@ def read_torch_folder(folder: Path) -> Found:
     chosen = [file for file in states if file in usual] or list(states)
     if len(chosen) == 1:
         found = states[chosen[0]]
-        return replace(found, models=[*found.models, *models], facts={"tied": tied, **found.facts})
+        return replace(
+            found, models=[*found.models, *models], facts=replace(found.facts, tied={**tied, **found.facts.tied})
+        )
     if not chosen and first is not None:
         raise first
     what = f"{len(chosen)} of which hold an optimizer state" if chosen else "none of which holds an optimizer state"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ...errors import FileError, NamingError
@@ -69,14 +70,14 @@ def read_trainer(folder: Path, options: Options) -> Found:
     optimizer = state.optimizers[0]
     args = training_args(folder)
     counts = (step_of(entry.state, entry.group) for entry in optimizer.entries if entry.state)
-    facts = facts_of(folder, args, next(counts, None))
+    facts, assume_mean = facts_of(folder, args, next(counts, None))
     targets = target_modules(args)
     special = [galore_rule(targets)] if targets else []
     if options.named or all(entry.name is not None for entry in optimizer.entries):
-        return Found([optimizer], facts=facts, rules=special)
+        return Found([optimizer], facts=facts, rules=special, assume_mean=assume_mean)
     sources, model = _settled(optimizer, folder, options, special)
     rules = [*special, *trainer_rules(model.parameters)]
-    return Found([optimizer], sources, {**facts, "tied": model.tied}, rules, model.parameters)
+    return Found([optimizer], sources, replace(facts, tied=model.tied), rules, model.parameters, assume_mean)
 
 
 def _settled(

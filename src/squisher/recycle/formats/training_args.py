@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
+from ...importance import Pollution, RunFacts, Spoiler
 from ...storage.torch_files import Record, read
 from ..naming.hf_model import read_json
 
@@ -46,8 +47,8 @@ def target_modules(args: Record | None) -> str | list[str] | None:
     return targets if isinstance(targets, str) else None
 
 
-def facts_of(folder: Path, args: Record | None, steps: int | None) -> dict[str, Any]:
-    """Fields of `Facts` that a Trainer folder proves.
+def facts_of(folder: Path, args: Record | None, steps: int | None) -> tuple[RunFacts, bool]:
+    """Return what a Trainer folder proves about its run, and whether an unknown loss may be taken as a mean.
 
     Args:
         folder: The checkpoint.
@@ -55,41 +56,46 @@ def facts_of(folder: Path, args: Record | None, steps: int | None) -> dict[str, 
         steps: How many steps the optimizer's own count says.
     """
     state = read_json(folder / "trainer_state.json") if (folder / "trainer_state.json").is_file() else {}
-    facts: dict[str, Any] = {}
+    batch_size = loss_reduction = unit = clipped = None
+    assume_mean = True
     pollution = []
     if args is not None:
         batch_size = _batch_size(folder, args, state)
-        if batch_size is not None:
-            facts["batch_size"] = batch_size
         norm = args.get("max_grad_norm")
         if isinstance(norm, (int, float)):
-            facts["after_clipping"] = norm > 0
+            clipped = norm > 0
             if norm > 0:
-                pollution.append(f"Gradients were clipped to the norm {float(norm)} before they were squared.")
+                pollution.append(Pollution.clipping(norm))
         smoothing = args.get("label_smoothing_factor")
         if isinstance(smoothing, (int, float)) and smoothing > 0:
-            pollution.append(f"The loss smooths its labels by {smoothing:g}.")
+            note = f"The loss smooths its labels by {smoothing:g}."
+            pollution.append(Pollution(Spoiler.LABEL_SMOOTHING, {"smoothing": smoothing}, note))
         reduction = _reduction(folder, args)
         batches = _batches_a_step(folder, args)
         if reduction is not None and batches > 1 and not _averages(folder):
-            facts["loss_reduction"] = None  # neither a mean nor a sum over examples, as far as the folder tells
-            pollution.append(
+            assume_mean = False  # neither a mean nor a sum over examples, as far as the folder tells
+            note = (
                 f"A step is made of {batches} batches, whose losses this class of models may add up instead of averaging: "
                 f"gradients may be {batches} times as large as a mean's."
             )
+            pollution.append(Pollution(Spoiler.ADDED_BATCHES, {"batches": batches}, note))
         elif reduction is not None:
-            facts["loss_reduction"], facts["unit"] = reduction
+            loss_reduction, unit = reduction
     total = state.get("global_step")
     skipped = (
         folder / "scaler.pt"
     ).is_file()  # a loss scaler skips steps, which the Trainer counts and the optimizer does not
     if isinstance(total, int) and steps is not None and steps != total and not (skipped and steps < total):
-        pollution.append(
-            f"The optimizer counts {steps} steps, but trainer_state.json says {total}: the files may be of two checkpoints."
-        )
-    if pollution:
-        facts["pollution"] = pollution
-    return facts
+        note = f"The optimizer counts {steps} steps, but trainer_state.json says {total}: the files may be of two checkpoints."
+        pollution.append(Pollution(Spoiler.STEPS_DISAGREE, {"optimizer": steps, "trainer": total}, note))
+    facts = RunFacts(
+        batch_size=batch_size,
+        loss_reduction=loss_reduction,
+        unit=unit,
+        after_clipping=clipped,
+        pollution=tuple(pollution),
+    )
+    return facts, assume_mean
 
 
 def _batch_size(folder: Path, args: Record, state: dict[str, Any]) -> int | None:

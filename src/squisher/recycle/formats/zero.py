@@ -9,12 +9,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
+from ...importance import Pollution, Spoiler
 from ...storage.tensors import Joined, Slice
 from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..optimizers.accumulators import step_of
@@ -63,9 +64,8 @@ def read_zero(path: Path, options: Options) -> Found:
     _refuse_other_places(run)
     entries, notes = parameters(run, files)
     facts = run.facts(source, next((step_of(e.state, e.group) for e in entries if e.state), None))
-    if notes:
-        facts["pollution"] = [*facts.get("pollution", ()), *notes]
-    found = Found([OptimizerState(entries, run.class_name, folder.name)], run.models(), facts)
+    facts = replace(facts, pollution=(*facts.pollution, *notes))
+    found = Found([OptimizerState(entries, run.class_name, folder.name)], run.models(), facts, assume_mean=False)
     return with_model(found, options)
 
 
@@ -128,7 +128,9 @@ def _without_zero(run: Run, folder: Path) -> Found:
     found = read_torch_file(file)
     frozen = set(run.frozen)
     models = [(label, [c for c in listed if c.live_name not in frozen]) for label, listed in found.models]
-    return Found(found.optimizers, models, {**run.facts(folder.parent, None), **found.facts})
+    facts = run.facts(folder.parent, None)
+    facts = replace(facts, tied=found.facts.tied or facts.tied)
+    return Found(found.optimizers, models, facts, assume_mean=False)
 
 
 def _refuse_other_places(run: Run) -> None:
@@ -149,7 +151,7 @@ def _refuse_other_places(run: Run) -> None:
 OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 
 
-def parameters(run: Run, files: Mapping[int, Path]) -> tuple[list[Entry], list[str]]:
+def parameters(run: Run, files: Mapping[int, Path]) -> tuple[list[Entry], list[Pollution]]:
     """Every parameter, put together from the ranks' files; and what there is to say about them.
 
     Args:
@@ -318,7 +320,7 @@ def _entry(
     return Entry(state, run.group(settings[number] if settings else None), number, run.names[name])
 
 
-def _stages_1_and_2(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list[str]]:
+def _stages_1_and_2(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list[Pollution]]:
     """Each group is one buffer, cut into equal parts; alignment may leave gaps after parameters and at the end."""
     if len(run.shapes) != len(ranks[0].states):
         raise FileError(
@@ -342,7 +344,7 @@ def _stages_1_and_2(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list
             place = end + gap
     why = "round-robin gradients make it wrong" if run.round_robin else "nobody knows why"
     note = f"DeepSpeed's table of slices says otherwise than its list of parameters, which was followed ({why})."
-    return entries, [] if agree else [note]
+    return entries, [] if agree else [Pollution(Spoiler.UNCERTAIN, note=note)]
 
 
 def _gaps(saved: Any, k: int, count: int) -> list[int]:
@@ -382,7 +384,7 @@ def _slice_agrees(rank: _Rank, k: int, name: str, cut: tuple[int, int]) -> bool:
     return isinstance(said, Record) and (said.get("start"), said.get("numel")) == (cut[0], cut[1] - cut[0])
 
 
-def _stage_3(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list[str]]:
+def _stage_3(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list[Pollution]]:
     """Each parameter is cut into equal parts, one a rank; each rank's parts follow one another, in sub-groups."""
     world = len(ranks)
     entries = []

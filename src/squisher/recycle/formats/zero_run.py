@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NoAccumulatorError
+from ...importance import Absence, Pollution, Reason, RunFacts
 from ...storage.torch_files import Record, StoredTensor, read
 from ..naming.solver import clean_names, recorded_name
 from ..states import Candidate
@@ -135,33 +137,32 @@ class Run:
             ("DeepSpeed's list of parameters", [Candidate(self.names[n], s, live_name=n) for n, s in shapes.items()])
         ]
 
-    def facts(self, source: Path, steps: int | None) -> dict[str, Any]:
-        """Fields of `Facts` that the checkpoint proves.
+    def facts(self, source: Path, steps: int | None) -> RunFacts:
+        """Return what the checkpoint proves about its run.
+
+        How a micro-batch's loss was reduced is not on record, and language models take means over tokens.
 
         Args:
             source: The folder that was asked for, or the one above the tag: a Trainer's files may lie there.
             steps: How many steps the optimizer's own count says.
         """
         listed = self.content.get("frozen_param_shapes") is not None
-        why = "frozen (requires_grad is False)" if listed else "not in the optimizer: frozen, or never given to it"
-        facts: dict[str, Any] = {
-            "absent": {self.names[name]: why for name in self.frozen},
-            "tied": {self.names[a]: self.names[n] for a, n in self.shared.items() if n in self.names},
-            # How a micro-batch's loss was reduced is not on record, and language models take means over tokens.
-            "loss_reduction": None,
-        }
+        why = Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer: frozen, or never given to it")
+        if listed:
+            why = Absence(Reason.FROZEN, "frozen (requires_grad is False)")
+        facts = RunFacts()
         if (source / "training_args.bin").is_file():
-            facts |= facts_of(source, training_args(source), steps)
-        batch_size = self._batch_size()
-        if batch_size is not None:
-            facts["batch_size"] = batch_size
+            facts, _ = facts_of(source, training_args(source), steps)
         norm = self.config.get("gradient_clipping")
-        if isinstance(norm, (int, float)) and "after_clipping" not in facts:
-            facts["after_clipping"] = norm > 0
-            if norm > 0:
-                sentence = f"Gradients were clipped to the norm {float(norm)} before they were squared."
-                facts["pollution"] = [*facts.get("pollution", ()), sentence]
-        return facts
+        if isinstance(norm, (int, float)) and facts.after_clipping is None:
+            clipped = (Pollution.clipping(norm),) if norm > 0 else ()
+            facts = replace(facts, after_clipping=norm > 0, pollution=(*facts.pollution, *clipped))
+        return replace(
+            facts,
+            batch_size=self._batch_size() or facts.batch_size,
+            absent={self.names[name]: why for name in self.frozen},
+            tied={self.names[a]: self.names[n] for a, n in self.shared.items() if n in self.names},
+        )
 
     def _batch_size(self) -> int | None:
         """Examples per step, if all that is on record agrees."""

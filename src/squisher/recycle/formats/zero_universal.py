@@ -66,7 +66,7 @@ def read_universal(folder: Path, source: Path) -> Found:
             state.setdefault("step", step)
         entries.append(Entry(state, run.group(settings), number, run.names[name]))
     facts = run.facts(source, next((step_of(entry.state, entry.group) for entry in entries), None))
-    return Found([OptimizerState(entries, run.class_name, folder.name)], run.models(), facts)
+    return Found([OptimizerState(entries, run.class_name, folder.name)], run.models(), facts, assume_mean=False)
 
 
 def _stage(saved: Any) -> int | None:

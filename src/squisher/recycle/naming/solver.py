@@ -18,6 +18,8 @@ from pathlib import Path
 import numpy as np
 
 from ...errors import FileError, NamingError
+from ...importance import Level
+from ...importance import Naming as How
 from ...storage.tensors import adapter_file_name
 from ..states import Candidate, OptimizerState
 
@@ -42,7 +44,7 @@ class Naming:
     """Names in the optimizer's order, and how they were found."""
 
     names: list[str]
-    how: str
+    how: How
 
 
 def resolve(
@@ -64,15 +66,15 @@ def resolve(
     """
     count = len(optimizer.entries)
     if given is not None:
-        return Naming(_checked_given(optimizer, given), "given")
+        return Naming(_checked_given(optimizer, given), How(Level.GIVEN))
     recorded = [entry.name for entry in optimizer.entries]
     if count and all(name is not None for name in recorded):
         names = clean_names([name for name in recorded if name is not None])
-        return Naming(names, "recorded")
+        return Naming(names, How(Level.RECORDED))
     found = fitting(optimizer, sources, rules)
     if len(found) == 1:
         names_found, how = next(iter(found.items()))
-        return Naming(list(names_found), how)
+        return Naming(list(names_found), How(Level.CONVENTION, how))
     if not found:
         raise NamingError(_nothing_fits(optimizer, sources))
     spare = len({c.name for _, candidates in sources for c in candidates}) > count
@@ -94,7 +96,7 @@ def fitting(
     found: dict[tuple[str, ...], str] = {}
     for label, candidates in sources:
         for rule_label, names in _proposals(optimizer, candidates, rules or RULES):
-            found.setdefault(tuple(names), f"convention: {label}, {rule_label}")
+            found.setdefault(tuple(names), f"{label}, {rule_label}")
     return found
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import NoAccumulatorError
+from ...importance import Pollution, Spoiler
 from .table import TABLE, Accumulator, Group, says_decoupled
 
 __all__ = ["GIVEN_BETA2", "Reading", "identify", "optimizer_name", "reading", "rows_of_class", "step_of"]
@@ -33,7 +34,7 @@ class Reading:
         factor: Multiplied then.
         step: Optimizer steps that this parameter has seen.
         beta2: Decay of the average, where it is one.
-        pollution: What else is in the squared gradient, in sentences.
+        pollution: What else is in the squared gradient.
     """
 
     accumulator: Accumulator
@@ -42,7 +43,7 @@ class Reading:
     factor: float
     step: int | None
     beta2: float | None
-    pollution: tuple[str, ...]
+    pollution: tuple[Pollution, ...]
 
 
 def identify(state: Collection[str], group: Collection[str], class_name: str | None = None) -> Accumulator:
@@ -67,10 +68,11 @@ def identify(state: Collection[str], group: Collection[str], class_name: str | N
         what = f"The optimizer {class_name}" if class_name else "This optimizer"
         raise NoAccumulatorError(
             f"{what} is not one that is known: its state has the keys {', '.join(sorted(map(str, state))) or 'none'}, and "
-            f"none of them is a known average of the squared gradient. {_TRACK}"
+            "none of them is a known average of the squared gradient",
+            _TRACK,
         )
     if row.meaning == "none":
-        raise NoAccumulatorError(f"{class_name or row.optimizer} {row.refusal}. {_TRACK}")
+        raise NoAccumulatorError(f"{class_name or row.optimizer} {row.refusal}", _TRACK)
     return row
 
 
@@ -110,8 +112,8 @@ def reading(
     if bias_correction and row.meaning in ("ema", "sum"):
         if step is None:
             raise NoAccumulatorError(
-                f"The {row.optimizer} state has no step count, so its bias cannot be corrected. Extract it as it is stored "
-                "(--raw, bias_correction=False)."
+                f"The {row.optimizer} state has no step count, so its bias cannot be corrected",
+                "Extract it as it is stored (--raw, bias_correction=False).",
             )
         if step < 1:
             raise NoAccumulatorError(
@@ -143,25 +145,28 @@ def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool)
         return None
     found = "is missing" if math.isnan(beta2) else f"is {beta2}"
     raise NoAccumulatorError(
-        f"The decay β₂ of {class_name or row.optimizer} {found}, but must lie in [0, 1) for its bias to be corrected. "
-        "Give it (--beta2 0.999, beta2=0.999), or extract the accumulator as it is stored (--raw, bias_correction=False)."
+        f"The decay β₂ of {class_name or row.optimizer} {found}, but must lie in [0, 1) for its bias to be corrected",
+        "Give it (--beta2 0.999, beta2=0.999), or extract the accumulator as it is stored (--raw, bias_correction=False).",
     )
 
 
-def _pollution(row: Accumulator, state: Collection[str], group: Group, class_name: str | None) -> tuple[str, ...]:
-    sentences = list(row.notes)
+def _pollution(row: Accumulator, state: Collection[str], group: Group, class_name: str | None) -> tuple[Pollution, ...]:
+    found = list(row.notes)
     decay = float(group.get("weight_decay") or 0.0)
     inside = row.l2_inside(group) if callable(row.l2_inside) else row.l2_inside
     inside = inside and not group.get("decoupled_weight_decay")
     if decay > 0 and inside and not (class_name or "").startswith("AdamW"):
         certain = class_name is not None or says_decoupled(group) or row.l2_inside is True
         verb = "holds" if certain else "may hold (Adam and AdamW cannot be told apart in this file)"
-        sentences.append(f"It {verb} the L2 weight decay {decay:g}: the squares of g + {decay:g}·θ.")
+        note = f"It {verb} the L2 weight decay {decay:g}: the squares of g + {decay:g}·θ."
+        found.append(Pollution(Spoiler.L2, {"weight_decay": decay}, note))
     if "gnorm_vec" in state:
-        sentences.append("The gradients were clipped at a percentile of their recent norms, tensor by tensor.")
+        note = "The gradients were clipped at a percentile of their recent norms, tensor by tensor."
+        found.append(Pollution(Spoiler.CLIPPING, note=note))
     if group.get("amsgrad"):
-        sentences.append("AMSGrad steps by the running maximum; this is the average itself, not that maximum.")
-    return tuple(sentences)
+        note = "AMSGrad steps by the running maximum; this is the average itself, not that maximum."
+        found.append(Pollution(Spoiler.AMSGRAD, note=note))
+    return tuple(found)
 
 
 def step_of(state: Mapping[str, Any], group: Group, ahead: int = 0) -> int | None:

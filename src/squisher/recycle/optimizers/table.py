@@ -13,6 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...importance import Pollution, Spoiler
+
 __all__ = ["TABLE", "Accumulator", "Group", "says_decoupled"]
 
 Group = Mapping[str, Any]
@@ -39,7 +41,7 @@ class Accumulator:
         scale: What the squared gradients were multiplied by.
         ahead: By how much the step count is ahead of the steps taken.
         l2_inside: Whether weight decay is added to the gradient before it is squared.
-        notes: What else is in it, in sentences; always said.
+        notes: What else is in it; always said.
         refusal: Why it cannot be used, for `none`.
     """
 
@@ -56,7 +58,7 @@ class Accumulator:
     scale: Callable[[Group], float] | None = None
     ahead: int = 0
     l2_inside: Callable[[Group], bool] | bool = False
-    notes: tuple[str, ...] = ()
+    notes: tuple[Pollution, ...] = ()
     refusal: str = ""
 
     def matches(self, state: Collection[str], group: Collection[str]) -> bool:
@@ -106,17 +108,32 @@ def coupled(group: Group) -> bool:
     return not says_decoupled(group)
 
 
-_FACTORED = "It is factored: rank one per matrix."
-_EPS = "It averages g² + eps."
-_SCALED = (
-    "The optimizer squares d·g; this was divided by the square of the last d, which overstates the newest gradients against "
-    "older ones where d was still growing."
+_FACTORED = Pollution(Spoiler.FACTORED, note="It is factored: rank one per matrix.")
+_EPS = Pollution(Spoiler.EPSILON, note="It averages g² + eps.")
+_SCALED = Pollution(
+    Spoiler.STEP_SIZE,
+    note="The optimizer squares d·g; this was divided by the square of the last d, which overstates the newest gradients "
+    "against older ones where d was still growing.",
 )
-_OWN = (
-    "The class is not known: m and v are taken for Adam's by their names, and the count t for the steps taken, which some scripts "
-    "begin at one."
+_ONES = Pollution(
+    Spoiler.START,
+    note="Its average started at one; what is left of that is subtracted, which costs digits while few steps have been taken.",
 )
-_ONES = "Its average started at one; what is left of that is subtracted, which costs digits while few steps have been taken."
+_EXTRAPOLATED = Pollution(
+    Spoiler.OTHER_WEIGHTS, note="Its gradients are taken at the extrapolated weights y, not at the averaged ones."
+)
+_CLIPS = Pollution(
+    Spoiler.CLIPPING,
+    note="The optimizer itself clips the gradients at max_grad_norm before it squares them (pytorch_optimizer: if told so).",
+)
+_SPARSE = Pollution(
+    Spoiler.SPARSE, note="Rows without a gradient do not decay, and their own step counts are not kept."
+)
+_OWN = Pollution(
+    Spoiler.UNCERTAIN,
+    note="The class is not known: m and v are taken for Adam's by their names, and the count t for the steps taken, which some "
+    "scripts begin at one.",
+)
 
 
 def _pytorch_optimizer_lamb(group: Group) -> bool:
@@ -190,9 +207,9 @@ _OTHER_MEANING: tuple[Accumulator, ...] = (
     # Gradients that are not taken as they are.
     row("ScheduleFree", "z exp_avg_sq", "exp_avg_sq", "ema", group="weight_lr_power", beta=betas(1),
           classes="AdamWScheduleFree RAdamScheduleFree ScheduleFreeAdamW ScheduleFreeRAdam AdamWScheduleFreeReference AdamWScheduleFreeClosure",
-          notes=("Its gradients are taken at the extrapolated weights y, not at the averaged ones.",)),
+          notes=(_EXTRAPOLATED,)),
     row("Lamb", "exp_avg_sq", "exp_avg_sq", "ema", group="betas grad_averaging max_grad_norm", beta=betas(1), l2_inside=_pytorch_optimizer_lamb,
-          classes="Lamb", notes=("The optimizer itself clips the gradients at max_grad_norm before it squares them (pytorch_optimizer: if told so).",)),
+          classes="Lamb", notes=(_CLIPS,)),
     row("NovoGrad", "exp_avg_sq", group="grad_averaging", refusal="keeps one value per tensor, not one per weight", classes="NvNovoGrad FusedNovoGrad"),
     # The plain thing under another name.
     row("AdaNorm", "exp_avg_var exp_grad_norm", "exp_avg_var", "ema", beta=betas(1), l2_inside=coupled),
@@ -246,7 +263,7 @@ _OTHERS: tuple[Accumulator, ...] = (*_REFUSED, *_FACTORS, *_OTHER_MEANING, *_PLA
 TABLE: tuple[Accumulator, ...] = (
     *_OTHERS,
     row("Adamax", "exp_inf", refusal="keeps a decayed maximum of |g|, which is no average of squares"),
-    row("Adafactor", "row_var col_var", "row_var col_var", "average", classes="", notes=("It is factored: rank one per matrix.",)),
+    row("Adafactor", "row_var col_var", "row_var col_var", "average", classes="", notes=(_FACTORED,)),
     row("Adafactor", "variance", "variance", "average", group="beta2_decay", classes=""),
     # -- bitsandbytes: decay is decoupled in both its Adam and its AdamW, not in its one-state optimizers -----------------
     row("AdEMAMix (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=betas(1), group="betas t_alpha", class_only=True,
@@ -262,7 +279,7 @@ TABLE: tuple[Accumulator, ...] = (
     # -- Adam's own family ---------------------------------------------------------------------------------------------
     row("NAdam", "exp_avg_sq mu_product", "exp_avg_sq", "ema", beta=betas(1), l2_inside=coupled),
     row("SparseAdam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), class_only=True,
-         notes=("Rows without a gradient do not decay, and their own step counts are not kept.",)),
+         notes=(_SPARSE,)),
     row("Adam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), l2_inside=coupled,
          classes="Adam AdamW RAdam EXAdam FusedAdam DeepSpeedCPUAdam"),
     # -- squared-gradient averages without a first moment --------------------------------------------------------------

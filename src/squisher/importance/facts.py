@@ -1,0 +1,266 @@
+"""What is known about a training run and its parameters: typed values that code decides on, each with a note for people."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+from ..errors import SquisherError, near
+from . import version1
+
+__all__ = [
+    "LOSS_REDUCTIONS",
+    "UNITS",
+    "Absence",
+    "Level",
+    "Naming",
+    "Pollution",
+    "Reason",
+    "RunFacts",
+    "Spoiler",
+    "one_of",
+    "positive",
+]
+
+UNITS = ("example", "sequence", "token")
+LOSS_REDUCTIONS = ("mean", "sum", "token_mean")
+
+
+class _Code(str, Enum):
+    def __str__(self) -> str:
+        return str(self.value)
+
+    __repr__ = __str__
+
+
+class Reason(_Code):
+    """Why a parameter has no importance."""
+
+    FROZEN = "frozen"
+    NOT_IN_OPTIMIZER = "not_in_optimizer"
+    NOT_REQUESTED = "not_requested"
+    NOT_FLOATING = "not_floating"
+    NO_GRADIENT = "no_gradient"
+    NO_ACCUMULATOR = "no_accumulator"
+    OTHER = "other"
+
+
+_UNTRAINED = (Reason.FROZEN, Reason.NOT_IN_OPTIMIZER, Reason.NOT_REQUESTED, Reason.NOT_FLOATING)
+
+
+@dataclass(frozen=True)
+class Absence:
+    """Why a parameter has no importance.
+
+    Attributes:
+        reason: A `Reason`; a code that this version does not know is kept as it is.
+        note: The same for people.
+    """
+
+    reason: str
+    note: str = ""
+
+    @property
+    def trained(self) -> bool:
+        """Whether the parameter was trained, as far as is known."""
+        return self.reason not in _UNTRAINED
+
+    def __str__(self) -> str:
+        return self.note or self.reason.replace("_", " ")
+
+    @classmethod
+    def read(cls, value: Any) -> Absence:
+        """Return an absence from itself, from JSON, from a code, or from a sentence."""
+        if isinstance(value, str):
+            value = version1.absence(value) if value not in _values(Reason) else {"reason": value}
+        return _read(cls, value, "reason", Reason)
+
+
+class Spoiler(_Code):
+    """What else than the gradient of the data is in a squared gradient, or what was done to it."""
+
+    L2 = "l2"
+    CLIPPING = "clipping"
+    AMSGRAD = "amsgrad"
+    PENALTY = "penalty"
+    LABEL_SMOOTHING = "label_smoothing"
+    ADDED_BATCHES = "added_batches"
+    ACCUMULATED = "accumulated"
+    STEPS_DISAGREE = "steps_disagree"
+    FACTORED = "factored"
+    EPSILON = "epsilon"
+    STEP_SIZE = "step_size"
+    START = "start"
+    SPARSE = "sparse"
+    OTHER_WEIGHTS = "other_weights"
+    UNCERTAIN = "uncertain"
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Pollution:
+    """What else than the gradient of the data is in a squared gradient.
+
+    Attributes:
+        code: A `Spoiler`; a code that this version does not know is kept as it is.
+        numbers: What the note says in numbers.
+        note: The same for people.
+        parameters: The parameters concerned, where these are not all.
+    """
+
+    code: str
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
+    parameters: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return self.note or self.code.replace("_", " ")
+
+    def __hash__(self) -> int:
+        return hash((self.code, self.note, self.parameters))
+
+    @classmethod
+    def read(cls, value: Any) -> Pollution:
+        """Return a pollution from itself, from JSON, from a code, or from a sentence."""
+        if isinstance(value, str):
+            value = version1.pollution(value) if value not in _values(Spoiler) else {"code": value}
+        if isinstance(value, Mapping) and "parameters" in value:
+            value = {**value, "parameters": tuple(value["parameters"])}
+        return _read(cls, value, "code", Spoiler)
+
+    @classmethod
+    def clipping(cls, limit: float, what: str = "norm") -> Pollution:
+        """Return that gradients were clipped to a norm (or a value) before they were squared."""
+        note = f"Gradients were clipped to the {what} {float(limit)} before they were squared."
+        return cls(Spoiler.CLIPPING, {what: float(limit)}, note)
+
+
+class Level(_Code):
+    """How sure the names of parameters are, from the surest to the least sure."""
+
+    RECORDED = "recorded"
+    GIVEN = "given"
+    PROVEN = "proven"
+    CONVENTION = "convention"
+
+
+@dataclass(frozen=True)
+class Naming:
+    """How the names of parameters were found.
+
+    Attributes:
+        level: A `Level`: recorded in the source, given by the user, proven by values, or by a framework's convention.
+        by: What recorded, proved or proposed them.
+        margin: How far the second best answer was, where values decided.
+        each: Parameters whose names were found in another way.
+    """
+
+    level: str
+    by: str = ""
+    margin: float | None = None
+    each: Mapping[str, Naming] = field(default_factory=dict)
+
+    def of(self, name: str) -> Naming:
+        """Return how the name of one parameter was found."""
+        return self.each.get(name, self)
+
+    def __str__(self) -> str:
+        kinds = list(dict.fromkeys([self, *self.each.values()]))
+        return "; ".join(f"{kind.level}: {kind.by}" if kind.by else str(kind.level) for kind in kinds)
+
+    def __hash__(self) -> int:
+        return hash((self.level, self.by, self.margin))
+
+    @classmethod
+    def read(cls, value: Any) -> Naming:
+        """Return a naming from itself, from JSON, or from a level with what it is by."""
+        if isinstance(value, str):
+            level, _, by = value.partition(": ")
+            value = {"level": level, "by": by}
+        if isinstance(value, Mapping) and "each" in value:
+            value = {**value, "each": {name: cls.read(one) for name, one in value["each"].items()}}
+        return _read(cls, value, "level", Level)
+
+    @classmethod
+    def of_all(cls, found: Mapping[str, Naming]) -> Naming:
+        """Return one naming for several parameters: the one most of them have, and the others each."""
+        kinds = list(dict.fromkeys(found.values()))
+        common = max(kinds, key=list(found.values()).count)
+        each = {name: one for name, one in found.items() if one != common}
+        return cls(common.level, common.by, common.margin, each)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """What is known about a training run and the parameters of its model; None where it is not known.
+
+    Readers of checkpoints, live extraction and the integrations fill it in, and every provenance has it.
+
+    Attributes:
+        unit: What the mean is over: `example`, `sequence` or `token`.
+        loss_reduction: How the training loss was reduced over a step: `mean`, `sum` or `token_mean`.
+        batch_size: Examples per optimizer step, over devices and accumulation; only if proven.
+        batch_tokens: Mean number of loss-bearing tokens per optimizer step.
+        pollution: What else than the gradient of the data was squared.
+        after_clipping: Whether gradients were clipped before they were squared.
+        absent: Parameters without an importance, and why.
+        tied: Other names of parameters that are here under one name: alias to name.
+        naming: How names were found.
+        live_names: Names in the running model, where they differ from those of its weight file.
+        training: What a trainer knows about its run beside this.
+    """
+
+    unit: str | None = None
+    loss_reduction: str | None = None
+    batch_size: int | float | None = None
+    batch_tokens: int | float | None = None
+    pollution: tuple[Pollution, ...] = ()
+    after_clipping: bool | None = None
+    absent: dict[str, Absence] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+    naming: Naming | None = None
+    live_names: dict[str, str] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+
+    def keywords(self) -> dict[str, Any]:
+        """Return the facts as keyword arguments of an importance."""
+        return {f.name: getattr(self, f.name) for f in fields(RunFacts)}
+
+    def __post_init__(self) -> None:
+        one_of("unit", self.unit, UNITS)
+        one_of("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        for name in ("batch_size", "batch_tokens"):
+            positive(name, getattr(self, name))
+
+
+def one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
+    """Refuse a value that is none of the allowed ones; None passes."""
+    if value is not None and value not in allowed:
+        raise SquisherError(
+            f"{name} is {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}.{near(str(value), allowed)}"
+        )
+
+
+def positive(name: str, value: Any) -> None:
+    """Refuse what is no positive finite number; None passes."""
+    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
+    if value is not None and not valid:
+        raise SquisherError(f"{name} is a positive number, not {value!r}.")
+
+
+def _values(codes: type[Enum]) -> list[str]:
+    return [code.value for code in codes]
+
+
+def _read(cls: Any, value: Any, key: str, codes: type[Enum]) -> Any:
+    if isinstance(value, cls):
+        return value
+    known = cls.__dataclass_fields__
+    if not isinstance(value, Mapping) or not isinstance(value.get(key), str) or not set(value) <= set(known):
+        raise SquisherError(
+            f"The provenance has {value!r} where {key} ({', '.join(_values(codes))}) and a note belong."
+        )
+    code = value[key]
+    return cls(**{**value, key: codes(code) if code in _values(codes) else code})
