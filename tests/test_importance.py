@@ -209,7 +209,7 @@ def test_combine_refuses_what_does_not_belong_together():
     a, b = example(examples=3), example(examples=4)
     with pytest.raises(SquisherError, match="none"):
         Importance.combine([])
-    with pytest.raises(NamingError, match=r"'b\.weight' is in one importance"):
+    with pytest.raises(NamingError, match=r"'b\.weight', which"):
         Importance.combine([a, b.restrict("^a")])
     with pytest.raises(ScaleError, match=r"unit \('token' against None\)|unit \(None against 'token'\)"):
         Importance.combine([a, example(unit="token")])
@@ -218,7 +218,7 @@ def test_combine_refuses_what_does_not_belong_together():
     with pytest.raises(SquisherError, match="2 positive weights"):
         Importance.combine([a, b], weights=[1])
     other = Importance({**dict(a), "a.bias": torch.rand(6)}, examples=3)
-    with pytest.raises(NamingError, match=r"'a\.bias' has the shape \(5,\) in one and \(6,\)"):
+    with pytest.raises(NamingError, match=r"'a\.bias' has the shape \(5,\) in one importance and \(6,\)"):
         Importance.combine([a, other])
 
 

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from .errors import NamingError, SquisherError, near
 from .importance import Importance, on_common_scale
+from .names import align
 from .storage.tensors import (
     CHUNK,
     chunks_of,
     name_pattern,
     numel_of,
     one_thread,
-    shape_of,
 )
 
 __all__ = ["distance", "distances", "embedding", "evaluate", "rank"]
@@ -199,25 +199,9 @@ def _pair(a: Tensor, b: Tensor, metric: str) -> tuple[np.ndarray, np.ndarray]:
     return u, y / (x + y)
 
 
-def _common(a: Mapping[str, Tensor], b: Mapping[str, Tensor], exclude: str | None) -> list[str]:
-    pattern = name_pattern(exclude)
-    left_out = (lambda name: pattern.search(name) is not None) if pattern else (lambda name: False)
-    names = [name for name in a if not left_out(name)]
-    strangers = [name for name in names if name not in b] + [name for name in b if name not in a and not left_out(name)]
-    if strangers:
-        raise NamingError(
-            f"{strangers[0]!r} is in one task's importance and not in the other's.{near(strangers[0], [*a, *b])} Leave out what "
-            "tasks do not share (heads) with exclude."
-        )
-    if not names:
-        raise NamingError(f"No parameter is left after excluding {exclude!r}.")
-    for name in names:
-        if shape_of(a, name) != shape_of(b, name):
-            raise NamingError(
-                f"{name!r} has the shape {tuple(shape_of(a, name))} in one task and {tuple(shape_of(b, name))} in the other: "
-                "leave out what tasks do not share (heads) with exclude, or embed by tensor first."
-            )
-    return names
+def _common(a: Mapping[str, Tensor], b: Mapping[str, Tensor], exclude: str | None) -> dict[str, str]:
+    advice = "Leave out what tasks do not share (heads) with exclude, or embed by tensor first."
+    return align(a, b, ("one task's importance", "the other's"), exclude=exclude, both=True, advice=advice)
 
 
 def _without(importance: Importance, exclude: str) -> Importance:

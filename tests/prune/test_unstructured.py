@@ -197,7 +197,7 @@ def test_a_module_without_importance():
         ({"sparsity": 0.5, "scope": "layer"}, "scope is global or tensor, not 'layer'"),
         ({"sparsity": 0.5, "score": "fish"}, "Did you mean 'fisher'"),
         ({"sparsity": 0.5, "exclude": "("}, "not a regular expression"),
-        ({"sparsity": 0.5, "exclude": "."}, "leaves nothing"),
+        ({"sparsity": 0.5, "exclude": "."}, "excludes all"),
         ({"sparsity": 0.9, "minimum": 0.5}, "232 are the minimum"),
     ],
 )
@@ -209,9 +209,9 @@ def test_impossible_wishes(options, message):
 
 def test_names_and_values_that_do_not_fit():
     weights, fisher = example()
-    with pytest.raises(NamingError, match=r"an importance for 'a\.wight', .* Did you mean 'a\.weight'"):
+    with pytest.raises(NamingError, match=r"'a\.wight', which the model has not\. Did you mean 'a\.weight'"):
         prune.weights(weights, {"a.wight": torch.rand(16, 20)}, sparsity=0.5)
-    with pytest.raises(NamingError, match="belongs to another model"):
+    with pytest.raises(NamingError, match=r"'a\.bias' has the shape \(4,\)"):
         prune.weights(weights, {**fisher, "a.bias": torch.rand(4)}, sparsity=0.5)
     weights["a.weight"][0, 0] = math.nan
     with pytest.raises(SquisherError, match=r"'a\.weight' hold NaN"):

@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
-from ..importance import Importance, on_common_scale
-from ..storage.tensors import live_parameters, name_pattern, numel_of, shape_of
+from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning
+from ..importance import Importance, checked, on_common_scale
+from ..names import align, live_tensors
+from ..storage.tensors import name_pattern, numel_of
 from .parabola import Energy, add_force_, energy
 
 __all__ = ["EWC", "strength_like"]
@@ -77,10 +78,10 @@ class EWC:
         self.online = online
         self.tasks = 0
         self.totals: list[float] = []
-        self._exclude = name_pattern(exclude)
+        name_pattern(exclude)
+        self._exclude = exclude
         self._dtype, self._device = dtype, None if device is None else torch.device(device)
-        self._parameters = {p.name: p.parameter for p in live_parameters(model)}
-        self._aliases = {alias: p.name for p in live_parameters(model) for alias in p.aliases}
+        self._parameters, self._aliases = live_tensors(model)
         self._weight: dict[str, Tensor] = {}  # A
         self._centre: dict[str, Tensor] = {}  # θ̄
         self._constant = 0.0  # what the sum over tasks has beyond the parabola around θ̄, without ½·strength
@@ -226,32 +227,16 @@ class EWC:
         return tensor.to(self._device or parameter.device)
 
     def _matched(self, importance: Mapping[str, Tensor]) -> dict[str, str]:
-        """Model name to the importance's own name for it, checked."""
-        found: dict[str, str] = {}
-        for source in importance:
-            if self._exclude is not None and self._exclude.search(source):
-                continue
-            name = source if source in self._parameters else self._aliases.get(source, source)
-            if name not in self._parameters:
-                raise NamingError(
-                    f"The importance has {source!r}, which the model does not.{near(source, self._parameters)} Leave it out "
-                    "with EWC(model, exclude=...), or restrict the importance."
-                )
-            if tuple(shape_of(importance, source)) != tuple(self._parameters[name].shape):
-                raise NamingError(
-                    f"The importance of {source!r} has the shape {tuple(shape_of(importance, source))}, but the parameter has "
-                    f"{tuple(self._parameters[name].shape)}. Did a head grow? Leave it out with EWC(model, exclude=...)."
-                )
-            found[name] = source
-        if not found:
-            raise NamingError("The importance has no parameter of the model; was it made for another one?")
-        return found
+        """Return the importance's name for each parameter of the model that it has."""
+        advice = "Leave out heads that grew or differ with EWC(model, exclude=...), or restrict the importance."
+        called = ("the importance", "the model")
+        return align(importance, self._parameters, called, tied=self._aliases, exclude=self._exclude, advice=advice)
 
     def _on_scale(self, importance: Mapping[str, Tensor], scale: str) -> Mapping[str, Tensor]:
         """The scale rule over tasks: the first one decides, the others must be able to follow."""
         if scale == "stored":
             self._scale = self._scale or _Scale(as_fisher=False)
-            return importance
+            return checked(importance)
         if self._scale is None or self.tasks == 0:
             converted = on_common_scale([importance], scale)[0]
             self._first = _without_tensors(importance) if isinstance(importance, Importance) else None
@@ -267,7 +252,7 @@ class EWC:
             return converted
         if self._first is not None and isinstance(importance, Importance):
             return on_common_scale([self._first, importance], scale)[1]
-        return importance
+        return checked(importance)
 
     def _warn_if_exploding(self, total: float, importance: Mapping[str, Tensor]) -> None:
         if self.totals and self.totals[-1] > 0 and total > GROWTH * self.totals[-1]:
@@ -309,4 +294,5 @@ def _ratio(fisher: float, importance: float) -> float:
 
 def _total(importance: Mapping[str, Tensor], name: str) -> float:
     known = importance.provenance.sum.get(name) if isinstance(importance, Importance) else None
+    importance = checked(importance)
     return known if known is not None else float(importance[name].double().sum()) if numel_of(importance, name) else 0.0

@@ -10,7 +10,7 @@ from .checks import check_values, structure_hash
 from .core import FILE_NAME, Importance, load
 from .facts import Absence, Level, Naming, Pollution, Reason, RunFacts, Spoiler
 from .provenance import Provenance
-from .scale import on_common_scale
+from .scale import checked, on_common_scale
 
 __all__ = [
     "FILE_NAME",
@@ -24,6 +24,7 @@ __all__ = [
     "RunFacts",
     "Spoiler",
     "check_values",
+    "checked",
     "load",
     "on_common_scale",
     "structure_hash",

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from .. import ranks
 from ..errors import NamingError, SquisherError, near
+from ..storage.tensors import CHUNK, Computed
 
-__all__ = ["check_all", "check_values", "checked_dtype", "short", "structure_hash", "tensors_only"]
+__all__ = ["Checked", "check_all", "check_values", "checked_dtype", "short", "structure_hash", "tensors_only"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -28,6 +29,21 @@ def check_all(tensors: Mapping[str, Tensor]) -> None:
     except SquisherError as error:
         failure = error
     ranks.agree_on(failure, tensors.values())
+
+
+class Checked(Computed):
+    """A plain mapping whose values are checked as they are read, as those of an importance are."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        values = self._like[name]
+        check_values(name, values)
+        return values
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """Return one tensor in flat chunks, in order, each checked."""
+        for chunk in super().chunks(name, size):
+            check_values(name, chunk)
+            yield chunk
 
 
 def check_values(name: str, values: Tensor) -> None:

@@ -23,10 +23,11 @@ from ..errors import (
     SquisherWarning,
     near,
 )
+from ..names import align
 from ..storage import safetensors
 from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
 from .checks import check_all, check_values, checked_dtype, short, tensors_only
-from .mean import Mean, same_tensors, weights_of
+from .mean import Mean, weights_of
 from .provenance import KINDS, Provenance, fisher_factor, scale_differences
 
 __all__ = ["FILE_NAME", "Importance", "load"]
@@ -190,7 +191,7 @@ class Importance(Mapping[str, Tensor]):
             raise SquisherError("combine needs at least one importance, but got none.")
         first = importances[0]
         for other in importances[1:]:
-            same_tensors(first, other)
+            align(first, other, ("one importance", "the other"), both=True)
             differing = scale_differences([first.provenance, other.provenance])
             if differing:
                 raise ScaleError(f"Cannot combine importances that differ in {', '.join(differing)}.")

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import NamingError, SquisherError, near
+from ..errors import SquisherError
 from ..storage.tensors import CHUNK, Computed
 
 if TYPE_CHECKING:
     from .core import Importance
 
-__all__ = ["Mean", "same_tensors", "weights_of"]
+__all__ = ["Mean", "weights_of"]
 
 
 class Mean(Computed):
@@ -61,15 +61,3 @@ def weights_of(importances: Sequence[Importance], weights: str | Sequence[float]
     if len(weights) != len(importances) or not all(math.isfinite(w) and w > 0 for w in weights):
         raise SquisherError(f"combine needs {len(importances)} positive weights, but got {list(weights)}.")
     return [float(w) for w in weights]
-
-
-def same_tensors(a: Importance, b: Importance) -> None:
-    """Refuses two importances of other names or shapes."""
-    missing = [name for name in a if name not in b] + [name for name in b if name not in a]
-    if missing:
-        raise NamingError(f"{missing[0]!r} is in one importance and not in the other.{near(missing[0], [*a, *b])}")
-    for name in a:
-        if a.shape(name) != b.shape(name):
-            raise NamingError(
-                f"{name!r} has the shape {tuple(a.shape(name))} in one and {tuple(b.shape(name))} in the other."
-            )

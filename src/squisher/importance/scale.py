@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from ..errors import ScaleError, SquisherError
+from .checks import Checked
 from .core import Importance
 from .provenance import scale_differences
 
-__all__ = ["on_common_scale"]
+__all__ = ["checked", "on_common_scale"]
 
 
 def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "auto") -> list[Mapping[str, Tensor]]:
@@ -27,7 +28,7 @@ def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "a
     if scale not in ("auto", "stored", "as_fisher"):
         raise SquisherError(f"scale is auto, stored or as_fisher, not {scale!r}.")
     if scale == "stored":
-        return list(importances)
+        return [checked(imp) for imp in importances]
     converted: list[Importance | ScaleError] = [_converted(imp) for imp in importances]
     fishers = [c for c in converted if isinstance(c, Importance)]
     failures = [(k, c) for k, c in enumerate(converted) if isinstance(c, ScaleError)]
@@ -48,7 +49,12 @@ def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "a
             f"The importances differ in {', '.join(differing)} and cannot be brought to the scale of a Fisher: "
             f"{failures[0][1]} Supply that, or pass scale='stored' to combine the numbers as they are."
         )
-    return list(importances)
+    return [checked(imp) for imp in importances]
+
+
+def checked(importance: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return an importance as it is, and a plain mapping so that NaN, infinite and negative values are refused on reading."""
+    return importance if isinstance(importance, Importance) else Checked(importance)
 
 
 def _converted(imp: Mapping[str, Tensor]) -> Importance | ScaleError:

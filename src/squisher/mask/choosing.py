@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..errors import NamingError, SquisherError, SquisherWarning, near
-from ..importance import Importance, structure_hash
+from ..errors import NamingError, SquisherError, SquisherWarning
+from ..importance import Importance, checked, structure_hash
+from ..names import check_known, live_tensors
 from ..order import choose
-from ..storage.tensors import chunks_of, live_parameters, shape_of
+from ..storage.tensors import chunks_of, shape_of
 from .packed import Mask, pack
 
 __all__ = ["top_k"]
@@ -59,6 +60,7 @@ def top_k(
     shapes = {name: tuple(shape_of(importance, name)) for name in importance}
     if not shapes and not sharded:
         raise SquisherError("A mask needs an importance with at least one tensor, but this one is empty.")
+    values = checked(importance)
     absent = _absent_shapes(importance, always, model)
     shapes |= absent
     kept = _matching(always, shapes, sharded)
@@ -73,7 +75,7 @@ def top_k(
     def source(name: str) -> Callable[[], Iterator[Tensor]]:
         if name in absent:  # nothing is known about it, and it comes last where it is not kept whole
             return lambda: iter([torch.zeros(sizes[name])])
-        return lambda: chunks_of(importance, name)
+        return lambda: chunks_of(values, name)
 
     sources = {name: source(name) for name in shapes if name not in unranked}
     try:
@@ -123,16 +125,9 @@ def _absent_shapes(
             stacklevel=3,
         )
         return {}
-    if isinstance(model, nn.Module):
-        known = {name: p.parameter.shape for p in live_parameters(model) for name in (p.name, p.live_name, *p.aliases)}
-    else:
-        known = {name: shape_of(model, name) for name in trainable if name in model}
-    out = {}
-    for name in trainable:
-        if name not in known:
-            raise NamingError(f"The model has no parameter {name!r}, which the importance lists.{near(name, known)}")
-        out[name] = tuple(known[name])
-    return out
+    weights, tied = live_tensors(model) if isinstance(model, nn.Module) else (model, {})
+    check_known(trainable, [*weights, *tied], ("the importance", "the model"))
+    return {name: tuple(shape_of(weights, tied.get(name, name))) for name in trainable}
 
 
 def _provenance(

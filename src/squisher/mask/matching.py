@@ -9,8 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..errors import NamingError, SquisherError, near
-from ..storage.tensors import chunks_of, live_parameters, shape_of
+from ..errors import SquisherError
+from ..names import align, live_tensors
+from ..storage.tensors import chunks_of
 from .packed import Mask
 
 __all__ = ["Kept", "match"]
@@ -37,33 +38,20 @@ def match(model: nn.Module, mask: Mapping[str, Tensor]) -> list[Kept]:
         NamingError: The mask has a name or a shape that the model has not.
         SquisherError: A parameter is kept that is not trainable.
     """
-    live = live_parameters(model)
-    known = {name: number for number, p in enumerate(live) for name in (*p.aliases, p.live_name, p.name)}
-    masks: dict[int, str] = {}
-    for name in mask:
-        if name not in known:
-            raise NamingError(f"The mask has {name!r}, which the model has not.{near(name, known)}")
-        number = known[name]
-        if shape_of(mask, name) != live[number].parameter.shape:
-            raise NamingError(
-                f"The mask of {name!r} has the shape {tuple(shape_of(mask, name))}, the parameter "
-                f"{tuple(live[number].parameter.shape)}. The mask belongs to another model."
-            )
-        if number in masks:
-            raise NamingError(f"The mask has {name!r} and {masks[number]!r}, which are one parameter of this model.")
-        masks[number] = name
+    parameters, tied = live_tensors(model)
+    names = align(mask, parameters, ("the mask", "the model"), tied=tied) if mask else {}
     out = []
-    for number, p in enumerate(live):
-        indices = _indices(mask, masks[number]) if number in masks else torch.zeros(0, dtype=torch.int64)
-        if not p.parameter.requires_grad:
+    for name, parameter in parameters.items():
+        indices = _indices(mask, names[name]) if name in names else torch.zeros(0, dtype=torch.int64)
+        if not parameter.requires_grad:
             if indices.numel():
                 raise SquisherError(
-                    f"The mask keeps {indices.numel():,} entries of {p.name!r}, but requires_grad is False there."
+                    f"The mask keeps {indices.numel():,} entries of {name!r}, but requires_grad is False there."
                 )
             continue
-        if not p.parameter.is_contiguous():
-            raise SquisherError(f"{p.name!r} is not contiguous in memory; call .contiguous() on it first.")
-        out.append(Kept(p.name, p.parameter, indices.to(p.parameter.device)))
+        if not parameter.is_contiguous():
+            raise SquisherError(f"{name!r} is not contiguous in memory; call .contiguous() on it first.")
+        out.append(Kept(name, parameter, indices.to(parameter.device)))
     return out
 
 

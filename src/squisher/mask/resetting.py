@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from ..errors import NamingError, near
-from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, shape_of
+from ..names import align
+from ..storage.tensors import CHUNK, Computed, chunks_of
 
 __all__ = ["reset_outside"]
 
@@ -26,26 +26,10 @@ def reset_outside(
     Raises:
         NamingError: The three do not fit one another.
     """
-    for name in tuned:
-        if name not in base:
-            raise NamingError(f"{name!r} is not in the base, so it cannot be reset to it.{near(name, base)}")
-        if shape_of(tuned, name) != shape_of(base, name) or dtype_of(tuned, name) != dtype_of(base, name):
-            raise NamingError(
-                f"{name!r} is {_what(tuned, name)} in the tuned model and {_what(base, name)} in the base; they must agree."
-            )
-    for name in mask:
-        if name not in tuned:
-            raise NamingError(f"The mask has {name!r}, which the tuned model has not.{near(name, tuned)}")
-        if shape_of(mask, name) != shape_of(tuned, name):
-            raise NamingError(
-                f"The mask of {name!r} has the shape {tuple(shape_of(mask, name))}, the weight "
-                f"{tuple(shape_of(tuned, name))}."
-            )
+    align(tuned, base, ("the tuned model", "the base"), dtypes=True)
+    if mask:
+        align(mask, tuned, ("the mask", "the tuned model"))
     return _Reset(tuned, base, mask)
-
-
-def _what(tensors: Mapping[str, Tensor], name: str) -> str:
-    return f"{str(dtype_of(tensors, name)).removeprefix('torch.')} of the shape {tuple(shape_of(tensors, name))}"
 
 
 class _Reset(Computed):

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
 from ..importance import Absence, Importance, check_values, on_common_scale
-from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of, shape_of
+from ..names import check_like, find
+from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of
 
 __all__ = ["Graded", "graded", "matched", "tied_in"]
 
@@ -157,19 +158,16 @@ def matched(
     """
     if missing not in ("error", "average"):
         raise SquisherError(f"missing is error or average, not {missing!r}.")
-    aliases: dict[str, list[str]] = {}
-    for alias, name in tied.items():
-        aliases.setdefault(name, []).append(alias)
     found: list[dict[str, str]] = [{} for _ in importances]
     averaged: dict[str, str] = {}
     unexplained: list[str] = []
     for name in merged:
-        here = [_name_in(imp, name, aliases.get(name, [])) for imp in importances]
+        here = [_name_in(imp, name, tied) for imp in importances]
         reasons = [_absent(imp).get(name) for imp in importances]
         if None not in here:
             for own, imp, called, table in zip(here, importances, who, found, strict=True):
                 if own is not None:
-                    _check_shape(weights, name, imp, own, called)
+                    check_like(weights, name, imp, own, ("the models", called))
                     table[name] = own
         elif None not in reasons:
             averaged[name] = str(reasons[0])
@@ -194,7 +192,7 @@ def _check_coverage(
     lost = sum(numel_of(weights, name) for name in unexplained)
     if unexplained:
         name = unexplained[0]
-        k = next(k for k, imp in enumerate(importances) if _name_in(imp, name, []) is None)
+        k = next(k for k, imp in enumerate(importances) if _name_in(imp, name, {}) is None)
         example = f"{name!r}, for example, is not in {who[k]}.{near(name, importances[k])}"
         if without == total or 2 * lost > total:
             raise NamingError(
@@ -220,19 +218,10 @@ def _check_coverage(
         )
 
 
-def _name_in(imp: Mapping[str, Tensor], name: str, aliases: Sequence[str]) -> str | None:
-    tied = imp.provenance.tied if isinstance(imp, Importance) else {}
-    for candidate in (name, tied.get(name), *aliases):
-        if candidate is not None and candidate in imp:
-            return candidate
-    return None
+def _name_in(imp: Mapping[str, Tensor], name: str, tied: Mapping[str, str]) -> str | None:
+    own = imp.provenance.tied if isinstance(imp, Importance) else {}
+    return find(name, imp, {**tied, **own})
 
 
 def _absent(imp: Mapping[str, Tensor]) -> Mapping[str, Absence]:
     return imp.provenance.absent if isinstance(imp, Importance) else {}
-
-
-def _check_shape(weights: Mapping[str, Tensor], name: str, imp: Mapping[str, Tensor], own: str, who: str) -> None:
-    expected, shape = tuple(shape_of(weights, name)), tuple(shape_of(imp, own))
-    if shape != expected:
-        raise NamingError(f"{name!r} has the shape {expected} in the models and {shape} in {who}.")

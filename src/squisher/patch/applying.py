@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import FileError, NamingError, SquisherError, near
+from ..errors import FileError, SquisherError
+from ..names import check_known
 from ..storage import safetensors
 from ..storage.tensors import (
     CHUNK,
@@ -49,11 +50,7 @@ def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[s
     hashes, entries, names = (metadata.get(key) for key in ("base", "tensors", "names"))
     if not (isinstance(hashes, dict) and isinstance(entries, dict) and isinstance(names, list)):
         raise FileError(f"{path}: the description of the patch is damaged.")
-    for name in hashes:
-        if name not in base:
-            raise NamingError(
-                f"{path} was made from a base with {name!r}, which this one has not.{near(name, base)} It is another base."
-            )
+    check_known(hashes, base, (f"the base that {path} was made from", "this one"), "It is another base.")
     for name in names:
         if name not in hashes and entries.get(name, {}).get("encoding") != "whole":
             raise FileError(f"{path}: nothing is known about {name!r}; the file is damaged.")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .. import __version__
 from ..errors import NamingError, SquisherError, near
+from ..names import align
 from ..storage import safetensors
 from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
 from .content import FORMAT_VERSION, INDICES, VALUES, Digest, hash_of
@@ -121,13 +122,8 @@ def _check_names(base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: 
                 f"{name!r} is {dtype_of(base, name)} in the base and {dtype_of(tuned, name)} in the tuned model: every entry "
                 "would differ. Convert one of them first."
             )
-    for name in mask or {}:
-        if name not in tuned:
-            raise NamingError(f"The mask has {name!r}, which the tuned model has not.{near(name, tuned)}")
-        if mask is not None and shape_of(mask, name) != shape_of(tuned, name):
-            raise NamingError(
-                f"The mask of {name!r} has the shape {tuple(shape_of(mask, name))}, the weight {tuple(shape_of(tuned, name))}."
-            )
+    if mask:
+        align(mask, tuned, ("the mask", "the tuned model"))
 
 
 def _compare(

@@ -10,14 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import NamingError, SquisherError, near
+from ..errors import SquisherError, near
+from ..importance import checked
+from ..names import align
 from ..storage.tensors import (
     CHUNK,
     Computed,
     chunks_of,
     dtype_of,
     numel_of,
-    shape_of,
 )
 
 __all__ = ["SCORES", "Scores", "check_score", "scores"]
@@ -50,15 +51,8 @@ def scores(
     check_score(score, importance)
     if importance is None:
         return Scores(weights, None, score, seed, list(weights))
-    for name in importance:
-        if name not in weights:
-            raise NamingError(f"There is an importance for {name!r}, but no weight of that name.{near(name, weights)}")
-        if shape_of(weights, name) != shape_of(importance, name):
-            raise NamingError(
-                f"{name!r} has the shape {tuple(shape_of(weights, name))}, but its importance "
-                f"{tuple(shape_of(importance, name))}. The importance belongs to another model."
-            )
-    return Scores(weights, importance, score, seed, list(importance))
+    align(importance, weights, ("the importance", "the model"))
+    return Scores(weights, checked(importance), score, seed, list(importance))
 
 
 def check_score(score: str, importance: object, more: tuple[str, ...] = ()) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import NamingError, SquisherError, near
-from ..storage.tensors import live_parameters, shape_of
+from ..errors import NamingError, SquisherError
+from ..importance import checked
+from ..names import align, check_known, live_tensors
+from ..storage.tensors import live_parameters
 from .scoring import check_score
 
 __all__ = ["channels"]
@@ -80,11 +82,10 @@ def channels(
     except ImportError as error:
         raise SquisherError("prune.channels needs Torch-Pruning: pip install 'torch-squisher[prune]'.") from error
     smaller = copy.deepcopy(model)
-    scorer = _Scorer(smaller, gradients if score == "orthoreg" else importance, score, minimum, seed, torch_pruning)
+    values = gradients if score == "orthoreg" else None if importance is None else checked(importance)
+    scorer = _Scorer(smaller, values, score, minimum, seed, torch_pruning)
     modules = dict(smaller.named_modules())
-    unknown = [name for name in heads or {} if name not in modules]
-    if unknown:
-        raise NamingError(f"heads names {unknown[0]!r}, which is no module.{near(unknown[0], modules)}")
+    check_known(heads or {}, modules, ("heads=", "the model"))
     head_counts = {modules[name]: count for name, count in (heads or {}).items()}
     before, last = _outputs(smaller, example_input)
     ignored = [*last, *(m for name, m in modules.items() if exclude is not None and name and re.search(exclude, name))]
@@ -145,13 +146,8 @@ class _Scorer:
             library.prune_depthwise_conv_out_channels,
         )
         if values is not None:
-            self._check(values)
-
-    def _check(self, values: Mapping[str, Tensor]) -> None:
-        known = {name for names in self._names.values() for name in names}
-        for name in values:
-            if name not in known:
-                raise NamingError(f"There is an importance for {name!r}, but no such parameter.{near(name, known)}")
+            parameters, tied = live_tensors(model)
+            align(values, parameters, ("the importance", "the model"), tied=tied)
 
     @torch.no_grad()
     def __call__(self, group: Any) -> Tensor | None:
@@ -217,10 +213,6 @@ class _Scorer:
         name = next((n for n in names if n in values), None)
         if name is None:
             return None
-        if shape_of(values, name) != parameter.shape:
-            raise NamingError(
-                f"{name!r} has the shape {tuple(parameter.shape)}, but its importance {tuple(shape_of(values, name))}."
-            )
         return values[name].detach().cpu()
 
 

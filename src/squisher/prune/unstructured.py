@@ -12,8 +12,9 @@ import torch
 import torch.nn.utils.prune as torch_prune
 from torch import Tensor, nn
 
-from ..errors import NamingError, SquisherError, near
+from ..errors import SquisherError, near
 from ..importance import Importance
+from ..names import align
 from ..order import Source, choose, per_source
 from ..storage.tensors import (
     CHUNK,
@@ -218,15 +219,10 @@ def _fitted(
             if name not in aliases and dtype_of(stored, name).is_floating_point and len(shape_of(stored, name)) > 1:
                 names[name] = name
     else:
-        known = _tied(importance)
-        for name in importance:
-            found = next((n for n in (name, *known.get(name, ())) if n in stored), None)
-            if found is None and left_out is not None and left_out.search(name):
-                continue
-            if found is None:
-                raise NamingError(
-                    f"There is an importance for {name!r}, but no weight of that name.{near(name, stored)}"
-                )
+        tied = importance.provenance.tied if isinstance(importance, Importance) else {}
+        for found, name in align(
+            importance, stored, ("the importance", "the model"), tied=tied, exclude=exclude
+        ).items():
             names[aliases.get(found, found)] = name
     if parameters is not None:
         names = {name: own for name, own in names.items() if name in parameters}
@@ -235,15 +231,6 @@ def _fitted(
         why = f"exclude={exclude!r} leaves nothing" if names else "there is no tensor to prune"
         raise SquisherError(f"Nothing can be pruned: {why}. There are {', '.join(list(stored)[:4])}, ….")
     return Computed(stored if importance is None else importance, kept)
-
-
-def _tied(importance: Mapping[str, Tensor]) -> dict[str, list[str]]:
-    """Other names of the same parameters, as the provenance has them."""
-    others: dict[str, list[str]] = {}
-    if isinstance(importance, Importance):
-        for alias, name in importance.provenance.tied.items():
-            others.setdefault(name, []).append(alias)
-    return others
 
 
 def _of_module(

@@ -9,8 +9,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ...errors import NamingError, near
 from ...importance import Importance
+from ...names import align
 from ...order import Source
 
 __all__ = ["Pair", "Progress", "joined"]
@@ -24,24 +24,10 @@ class Pair:
 
     def __init__(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress | None = None) -> None:
         self.sides = tuple(side if isinstance(side, Importance) else Importance(side) for side in (a, b))
-        in_a, in_b = set(a), set(b)
-        self.names = [name for name in a if name in in_b]
-        self.only_a = [name for name in a if name not in in_b]
-        self.only_b = [name for name in b if name not in in_a]
-        if not self.names:
-            first = self.only_a[0]
-            raise NamingError(
-                f"The two importances have no parameter in common: one has {_some(self.only_a)}, the other "
-                f"{_some(self.only_b)}. They must be of the same model.{near(first, self.only_b)}"
-            )
-        for name in self.names:
-            shapes = [tuple(side.shape(name)) for side in self.sides]
-            if shapes[0] != shapes[1]:
-                same = [other for other in self.only_b if tuple(self.sides[1].shape(other)) == shapes[0]]
-                raise NamingError(
-                    f"{name!r} has the shape {shapes[0]} in one importance and {shapes[1]} in the other; they must be of "
-                    f"the same model.{near(name, same)}"
-                )
+        called = ("one importance", "the other")
+        self.names = list(align(a, b, called, partial=True, advice="They must be of the same model."))
+        self.only_a = [name for name in a if name not in b]
+        self.only_b = [name for name in b if name not in a]
         self.numels = {name: math.prod(self.sides[0].shape(name)) for name in self.names}
         self.numel = sum(self.numels.values())
         self.passes = 1  # that will be made over both, for the progress
@@ -87,7 +73,3 @@ def joined(pieces: Iterable[Tensor]) -> Tensor:
     """Pieces as one tensor."""
     held = list(pieces)
     return torch.cat(held) if held else torch.zeros(0)
-
-
-def _some(names: Sequence[str], count: int = 3) -> str:
-    return ", ".join(map(repr, names[:count])) + (", …" if len(names) > count else "")

@@ -1,0 +1,154 @@
+"""Which tensors of two mappings belong together: by name, by a tied name, and never with another shape.
+
+Everything that takes two mappings asks here, so that a wrong name gets the same message everywhere: what has it, what has
+not, and which names come near.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from torch import Tensor, nn
+
+from .errors import NamingError, near
+from .storage.tensors import dtype_of, live_parameters, name_pattern, shape_of
+
+__all__ = ["align", "check_known", "check_like", "find", "live_tensors"]
+
+Names = tuple[str, str]
+"""What the two mappings are called in messages, such as ("the importance", "the model")."""
+
+
+def align(
+    tensors: Mapping[str, Tensor],
+    others: Mapping[str, Tensor],
+    called: Names,
+    *,
+    tied: Mapping[str, str] | None = None,
+    exclude: str | None = None,
+    both: bool = False,
+    partial: bool = False,
+    dtypes: bool = False,
+    advice: str = "",
+) -> dict[str, str]:
+    """Return which tensor of one mapping belongs to which of another: the other's name to this one's.
+
+    Args:
+        tensors: Every name here must be one of the other's.
+        others: The other mapping; it may have more names.
+        called: What the two are called in messages.
+        tied: Other names of the same tensors: alias to name.
+        exclude: A regular expression: names in which it finds something are left out, of both.
+        both: Whether every name of the other must be one of these too.
+        partial: Whether names that the other has not are left out instead of refused.
+        dtypes: Whether data types must agree as shapes must.
+        advice: A sentence for the end of an error: what to do.
+
+    Raises:
+        NamingError: A name, a shape or a type does not fit, two names are one tensor, or nothing is left.
+    """
+    pattern = name_pattern(exclude)
+    here, there = ([name for name in m if pattern is None or not pattern.search(name)] for m in (tensors, others))
+    known = set(there)
+    found: dict[str, str] = {}
+    for name in here:
+        match = find(name, known, tied)
+        if match is None:
+            if partial or find(name, others, tied) is not None:  # its other name is excluded
+                continue
+            raise _stranger(name, others, called, advice)
+        if match in found:
+            raise NamingError(
+                f"{_first(called[0])} has {found[match]!r} and {name!r}, which are one tensor of {called[1]}. Remove one."
+            )
+        check_like(tensors, name, others, match, called, dtypes=dtypes, advice=advice)
+        found[match] = name
+    if both:
+        check_known(there, set(here), (called[1], called[0]), advice)
+    if not found:
+        example = next(iter(here), "")
+        why = (
+            f"{exclude!r} excludes all of it"
+            if pattern is not None and not here
+            else f"no name is in both, {example!r} for example"
+        )
+        raise NamingError(_sentences(f"Nothing of {called[0]} fits {called[1]}: {why}.{near(example, others)}", advice))
+    return found
+
+
+def find(name: str, others: Collection[str], tied: Mapping[str, str] | None = None) -> str | None:
+    """Return the name that a tensor has in another mapping, itself or one that it is tied to; None if it has none."""
+    if name in others or not tied:
+        return name if name in others else None
+    same, waiting = {name}, [name]
+    while waiting:
+        one = waiting.pop()
+        for alias, of in tied.items():
+            for new in {alias, of} - same if one in (alias, of) else ():
+                if new in others:
+                    return new
+                same.add(new)
+                waiting.append(new)
+    return None
+
+
+def check_known(names: Iterable[str], others: Collection[str], called: Names, advice: str = "") -> None:
+    """Refuse names that a mapping has not, with the ones that come near.
+
+    Args:
+        names: What is looked for.
+        others: Where it must be.
+        called: What has the names and what should have them, in messages.
+        advice: A sentence for the end of the error.
+
+    Raises:
+        NamingError: One of them is not there.
+    """
+    for name in names:
+        if name not in others:
+            raise _stranger(name, others, called, advice)
+
+
+def check_like(
+    tensors: Mapping[str, Tensor],
+    name: str,
+    others: Mapping[str, Tensor],
+    match: str,
+    called: Names,
+    *,
+    dtypes: bool = False,
+    advice: str = "",
+) -> None:
+    """Refuse two tensors of different shapes or, if asked to, types; reads no data.
+
+    Raises:
+        NamingError: They differ.
+    """
+    shapes = tuple(shape_of(tensors, name)), tuple(shape_of(others, match))
+    if shapes[0] != shapes[1]:
+        text = f"{name!r} has the shape {shapes[0]} in {called[0]} and {shapes[1]} in {called[1]}."
+        raise NamingError(_sentences(text, advice))
+    types = [str(dtype_of(*one)).removeprefix("torch.") for one in ((tensors, name), (others, match))] if dtypes else []
+    if len(set(types)) > 1:
+        text = f"{name!r} is {types[0]} in {called[0]} and {types[1]} in {called[1]}; convert one of them first."
+        raise NamingError(_sentences(text, advice))
+
+
+def live_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return the parameters of a module under the names of its weight file, and their other names: alias to name."""
+    live = live_parameters(model)
+    tied = {other: p.name for p in live for other in (p.live_name, *p.aliases) if other != p.name}
+    return {p.name: p.parameter for p in live}, tied
+
+
+def _stranger(name: str, others: Iterable[str], called: Names, advice: str) -> NamingError:
+    text = f"{_first(called[0])} has {name!r}, which {called[1]} has not.{near(name, others)}"
+    return NamingError(_sentences(text, advice))
+
+
+def _first(called: str) -> str:
+    return called[:1].upper() + called[1:]
+
+
+def _sentences(*texts: str) -> str:
+    return " ".join(text for text in texts if text)

@@ -1,0 +1,124 @@
+"""One way to match names: every application gives the same message for the same mistake."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+import squisher
+from squisher.errors import NamingError, SquisherError
+from squisher.names import align, check_known, find, live_tensors
+
+CALLED = ("the importance", "the model")
+
+
+def tensors(**shapes):
+    return {name: torch.rand(shape) for name, shape in shapes.items()}
+
+
+def test_names_that_are_the_same_belong_together_in_the_first_order():
+    assert list(align(tensors(b=2, a=3), tensors(a=3, c=1, b=2), CALLED).items()) == [("b", "b"), ("a", "a")]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "options", "words"),
+    [
+        ({"weigth": 2}, {"weight": 2}, {}, r"The importance has 'weigth', which the model has not\. Did you mean 'weight'"),
+        ({"a": 2}, {"a": 3}, {}, r"'a' has the shape \(2,\) in the importance and \(3,\) in the model"),
+        ({"a": 2}, {"a": 2, "b": 1}, {"both": True}, "The model has 'b', which the importance has not"),
+        ({"a": 2}, {"a": 2}, {"exclude": "a"}, "'a' excludes all of it"),
+        ({"a": 2}, {"b": 2}, {"partial": True}, "no name is in both"),
+        ({"a": 2}, {"a": 2}, {"exclude": "("}, "not a regular expression"),
+        ({"a": 2, "b": 2}, {"a": 2}, {"tied": {"b": "a"}}, "'a' and 'b', which are one tensor"),
+        ({"x": 2}, {"a": 2}, {"advice": "Do this."}, r"Do this\.$"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_refused_with_what_comes_near(here, there, options, words):
+    with pytest.raises(NamingError, match=words):
+        align(tensors(**here), tensors(**there), CALLED, **options)
+
+
+def test_types_are_compared_if_asked_for():
+    a, b = {"w": torch.zeros(2)}, {"w": torch.zeros(2, dtype=torch.bfloat16)}
+    assert align(a, b, CALLED) == {"w": "w"}
+    with pytest.raises(NamingError, match="float32 in the importance and bfloat16 in the model"):
+        align(a, b, CALLED, dtypes=True)
+
+
+def test_excluded_and_partial_names_are_left_out_of_both():
+    here, there = tensors(a=2, head=3, only=1), tensors(a=2, head=4)
+    assert align(here, there, CALLED, exclude="head|only", both=True) == {"a": "a"}
+    assert align(tensors(a=2, only=1), there, CALLED, partial=True) == {"a": "a"}
+
+
+def test_tied_names_are_followed_in_both_directions_and_on():
+    assert find("a", {"a", "b"}, {"b": "a"}) == "a"
+    assert find("b", {"a"}, {"b": "a"}) == "a"
+    assert find("a", {"b"}, {"b": "a"}) == "b"
+    assert find("c", {"a"}, {"b": "a", "c": "b"}) == "a"
+    assert find("c", {"x"}, {"b": "a", "c": "b"}) is None
+    assert find("c", {"x"}) is None
+
+
+def test_a_live_model_is_known_under_all_its_names():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].weight = model[0].weight
+    parameters, tied = live_tensors(nn.DataParallel(model))
+    assert set(parameters) == {"0.weight", "0.bias", "1.bias"}
+    assert tied["1.weight"] == tied["module.0.weight"] == "0.weight"
+    check_known(["1.weight"], [*parameters, *tied], CALLED)
+
+
+WEIGHTS = {"w": torch.rand(4, 3) + 1, "b": torch.rand(4) + 1}
+
+
+def consolidate(imp):
+    model = nn.Module()
+    model.w, model.b = nn.Parameter(WEIGHTS["w"].clone()), nn.Parameter(WEIGHTS["b"].clone())
+    squisher.EWC(model).consolidate(imp)
+
+
+APPLICATIONS = {
+    "EWC.consolidate": consolidate,
+    "embed.embedding": squisher.embed.embedding,
+    "embed.distance": lambda imp: squisher.embed.distance(imp, WEIGHTS),
+    "embed.distance of the second": lambda imp: squisher.embed.distance(WEIGHTS, imp, scale="stored"),
+    "embed.rank": lambda imp: squisher.embed.rank(WEIGHTS, {"x": imp}),
+    "merge.fisher": lambda imp: dict(squisher.merge.fisher([WEIGHTS, WEIGHTS], [WEIGHTS, imp])),
+    "merge.ubgm": lambda imp: dict(squisher.merge.ubgm(WEIGHTS, [WEIGHTS], WEIGHTS, [imp])),
+    "prune.scores": lambda imp: dict(squisher.prune.scores(WEIGHTS, imp)),
+    "prune.weights": lambda imp: dict(squisher.prune.weights(WEIGHTS, imp, sparsity=0.5)),
+    "mask.top_k": lambda imp: squisher.mask.top_k(imp, 0.5),
+    "compare": lambda imp: squisher.compare(imp, WEIGHTS),
+}
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["dict", "lazy"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1e-3])
+@pytest.mark.parametrize("application", APPLICATIONS)
+def test_plain_mappings_are_checked_like_importances(application, value, lazy):
+    """NaN, infinite and negative values from a plain dict must never reach a result."""
+    bad = {name: tensor.clone() for name, tensor in WEIGHTS.items()}
+    bad["w"][2, 1] = value
+    with pytest.raises(SquisherError, match="'w'"):
+        APPLICATIONS[application](_Lazy(bad) if lazy else bad)
+
+
+class _Lazy(Mapping):
+    """A mapping that is no dict."""
+
+    def __init__(self, held):
+        self._held = held
+
+    def __getitem__(self, name):
+        return self._held[name]
+
+    def __iter__(self):
+        return iter(self._held)
+
+    def __len__(self):
+        return len(self._held)
