@@ -3,6 +3,7 @@
 import math
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -450,5 +451,5 @@ def test_version_1_becomes_version_2_without_loss(tmp_path, name):
     old = squisher.load(FIXTURES / "version1" / f"{name}.safetensors")
     old.save(tmp_path / "new.safetensors")
     new = squisher.load(tmp_path / "new.safetensors")
-    assert new.provenance == old.provenance
+    assert replace(new.provenance, created_with=None) == replace(old.provenance, created_with=None)
     assert all(torch.equal(new[n], old[n]) for n in old)
