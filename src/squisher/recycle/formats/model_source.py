@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+
+from torch import nn
 
 from ...errors import FileError, NamingError
 from ...storage.folders import Weights, open_weights
 from ..naming.candidates import Candidates, candidates_of_module
-from ..naming.hf_model import MissingPackage, built_by, meta_model
+from ..naming.hf_model import MissingPackage, built_by, meta_model, read_json
+from ..naming.transformers4 import in_file_order, in_order_of_version_4
 from ..states import Found, Options
 from .torch_file import candidates_of
 
@@ -63,4 +67,27 @@ def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, C
     every = candidates_of_module(model, weights, frozen_too=True)
     trained = candidates_of_module(model, weights)
     note = f" ({every.note})" if every.note else ""
-    return f"the model of config.json{built_by(path)}{note}", trained, every
+    by = built_by(path)
+    older = _registered_before(path, model, [every, trained], beside) if by else None
+    if older is not None:
+        how, (every, trained) = older
+        return f"the model of config.json, {how}", trained, every
+    return f"the model of config.json{by}{note}", trained, every
+
+
+def _registered_before(
+    path: Path, model: nn.Module, found: Sequence[Candidates], beside: Weights | None
+) -> tuple[str, list[Candidates]] | None:
+    """Return the parameters in the order of the version of transformers that saved them, where that is known."""
+    saved = str(read_json(path / "config.json").get("transformers_version"))
+    tensors = {} if beside is None else beside.tensors
+    if beside is not None and beside.in_module_order:
+        how = f"in the order of {beside.label}"
+        orders = [in_file_order(one.parameters, tensors) for one in found]
+    elif saved.startswith("4."):
+        how = f"in the order of transformers 4 (saved by {saved})"
+        orders = [in_order_of_version_4(type(model).__name__, one.parameters, tensors) for one in found]
+    else:
+        return None
+    pairs = [(order, one) for order, one in zip(orders, found, strict=True) if order is not None]
+    return (how, [one._replace(parameters=order) for order, one in pairs]) if len(pairs) == len(found) else None
