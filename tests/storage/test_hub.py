@@ -1,81 +1,181 @@
-"""Addresses on the Hub, with a Hub that is only pretended."""
+"""Addresses on the Hub, against a stand-in that speaks its HTTP interface."""
 
+import json
 import shutil
 import sys
-import types
 
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
 
 import squisher
+from squisher.cli import app
 from squisher.errors import FileError, SquisherError
-from squisher.storage.hub import _wanted, is_hub_id
+from squisher.storage.hub import Address, _wanted, is_hub_id
+from tests.hub_server import serve
+
+# huggingface_hub's own, from its HTTP client, while it uploads.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A repository in a folder, and what was asked of it."""
-    remote, local = tmp_path / "remote", tmp_path / "cache"
-    remote.mkdir()
-    asked = {}
+    from huggingface_hub import constants
 
-    class HfApi:
-        def list_repo_files(self, repo, revision=None):
-            asked.update(repo=repo, revision=revision)
-            if repo == "no/such":
-                raise RuntimeError("404: not found\nmore of it")
-            return sorted(str(p.relative_to(remote)) for p in remote.rglob("*") if p.is_file())
+    with serve() as server:
+        template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, server.address)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+        monkeypatch.setattr(constants, "ENDPOINT", server.address)
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setenv("HF_TOKEN", "hf_test")
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True, raising=False)
+        monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+        yield server
 
-    def snapshot_download(repo, revision=None, allow_patterns=()):
-        asked["files"] = list(allow_patterns)
-        for name in allow_patterns:
-            (local / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(remote / name, local / name)
-        return str(local)
 
-    module = types.SimpleNamespace(HfApi=HfApi, snapshot_download=snapshot_download)
-    monkeypatch.setitem(sys.modules, "huggingface_hub", module)
-    return remote, asked
+def fetched(hub):
+    """The files whose content was asked for."""
+    return [
+        path.rpartition("/resolve/")[2].partition("/")[2]
+        for method, path in hub.requests
+        if method == "GET" and "/resolve/" in path
+    ]
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(a) for a in arguments])
+
+
+def model(seed):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+
+
+def importance(seed, **provenance):
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {n: torch.rand(p.shape, generator=generator) for n, p in model(0).named_parameters()}
+    return squisher.Importance(tensors, kind="fisher", unit="example", **provenance)
+
+
+def put_importance(hub, repo, imp, tmp_path, folder="", **options):
+    imp.save(tmp_path / "squisher.safetensors", **options)
+    files = {f"{folder}{path.name}": path.read_bytes() for path in tmp_path.glob("squisher*")}
+    hub.repositories.setdefault(repo, [{}]).append(files)
+    for path in tmp_path.glob("squisher*"):
+        path.unlink()
 
 
 def checkpoint(path):
-    model = nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(model.named_parameters())
-    model(torch.rand(4, 3)).sum().backward()
+    module = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(module.named_parameters())
+    module(torch.rand(4, 3)).sum().backward()
     optimizer.step()
-    path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(optimizer.state_dict(), path)
-    return squisher.extract(optimizer, model)
+    return squisher.extract(optimizer, module)
 
 
-def test_only_the_state_is_fetched_not_the_weights(hub):
-    remote, asked = hub
-    live = checkpoint(remote / "step-5" / "optimizer.pt")
-    for name in (
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_state_is_fetched_not_the_weights(hub, tmp_path):
+    live = checkpoint(tmp_path / "optimizer.pt")
+    state = (tmp_path / "optimizer.pt").read_bytes()
+    names = (
         "model.safetensors",
         "step-5/model-00001-of-00002.safetensors",
         "step-5/pytorch_model.bin",
         "README.md",
         "step-5/info.json",
-    ):
-        (remote / name).write_text("{}")
-    imp = squisher.extract("hf://owner/name@v1.0/step-5")
+    )
+    hub.repositories["owner/name"] = [{"step-5/optimizer.pt": state, **dict.fromkeys(names, b"{}")}]
+    imp = squisher.extract(f"hf://owner/name@{0:040x}/step-5")
     assert all(torch.equal(imp[name], live[name]) for name in live)
-    assert asked == {"repo": "owner/name", "revision": "v1.0", "files": ["step-5/optimizer.pt", "step-5/info.json"]}
+    assert sorted(fetched(hub)) == ["step-5/info.json", "step-5/optimizer.pt"]
     assert torch.equal(squisher.extract("hf://owner/name/step-5/optimizer.pt")["weight"], live["weight"])
 
 
+@pytest.mark.parametrize("folder", ["", "runs/1/"])
+@pytest.mark.parametrize("shard_bytes", [5_000_000_000, 300])
+@pytest.mark.parametrize("codec", ["exact", "log8"])
+def test_load(hub, tmp_path, folder, shard_bytes, codec):
+    imp = importance(0)
+    imp.save(tmp_path / "local.safetensors", codec=codec)
+    local = squisher.load(tmp_path / "local.safetensors")
+    put_importance(hub, "owner/name", imp, tmp_path, folder, shard_bytes=shard_bytes, codec=codec)
+    loaded = squisher.load(f"hf://owner/name/{folder}")
+    assert all(torch.equal(loaded[name], local[name]) for name in imp)
+    if shard_bytes > 300:
+        assert fetched(hub) == [f"{folder}squisher.safetensors"]
+        named = squisher.load(f"hf://owner/name/{folder}squisher.safetensors")
+        assert named.provenance == loaded.provenance
+
+
+def test_commands_take_addresses(hub, tmp_path):
+    for k, repo in enumerate(("o/a", "o/b")):
+        put_importance(hub, repo, importance(k), tmp_path)
+    assert run("inspect", "hf://o/a").exit_code == 0
+    document = json.loads(run("compare", "hf://o/a", "hf://o/b", "--json").stdout)
+    assert document["spearman"] == pytest.approx(squisher.compare(importance(0), importance(1)).spearman)
+    assert run("similarity", "hf://o/a", "hf://o/b", "--json").exit_code == 0
+    assert run("report", "hf://o/a", "hf://o/b", "--out", tmp_path / "r.html").exit_code == 0
+    done = run("mask", "hf://o/a", "--keep", "0.1", "--out", tmp_path / "mask.safetensors")
+    assert done.exit_code == 0, done.output
+    done = run("compress", "hf://o/a", "--codec", "rank1", "--out", tmp_path / "small.safetensors")
+    assert done.exit_code == 0, done.output
+
+
+def test_models_on_the_hub_with_their_importance(hub, tmp_path):
+    from safetensors.torch import load_file, save
+
+    weights = [{n: t.detach() for n, t in model(k).state_dict().items()} for k in range(2)]
+    for k, repo in enumerate(("o/a", "o/b")):
+        put_importance(hub, repo, importance(k), tmp_path)
+        more = {"model.safetensors": save(weights[k]), "config.json": b"{}", "optimizer.pt": b"never fetched"}
+        hub.repositories[repo][-1].update(more)
+    done = run("merge", "fisher", "hf://o/a", "hf://o/b", "--out", tmp_path / "merged")
+    assert done.exit_code == 0, done.output
+    expected = squisher.merge.fisher(weights, [importance(0), importance(1)])
+    merged = load_file(tmp_path / "merged" / "model.safetensors")
+    assert all(torch.equal(merged[name], expected[name]) for name in merged)
+    assert "| o/a | 1 |" in (tmp_path / "merged" / "README.md").read_text()
+    assert not any("optimizer" in name for name in fetched(hub))
+    done = run("prune", "hf://o/a", "--sparsity", "0.5", "--out", tmp_path / "pruned")
+    assert done.exit_code == 0, done.output
+
+
+def test_offline_fails_at_once_and_uses_the_cache(hub, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    put_importance(hub, "o/a", importance(0), tmp_path)
+    before = squisher.load("hf://o/a")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+    assert torch.equal(squisher.load("hf://o/a")["0.weight"], before["0.weight"])
+    with pytest.raises(FileError, match=r"hf://o/b cannot be fetched: 127\.0\.0\.1 does not answer .*not in the cache"):
+        squisher.load("hf://o/b")
+    with pytest.raises(FileError, match="does not answer"):
+        squisher.extract("hf://o/b")
+    before.save(tmp_path / "squisher.safetensors")
+    done = run("push", tmp_path / "squisher.safetensors", "hf://o/a")
+    assert done.exit_code == 1
+    assert "does not answer" in str(done.exception)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(FileError, match="HF_HUB_OFFLINE is set, and it is not in the cache"):
+        squisher.load("hf://o/c")
+
+
 def test_refusals(hub, monkeypatch):
-    remote, _ = hub
-    (remote / "model.safetensors").write_text("")
-    (remote / "config.json").write_text("{}")
-    with pytest.raises(
-        FileError, match=r"hf://owner/name holds no optimizer state, as most.*config\.json, model\.safetensors"
-    ):
+    hub.repositories["owner/name"] = [{"model.safetensors": b"", "config.json": b"{}"}]
+    with pytest.raises(FileError, match=r"hf://owner/name holds no optimizer state, as most.*config\.json"):
         squisher.extract("hf://owner/name")
-    with pytest.raises(FileError, match="cannot be fetched: 404: not found$"):
+    with pytest.raises(FileError, match=r"hf://owner/name holds no squisher\.safetensors"):
+        squisher.load("hf://owner/name")
+    with pytest.raises(FileError, match="hf://no/such cannot be fetched: 404"):
         squisher.extract("hf://no/such")
+    with pytest.raises(FileError, match="hf://owner/name@v9 cannot be fetched"):
+        squisher.load("hf://owner/name@v9")
     for wrong in ("hf://name", "hf://a/b@c/../../etc", "hf://a b/c"):
         with pytest.raises(SquisherError, match="not an address on the Hub"):
             squisher.extract(wrong)
@@ -89,8 +189,99 @@ def test_what_is_fetched_of_every_layout():
         "config.json", "model.safetensors", "optimizer.pt", "training_args.bin", "global_step10/zero_pp_rank_0_mp_rank_00_optim_states.pt",
         "latest", "optimizer_0/.metadata", "optimizer_0/__0_0.distcp", "pytorch_model.bin", "weights.gguf", "README.md",
     ]  # fmt: skip
-    wanted = set(_wanted(files, ""))
-    assert wanted == set(files) - {"model.safetensors", "pytorch_model.bin", "weights.gguf", "README.md"}
+    assert set(_wanted(files, "")) == set(files) - {
+        "model.safetensors",
+        "pytorch_model.bin",
+        "weights.gguf",
+        "README.md",
+    }
     assert _wanted(["config.json", "model.safetensors"], "") == []
-    assert is_hub_id("hf://a/b")
-    assert not is_hub_id("a/b")
+
+
+def test_addresses():
+    assert Address.read("hf://o/n@v1/a/b.safetensors") == ("o/n", "v1", "a/b.safetensors")
+    assert str(Address.read("hf:/o/n/")) == "hf://o/n"
+    assert is_hub_id("hf://o/n")
+    assert not is_hub_id("folder/hf:/o")
+
+
+# -- publishing --------------------------------------------------------------------------------------------------------
+
+
+def test_push(hub, tmp_path):
+    card = b"---\nlicense: mit\n---\n# A model\n\nWords.\n"
+    hub.repositories["o/a"] = [{"README.md": card, "model.safetensors": b"weights"}]
+    imp = importance(0, examples=100, estimator={"labels": "data"})
+    imp.save(tmp_path / "file.safetensors", codec="log8")
+    shown = run("push", tmp_path / "file.safetensors", "hf://o/a", "--dry-run")
+    assert shown.exit_code == 0, shown.output
+    assert hub.requests == []
+    done = run("push", tmp_path / "file.safetensors", "hf://o/a")
+    assert done.exit_code == 0, (done.output, done.exception)
+    files = hub.files("o/a")
+    assert set(files) == {"README.md", "model.safetensors", "squisher.safetensors"}
+    assert files["squisher.safetensors"] == (tmp_path / "file.safetensors").read_bytes()
+    assert files["model.safetensors"] == b"weights"
+    text = files["README.md"].decode()
+    assert text.startswith(card.decode())
+    for words in ('squisher.load("hf://o/a")', "| examples | 100 |", "log8", "data"):
+        assert words in text
+        assert words in shown.output
+    assert len(hub.repositories["o/a"]) == 2, "one commit"
+    loaded = squisher.load("hf://o/a")
+    assert loaded.provenance.codec.name == "log8"
+
+
+def test_push_again_replaces_only_its_own(hub, tmp_path):
+    hub.repositories["o/a"] = [{"README.md": b"# A\n", "model.safetensors": b"w"}]
+    importance(0).save(tmp_path / "squisher.safetensors", shard_bytes=300)
+    assert run("push", tmp_path / "squisher.safetensors", "hf://o/a").exit_code == 0
+    sharded = set(hub.files("o/a"))
+    assert "squisher.safetensors.index.json" in sharded
+    changed = hub.files("o/a")["README.md"].decode() + "\nWords below.\n"
+    hub.files("o/a")["README.md"] = changed.encode()
+    importance(1).save(tmp_path / "one.safetensors")
+    assert run("push", tmp_path / "one.safetensors", "hf://o/a").exit_code == 0
+    assert set(hub.files("o/a")) == {"README.md", "model.safetensors", "squisher.safetensors"}
+    text = hub.files("o/a")["README.md"].decode()
+    assert text.count("squisher: begin") == 1
+    assert text.startswith("# A\n")
+    assert text.endswith("\nWords below.\n")
+    assert torch.equal(squisher.load("hf://o/a")["0.weight"], importance(1)["0.weight"])
+
+
+def test_extract_and_push(hub, tmp_path):
+    live = checkpoint(tmp_path / "optimizer.pt")
+    hub.repositories["o/a"] = [{}]
+    done = run(
+        "extract",
+        tmp_path / "optimizer.pt",
+        "--out",
+        tmp_path / "s.safetensors",
+        "--codec",
+        "log8",
+        "--push",
+        "hf://o/a",
+    )
+    assert done.exit_code == 0, (done.output, done.exception)
+    assert "Published: " in done.stdout
+    assert set(hub.files("o/a")) == {"README.md", "squisher.safetensors"}
+    assert set(squisher.load("hf://o/a")) == set(live)
+
+
+def test_refused_pushes(hub, tmp_path, monkeypatch):
+    importance(0).save(tmp_path / "a.safetensors")
+    hub.repositories["o/a"] = [{}]
+
+    def refused(*arguments):
+        done = run("push", *arguments)
+        assert done.exit_code == 1
+        return str(done.exception)
+
+    assert "hf://no/such cannot be written: 404" in refused(tmp_path / "a.safetensors", "hf://no/such")
+    assert "give the repository" in refused(tmp_path / "a.safetensors", "hf://o/a/x.safetensors")
+    assert "published already" in refused("hf://o/a", "hf://o/a")
+    shutil.copy(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    assert "401" in refused(tmp_path / "b.safetensors", "hf://o/a")
+    assert hub.files("o/a") == {}

@@ -13,6 +13,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from ..order.correlation import centred_ranks, correlation, spearman
+
 __all__ = ["Rounded", "median", "ratios", "spearman", "total"]
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # below are denormals, which count as 0 in ratios
@@ -50,7 +52,7 @@ class Rounded:
         """The second pass: the products of the ranks, which are known now."""
         if self._ranks is None:
             self._counts = self._counts.to_dense()
-            self._ranks = _centred_ranks(self._counts[0]), _centred_ranks(self._counts[1])
+            self._ranks = centred_ranks(self._counts[0]), centred_ranks(self._counts[1])
         for x, y in pairs:
             of_x, of_y = self._ranks[0].index_select(0, _bins(x)), self._ranks[1].index_select(0, _bins(y))
             self._cross += float(torch.dot(of_x, of_y))
@@ -59,7 +61,7 @@ class Rounded:
         """Rank correlation with mid-ranks; nan where there is nothing, or all rounded values of a side are equal."""
         if self._ranks is None:
             return math.nan
-        return _correlation(self._cross, *self._ranks, self._counts[0], self._counts[1])
+        return correlation(self._cross, *self._ranks, self._counts[0], self._counts[1])
 
     def median_ratio(self) -> float:
         """The middle of the bin that holds the median; nan where there is no ratio."""
@@ -70,28 +72,6 @@ class Rounded:
         middle = torch.searchsorted(counts.cumsum(0), torch.tensor([(number + 1) // 2, number // 2 + 1]))
         low, high = ((middle.int() << 16) | 0x8000).view(torch.float32).tolist()
         return math.sqrt(low) * math.sqrt(high)
-
-
-def spearman(x: Tensor, y: Tensor) -> float:
-    """Rank correlation with mid-ranks for ties; nan where there is nothing, or a side is constant."""
-    if not x.numel():
-        return math.nan
-    _, bins_x, counts_x = x.unique(return_inverse=True, return_counts=True)
-    _, bins_y, counts_y = y.unique(return_inverse=True, return_counts=True)
-    ranks_x, ranks_y = _centred_ranks(counts_x), _centred_ranks(counts_y)
-    return _correlation(float(torch.dot(ranks_x[bins_x], ranks_y[bins_y])), ranks_x, ranks_y, counts_x, counts_y)
-
-
-def _centred_ranks(counts: Tensor) -> Tensor:
-    """The mid-rank of each distinct value (or bin), from how often each occurs; mean 0, within ±½."""
-    counts = counts.double()
-    number = counts.sum()
-    return (counts.cumsum(0) - counts / 2 - number / 2) / number.clamp(min=1)
-
-
-def _correlation(cross: float, ranks_x: Tensor, ranks_y: Tensor, counts_x: Tensor, counts_y: Tensor) -> float:
-    spread = float((counts_x * ranks_x.square()).sum()) * float((counts_y * ranks_y.square()).sum())
-    return max(-1.0, min(1.0, cross / math.sqrt(spread))) if spread > 0 else math.nan
 
 
 def _bins(values: Tensor) -> Tensor:

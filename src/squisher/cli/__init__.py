@@ -7,7 +7,7 @@ from __future__ import annotations
 
 # Each module adds its command to the application; `squisher --help` shows them in this order.
 # isort: off
-from . import extract, fisher
+from . import extract, fisher, compress, push
 from . import inspect, compare, similarity, report
 from . import merge, mergekit, prune, mask, patch, embed, quantize, unlearn, export
 
@@ -15,6 +15,6 @@ from . import merge, mergekit, prune, mask, patch, embed, quantize, unlearn, exp
 from .app import app, main
 
 __all__ = [
-    "app", "compare", "embed", "export", "extract", "fisher", "inspect", "main", "mask", "merge", "mergekit", "patch", "prune", "quantize", "report",
+    "app", "compare", "compress", "embed", "export", "extract", "fisher", "inspect", "main", "mask", "merge", "mergekit", "patch", "prune", "push", "quantize", "report",
     "similarity", "unlearn",
 ]  # fmt: skip

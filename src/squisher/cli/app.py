@@ -129,14 +129,9 @@ Plot = Annotated[
 
 def open_importance(path: Path) -> Importance:
     """An importance file as it is; anything else is extracted on the fly."""
-    from ..importance import FILE_NAME, load
-    from ..storage import safetensors
+    from ..integrations.merging import open_importance as opened
 
-    if path.suffix in (".safetensors", ".json") or (path.is_dir() and safetensors.exists(path / FILE_NAME)):
-        return load(path)
-    from ..recycle import extract as recycle
-
-    return recycle(path)
+    return opened(path)
 
 
 def without(importance: Importance, exclude: str | None) -> Importance:

@@ -50,6 +50,12 @@ def extract(
         bool, typer.Option("--raw", help="The accumulator as it is stored, without bias correction.")
     ] = False,
     dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="float32 (default) or bfloat16.")] = None,
+    codec: Annotated[
+        str, typer.Option(metavar="CODEC", help="exact, log8 (a byte per entry) or rank1 (two vectors per matrix).")
+    ] = "exact",
+    push: Annotated[
+        str | None, typer.Option(metavar="hf://OWNER/NAME", help="Publish it beside the model on the Hub, too.")
+    ] = None,
     allow_coarse: Annotated[bool, typer.Option("--allow-coarse", help="Accept states of four bits.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -58,10 +64,16 @@ def extract(
     No code in the source is ever executed. Names are proven, or the command says what would settle them.
     """
     from ..importance import FILE_NAME
+    from ..integrations.publishing import prepare
     from ..recycle import extract as recycle
+    from ..storage import hub
+    from ..storage.codecs import check_codec
 
     target = out / FILE_NAME if out.is_dir() else out
     check_target(target)
+    check_codec(codec)
+    if push is not None:
+        hub.Address.read(push)
     importance = recycle(
         source,
         model=model,
@@ -78,13 +90,23 @@ def extract(
         allow_coarse=allow_coarse,
     )
     with progress_bar("writing") as progress:
-        importance.save(target, dtype=dtype, progress=progress)
+        importance.save(target, codec=codec, dtype=dtype, progress=progress)
+    published = None if push is None else prepare(target, push).push()
     if as_json:
         from ..importance import load
 
-        print_json({"file": str(target), "tensors": len(importance), "provenance": load(target).provenance.to_dict()})
+        print_json(
+            {
+                "file": str(target),
+                "tensors": len(importance),
+                "provenance": load(target).provenance.to_dict(),
+                **({"published": published} if published else {}),
+            }
+        )
         return
     console().print(_extracted(importance, target), highlight=False, soft_wrap=True)
+    if published is not None:
+        typer.echo(f"Published: {published}")
 
 
 def _extracted(importance: Importance, target: Path) -> str:

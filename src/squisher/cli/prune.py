@@ -44,6 +44,7 @@ def prune(
     from ..storage.tensors import tied_names
 
     opened = open_model(model)
+    model = opened.path
     found = _importance_of(model, importance, needed=score in ("fisher", "importance"))
     with progress_bar("ranking") as progress:
         pruned = prune_weights(

@@ -8,6 +8,7 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,11 @@ from ..errors import (
     near,
 )
 from ..names import align
-from ..storage import safetensors
+from ..storage import hub, safetensors
+from ..storage.codecs import CODECS, Encoded, check_codec, decoded
 from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
 from .checks import check_all, check_values, checked_dtype, short, tensors_only
+from .codec import Codec
 from .mean import Mean, weights_of
 from .provenance import KINDS, Provenance, fisher_factor, scale_differences
 
@@ -244,6 +247,7 @@ class Importance(Mapping[str, Tensor]):
         self,
         path: str | os.PathLike[str],
         *,
+        codec: str = "exact",
         dtype: torch.dtype | str | None = None,
         shard_bytes: int = safetensors.SHARD_BYTES,
         progress: safetensors.Progress | None = None,
@@ -255,6 +259,8 @@ class Importance(Mapping[str, Tensor]):
 
         Args:
             path: A `.safetensors` file, or a folder, which gets `squisher.safetensors`.
+            codec: `exact`; `log8`, a byte per entry, to within 1 to 2%; or `rank1`, two vectors per matrix, which keeps the totals
+                of rows and columns. The file says what the codec lost.
             dtype: float32, bfloat16 or float64; by default what it is. float16 is refused: squared gradients underflow.
             shard_bytes: Larger ones become shards with an index.
             progress: Called with the bytes written so far and in all.
@@ -266,19 +272,30 @@ class Importance(Mapping[str, Tensor]):
         if path.is_dir():
             path = path / FILE_NAME
         target = checked_dtype(dtype)
+        if check_codec(codec) != "exact" and target is not None:
+            raise SquisherError(f"The codec {codec} has a type of its own: leave dtype out, or save exactly.")
         for name in self if target is None else ():
             checked_dtype(self.dtype(name))
         metadata = {**self.provenance.to_dict(), "created_with": f"torch-squisher {__version__}"}
         metadata.pop("sum", None)
         metadata.pop("sum_of_squares", None)
+        metadata.pop("codec", None)
+        kept = (self.provenance.codec or Codec("exact")).then(codec)
+        if kept is not None:
+            metadata["codec"] = kept.plain()
 
         def write(tensors: Mapping[str, Tensor]) -> None:
+            measured = None
+            if kept is not None and codec != "exact":
+                tensors = encoded = Encoded(tensors, codec)
+                measured = kept.widest(encoded), partial(kept.measured, encoded)
             safetensors.save(
                 path,
                 tensors,
                 metadata,
                 dtype=target,
-                statistics=True,
+                statistics=measured is None,
+                measured=measured,
                 shard_bytes=shard_bytes,
                 progress=progress,
             )
@@ -294,11 +311,19 @@ def load(path: str | os.PathLike[str]) -> Importance:
     """Opens an importance file, lazily: tensors are read when asked for.
 
     Args:
-        path: What `Importance.save` wrote: a file, the index of a sharded one, or a folder that holds one.
+        path: What `Importance.save` wrote: a file, the index of a sharded one, or a folder that holds one; also on the Hub:
+            `hf://owner/name[@revision][/file or folder]`.
 
     Raises:
         FileError: Nothing is there, it is damaged, or it says nothing about itself.
     """
+    if hub.is_hub_id(path):
+        fetched = hub.fetch_file(path, FILE_NAME)
+        if fetched is None:
+            raise FileError(
+                f"{hub.Address.read(path)} holds no {FILE_NAME}: ask its authors to publish one with squisher push."
+            )
+        path = fetched
     path = Path(path)
     if path.is_dir():
         if not safetensors.exists(path / FILE_NAME):
@@ -310,6 +335,11 @@ def load(path: str | os.PathLike[str]) -> Importance:
             f"{path} is a safetensors file without Squisher's metadata, so what its numbers mean is not known. If you "
             "know it, wrap it: squisher.Importance(safetensors.torch.load_file(path), kind='fisher', ...)."
         )
+    name = Codec.read(metadata.get("codec") or "exact").name
+    if name not in CODECS:
+        raise FileError(
+            f"{path} is kept with the codec {name!r}, and this version of squisher reads {', '.join(CODECS)}: update torch-squisher."
+        )
     if "kind" not in metadata or metadata["kind"] not in KINDS:
         raise FileError(f"{path} holds a {metadata.get('kind')!r}, not an importance ({' or '.join(KINDS)}).")
-    return Importance(tensors, **metadata)
+    return Importance(decoded(tensors, name), **metadata)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ..errors import FileError, ScaleError, SquisherError
+from .codec import Codec
 from .facts import UNITS, Absence, Naming, Pollution, RunFacts, one_of, positive
 
 __all__ = ["FORMAT_VERSION", "KINDS", "Provenance", "fisher_factor", "scale_differences"]
@@ -36,7 +37,7 @@ class Provenance(RunFacts):
         per_unit: Whether the values are per-unit means already (`as_fisher`).
         dtype_of_source: Type of the accumulator or of the model measured.
         embedding: For a task embedding: what its entries are means over (`by`).
-        codec: How the file keeps its values.
+        codec: How a file keeps the values, with the error of that; None for exactly.
         model: `structure` (hash of names and shapes), `content` (hash per weight, where weights were at hand).
         sum: Sum of each tensor.
         sum_of_squares: Sum of squares of each tensor.
@@ -59,7 +60,7 @@ class Provenance(RunFacts):
     per_unit: bool = False
     dtype_of_source: str | None = None
     embedding: dict[str, Any] | None = None
-    codec: str | None = None
+    codec: Codec | None = None
     model: dict[str, Any] | None = None
     sum: dict[str, float] = field(default_factory=dict)
     sum_of_squares: dict[str, float] = field(default_factory=dict)
@@ -98,6 +99,8 @@ class Provenance(RunFacts):
         if "naming" in given:
             given["naming"] = Naming.read(given["naming"])
         given["pollution"] = tuple(Pollution.read(one) for one in given.get("pollution", ()))
+        if "codec" in given:
+            given["codec"] = Codec.read(given["codec"])
         extra = {**(values.get("extra") or {}), **{k: v for k, v in values.items() if k not in known and k != "extra"}}
         return cls(**given, extra=extra)
 
@@ -110,6 +113,7 @@ class Provenance(RunFacts):
         if self.optimizer is not None or pollution or clipped is not None:
             said = {"pollution": [_plain(one) for one in pollution], "after_clipping": clipped}
             own["optimizer"] = {**(self.optimizer or {}), **{k: v for k, v in said.items() if v is not None}}
+        own["codec"] = self.codec.plain() if self.codec else None
         return {**self.extra, **{name: value for name, value in own.items() if value is not None and value != {}}}
 
 

@@ -14,13 +14,13 @@ from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, 
 from ..importance import FILE_NAME, Importance, load
 from ..merge import Merged, average, fisher, task_arithmetic, ubgm
 from ..recycle import extract
-from ..storage import safetensors
+from ..storage import hub, safetensors
 from ..storage.folders import Model, open_model, write_model
 from ..storage.tensors import dtype_of
 from . import peft
 from .cards import described, short_paths
 
-__all__ = ["METHODS", "Report", "merge_folders"]
+__all__ = ["METHODS", "Report", "merge_folders", "open_importance"]
 
 METHODS = ("average", "fisher", "ubgm", "task-arithmetic")
 _WEIGHTED = ("fisher", "ubgm")
@@ -100,7 +100,7 @@ def merge_folders(
 
     Args:
         method: `average`, `fisher`, `ubgm` or `task-arithmetic`.
-        models: Folders of models or of LoRA adapters, or weight files.
+        models: Folders of models or of LoRA adapters, or weight files; also on the Hub (`hf://owner/name[@revision]`).
         out: The folder to make.
         importances: One a model, in their order: importance files, or checkpoints to extract from. Without any,
             `squisher.safetensors` beside each model is looked for, then an optimizer state.
@@ -133,6 +133,10 @@ def merge_folders(
         raise SquisherError(
             f"There are {len(models)} models and {len(given)} coefficients: give --coefficient once a model."
         )
+    labels = [_label(path, name) for path, name in zip(models, short_paths(models), strict=True)]
+    base_label = None if base is None else _label(base, base.resolve().name)
+    models = [hub.fetch_model(path) if hub.is_hub_id(path) else path for path in models]
+    base = hub.fetch_model(base) if base is not None and hub.is_hub_id(base) else base
     opened, first, base_weights, space = _open(method, models, base, coefficients=given)
     imps = [_importance(path, importances, k) for k, path in enumerate(models)] if method in _WEIGHTED else []
     own = _base_importance(base, base_importance, base_size) if method == "ubgm" else None
@@ -161,10 +165,10 @@ def merge_folders(
     }
     report = Report(
         method=method,
-        models=short_paths(models),
+        models=labels,
         coefficients=given,
         importances=[described(imp) for imp in imps],
-        base=None if base is None else base.resolve().name,
+        base=base_label,
         base_importance=None if own is None else described(own),
         options={key: value for key, value in options.items() if value is not None},
         merged=len(merged.merged),
@@ -260,7 +264,7 @@ def _first(coefficients: Sequence[float]) -> int:
 
 def _importance(model: Path, given: Sequence[Path], k: int, option: str = "--importance, once a model") -> Importance:
     if given:
-        return _open_importance(given[k])
+        return open_importance(given[k])
     folder = model if model.is_dir() else model.parent
     if safetensors.exists(folder / FILE_NAME) and model.is_dir():
         return load(folder)
@@ -277,13 +281,21 @@ def _importance(model: Path, given: Sequence[Path], k: int, option: str = "--imp
 
 def _base_importance(base: Path | None, given: Path | None, size: float | None) -> Importance | None:
     if given is not None:
-        return _open_importance(given)
+        return open_importance(given)
     option = "--base-importance, or do without it: --base-size 0"
     return None if base is None or size == 0 else _importance(base, (), 0, option)
 
 
-def _open_importance(path: Path) -> Importance:
-    """An importance file as it is; anything else is extracted on the fly."""
+def open_importance(path: Path) -> Importance:
+    """Return an importance file as it is, here or on the Hub; anything else is extracted on the fly."""
+    if hub.is_hub_id(path):
+        found = hub.fetch_file(path, FILE_NAME)
+        return extract(path) if found is None else load(found)
     if path.suffix in (".safetensors", ".json") or (path.is_dir() and safetensors.exists(path / FILE_NAME)):
         return load(path)
     return extract(path)
+
+
+def _label(path: Path, name: str) -> str:
+    """What a model is called in a report: no path."""
+    return hub.Address.read(path).repo if hub.is_hub_id(path) else name

@@ -91,7 +91,7 @@ def extract(
             raise SquisherError("hash_weights is for a live model; the weights of a checkpoint lie beside it.")
         named = names is not None or isinstance(model, nn.Module)
         options = Options(where, base, trainable, allow_coarse, named, beta2, optimizer_class)
-        path = fetch(source) if isinstance(source, str) and is_hub_id(source) else Path(source)
+        path = fetch(source) if is_hub_id(source) else Path(source)
         return _from_file(path, model, names, bias_correction, known, options, optimizer)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:

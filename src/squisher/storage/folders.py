@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FileError, SquisherError
-from . import safetensors
+from . import hub, safetensors
 from .atomic import check_free, new_folder
 from .byte_range import shown
 from .json_files import read_object
@@ -118,13 +118,13 @@ class Model(NamedTuple):
 def open_model(path: str | os.PathLike[str]) -> Model:
     """Open a model folder (safetensors or torch files, sharded or not), a safetensors file or a torch file, lazily.
 
-    No file is executed.
+    No file is executed. What lies on the Hub (`hf://owner/name[@revision]`) is downloaded first.
 
     Raises:
         FileError: Nothing is there, it holds no weights, or it is damaged.
         SquisherError: The weights are quantised.
     """
-    path = Path(path)
+    path = hub.fetch_model(path) if hub.is_hub_id(path) else Path(path)
     if not os.path.exists(path):
         raise FileError(f"There is no model {shown(str(path))}.")
     found = open_weights(path)

@@ -1,59 +1,244 @@
-"""Checkpoints on the Hugging Face Hub: `hf://owner/name[@revision][/folder]`, fetched without the weights."""
+"""The Hugging Face Hub, both ways: `hf://owner/name[@revision][/file or folder]` is fetched into the Hub's own cache; files are put there.
+
+Nothing is asked of the Hub before it is known to be reachable, because its client tries for half a minute. What is in the cache is
+used without it.
+"""
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import socket
+import sys
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import FileError, SquisherError
 
-__all__ = ["fetch", "is_hub_id"]
+__all__ = ["Address", "fetch", "fetch_file", "fetch_model", "is_hub_id", "read_text", "upload"]
 
-PREFIX = "hf://"
-_ID = re.compile(r"hf://(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<folder>[\w./-]+))?/?")
+_SCHEME = re.compile(r"hf:/{1,2}(?!/)")  # pathlib makes one slash of two
+_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>[\w./-]+))?/?")
 # The state is wanted, not the weights: they are as large, and names are proven from the config.
 _WEIGHTS = re.compile(
     r"(^|/)(model|pytorch_model|tf_model|flax_model|diffusion_pytorch_model|consolidated)[\w.-]*\.(safetensors|bin|h5|msgpack|pth)$"
     r"|\.(gguf|onnx|ot|mlmodel)$"
 )
 _ALWAYS = re.compile(r"\.json$|(^|/)(training_args\.bin|latest|\.metadata)$")
+_MODEL = re.compile(
+    r"^[^/]+\.(json|txt|model|jinja|py|md)$|^(model|adapter_model|pytorch_model|squisher)[\w.-]*\.(safetensors|bin)$"
+)
+_PATIENCE = 5  # seconds until a Hub that does not answer counts as out of reach
+
+
+class Address(NamedTuple):
+    """A repository on the Hub, and what is meant in it."""
+
+    repo: str
+    revision: str | None = None
+    path: str = ""
+
+    def __str__(self) -> str:
+        return f"hf://{self.repo}{f'@{self.revision}' if self.revision else ''}{f'/{self.path}' if self.path else ''}"
+
+    @classmethod
+    def read(cls, source: str | os.PathLike[str]) -> Address:
+        """Return an address from its text.
+
+        Raises:
+            SquisherError: It is none.
+        """
+        text = os.fspath(source)
+        match = _ID.fullmatch(_SCHEME.sub("", text)) if _SCHEME.match(text) else None
+        if match is None or ".." in text:
+            raise SquisherError(
+                f"{_SCHEME.sub('hf://', text)} is not an address on the Hub: expected hf://owner/name[@revision][/file or folder]."
+            )
+        return cls(match["repo"], match["revision"], (match["path"] or "").strip("/"))
 
 
 def is_hub_id(source: object) -> bool:
     """Whether a source is an address on the Hub rather than a path."""
-    return isinstance(source, str) and source.startswith(PREFIX)
+    return isinstance(source, (str, os.PathLike)) and bool(_SCHEME.match(str(source)))
 
 
-def fetch(source: str) -> Path:
-    """Downloads what is needed of a checkpoint, into the Hub's own cache, and says where it is.
+def fetch(source: str | os.PathLike[str]) -> Path:
+    """Download what is needed of a checkpoint, without the weights, and return where it is.
 
     Raises:
         SquisherError: huggingface_hub is not installed, or the address is not one.
         FileError: The repository cannot be reached, or holds no optimizer state.
     """
-    match = _ID.fullmatch(source)
-    if match is None or ".." in source:
-        raise SquisherError(f"{source} is not an address on the Hub: expected hf://owner/name[@revision][/folder].")
-    try:
-        import huggingface_hub
-    except ImportError as error:
-        raise SquisherError(f"Fetching {source} takes huggingface_hub: pip install 'torch-squisher[hf]'.") from error
-    repo, revision, folder = match["repo"], match["revision"], match["folder"] or ""
-    try:
-        files = huggingface_hub.HfApi().list_repo_files(repo, revision=revision)
-        wanted = _wanted(files, folder)
+    address = Address.read(source)
+    with _asking(address) as (hub, local):
+        if local:
+            return Path(
+                hub.snapshot_download(address.repo, revision=address.revision, local_files_only=True), address.path
+            )
+        files = hub.HfApi().list_repo_files(address.repo, revision=address.revision)
+        wanted = _wanted(files, address.path)
         if not wanted:
             raise FileError(
-                f"{source} holds no optimizer state, as most published models do: its files are {_some(files)}. Ask its authors for "
+                f"{address} holds no optimizer state, as most published models do: its files are {_some(files)}. Ask its authors for "
                 "a checkpoint with the optimizer, or for its squisher.safetensors."
             )
-        local = huggingface_hub.snapshot_download(repo, revision=revision, allow_patterns=wanted)
+        found = hub.snapshot_download(address.repo, revision=address.revision, allow_patterns=wanted)
+    return Path(found, *PurePosixPath(address.path).parts)
+
+
+def fetch_file(source: str | os.PathLike[str], name: str) -> Path | None:
+    """Download one safetensors file, or a sharded one with all of its shards, and return where it (or its index) is.
+
+    None if the repository has no such file.
+
+    Args:
+        source: The address of the file, or of a folder that holds it.
+        name: What the file is called in a folder.
+
+    Raises:
+        SquisherError: huggingface_hub is not installed, or the address is not one.
+        FileError: The repository cannot be reached, and the file is not in the cache.
+    """
+    address = Address.read(source)
+    file = address.path if address.path.endswith((".safetensors", ".json")) else f"{address.path}/{name}".strip("/")
+    with _asking(address) as (hub, local):
+        options = {"revision": address.revision, "local_files_only": local}
+        found = None
+        for candidate in (file, f"{file}.index.json"):
+            try:
+                found = Path(hub.hf_hub_download(address.repo, candidate, **options))
+                break
+            except hub.errors.EntryNotFoundError as error:
+                if isinstance(error, hub.errors.LocalEntryNotFoundError) and candidate != file:
+                    raise  # whether the Hub has it is not known
+        if found is None:
+            return None
+        if found.name.endswith(".index.json"):
+            folder = PurePosixPath(file).parent
+            for shard in sorted(set(json.loads(found.read_text("utf-8"))["weight_map"].values())):
+                hub.hf_hub_download(address.repo, str(folder / PurePosixPath(shard).name), **options)
+    return found
+
+
+def fetch_model(source: str | os.PathLike[str]) -> Path:
+    """Download a model (weights, configuration, tokenizer) without optimizer states, and return its folder.
+
+    Raises:
+        SquisherError: huggingface_hub is not installed, or the address is not one.
+        FileError: The repository cannot be reached, or holds no weights.
+    """
+    address = Address.read(source)
+    prefix = f"{address.path}/" if address.path else ""
+    with _asking(address) as (hub, local):
+        if local:
+            return Path(
+                hub.snapshot_download(address.repo, revision=address.revision, local_files_only=True), address.path
+            )
+        files = hub.HfApi().list_repo_files(address.repo, revision=address.revision)
+        wanted = [file for file in files if file.startswith(prefix) and _MODEL.search(file.removeprefix(prefix))]
+        if any(file.endswith(".safetensors") for file in wanted):
+            wanted = [file for file in wanted if not file.endswith(".bin")]
+        if not any(file.endswith((".safetensors", ".bin")) for file in wanted):
+            raise FileError(f"{address} holds no weights that can be read: its files are {_some(files)}.")
+        found = hub.snapshot_download(address.repo, revision=address.revision, allow_patterns=wanted)
+    return Path(found, *PurePosixPath(address.path).parts)
+
+
+def read_text(address: Address, name: str) -> str | None:
+    """Return a text file of a repository as it is now; None if there is none.
+
+    Raises:
+        FileError: The repository cannot be reached.
+    """
+    with _asking(address, write=True) as (hub, _):
+        try:
+            found = hub.hf_hub_download(address.repo, name, revision=address.revision)
+        except hub.errors.EntryNotFoundError:
+            return None
+        return Path(found).read_text("utf-8")
+
+
+def upload(address: Address, files: Mapping[str, Path | bytes], stale: re.Pattern[str], message: str) -> str:
+    """Put files into a repository in one commit, and return the commit's address.
+
+    Args:
+        address: The repository, and the revision to commit to.
+        files: By their path in the repository. Nothing else is touched but what is stale.
+        stale: Files of an earlier version whose path matches and that are not among these are removed.
+        message: Of the commit.
+
+    Raises:
+        SquisherError: huggingface_hub is not installed.
+        FileError: The repository cannot be reached, does not exist, or may not be written.
+    """
+    with _asking(address, write=True) as (hub, _):
+        api = hub.HfApi()
+        present = api.list_repo_files(address.repo, revision=address.revision)
+        operations = [
+            hub.CommitOperationAdd(
+                path_in_repo=name, path_or_fileobj=content if isinstance(content, bytes) else str(content)
+            )
+            for name, content in files.items()
+        ]
+        operations += [
+            hub.CommitOperationDelete(path_in_repo=name)
+            for name in present
+            if stale.fullmatch(name) and name not in files
+        ]
+        return str(
+            api.create_commit(address.repo, operations, commit_message=message, revision=address.revision).commit_url
+        )
+
+
+@contextmanager
+def _asking(address: Address, write: bool = False) -> Iterator[tuple[Any, bool]]:
+    """Yield the Hub's client and whether it must do with its cache; errors become one sentence."""
+    try:
+        import huggingface_hub
+        import huggingface_hub.constants
+        import huggingface_hub.errors
+        import huggingface_hub.utils
+    except ImportError as error:
+        raise SquisherError(f"{address} takes huggingface_hub: pip install 'torch-squisher[hf]'.") from error
+    reason = _out_of_reach(huggingface_hub)
+    bars: Any = huggingface_hub.utils
+    quiet = not sys.stderr.isatty() and not bars.are_progress_bars_disabled()
+    if quiet:  # a bar is for a terminal
+        bars.disable_progress_bars()
+    if write and reason:
+        raise FileError(f"{address} cannot be reached: {reason}.")
+    try:
+        yield huggingface_hub, bool(reason)
     except SquisherError:
         raise
     except Exception as error:  # whatever the network and the Hub's client come up with
-        raise FileError(f"{source} cannot be fetched: {_first_line(error)}") from error
-    return Path(local, *PurePosixPath(folder).parts)
+        if reason:
+            raise FileError(f"{address} cannot be fetched: {reason}, and it is not in the cache.") from error
+        raise FileError(f"{address} cannot be {'written' if write else 'fetched'}: {_first_line(error)}") from error
+    finally:
+        if quiet:
+            bars.enable_progress_bars()
+
+
+def _out_of_reach(hub: Any) -> str:
+    """Why the Hub cannot be asked; empty if it can."""
+    if hub.constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    endpoint = urllib.parse.urlsplit(hub.constants.ENDPOINT)
+    proxy = urllib.request.getproxies().get(endpoint.scheme)
+    if proxy and not urllib.request.proxy_bypass(endpoint.hostname or ""):
+        endpoint = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = endpoint.port or (443 if endpoint.scheme == "https" else 80)
+    try:
+        socket.create_connection((endpoint.hostname or "", port), timeout=_PATIENCE).close()
+    except OSError as error:
+        return f"{endpoint.hostname} does not answer ({error.strerror or error})"
+    return ""
 
 
 def _wanted(files: list[str], folder: str) -> list[str]:
@@ -85,5 +270,5 @@ def _some(files: list[str]) -> str:
 
 
 def _first_line(error: Any) -> str:
-    lines = str(error).strip().splitlines()
+    lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__

@@ -13,7 +13,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -30,8 +30,8 @@ from .json_files import no_duplicates, parse_json, read_json
 from .tensors import CHUNK, FileTensor, LazyTensors, chunks_of, dtype_of, shape_of
 
 __all__ = [
-    "KEY", "SHARD_BYTES", "Progress", "SafetensorsWriter", "exists", "open_archive", "open_safetensors", "read_header", "read_index",
-    "save",
+    "KEY", "SHARD_BYTES", "WIDEST", "Progress", "SafetensorsWriter", "exists", "open_archive", "open_safetensors", "read_header",
+    "read_index", "rounded", "save", "sums_of",
 ]  # fmt: skip
 
 KEY = "squisher"
@@ -55,7 +55,9 @@ _FLUSH = 1 << 25
 _HEADER_LIMIT = 100_000_000  # what the safetensors library itself accepts
 _ROW = 8192
 _ONES = np.ones(_ROW)
-_WIDEST = -1.2345678901234567e-300  # no float prints longer; not a denormal, which torch may have switched off
+
+WIDEST = -1.2345678901234567e-300
+"""No float prints longer; not a denormal, which torch may have switched off."""
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, FileTensor], dict[str, str]]:
@@ -273,6 +275,7 @@ def save(
     *,
     dtype: torch.dtype | None = None,
     statistics: bool = False,
+    measured: tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]]] | None = None,
     check: Callable[[str, Tensor], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
@@ -286,6 +289,8 @@ def save(
             file is a plain weight file.
         dtype: The type to write; the stored one if none is given.
         statistics: Add the keys `sum` and `sum_of_squares` to the metadata: each tensor's, as written.
+        measured: What else is added to the metadata and known only when all tensors have been written: a mapping whose JSON is
+            at least as long, and what to call then.
         check: Called with the name and every chunk that is written; raises to stop. Nothing is then left behind.
         shard_bytes: Largest file.
         progress: Called with the bytes written so far and in all.
@@ -305,8 +310,10 @@ def save(
     total = sum(_bytes(spec) for spec in layout.values())
     bound = dict(metadata or {})
     if statistics:
-        widest = dict.fromkeys(layout, _WIDEST)
+        widest = dict.fromkeys(layout, WIDEST)
         bound |= {"sum": widest, "sum_of_squares": widest}
+    if measured is not None:
+        bound |= measured[0]
     files = _file_names(path, len(shards))
     alone = len(shards) == 1
     sums: dict[str, float] = {}
@@ -317,7 +324,10 @@ def save(
         return {} if metadata is None else {KEY: _dumps(values)}
 
     def final_metadata() -> dict[str, str]:
-        return texts({**(metadata or {}), "sum": sums, "sum_of_squares": squares} if statistics else bound)
+        known = dict(metadata or {})
+        if statistics:
+            known |= {"sum": sums, "sum_of_squares": squares}
+        return texts(known if measured is None else {**known, **measured[1]()})
 
     for target in {*files, *_old_files(path)}:
         check_not_read(target)
@@ -334,12 +344,12 @@ def save(
                     if check is not None:
                         check(name, chunk)
                     if statistics:
-                        parts.append(_sums(chunk))
+                        parts.append(sums_of(chunk))
                     writer.write(chunk)
                     done += chunk.numel() * target_dtype.itemsize
                     if progress is not None:
                         progress(done, total)
-                sums[name], squares[name] = (_rounded([pair[k] for pair in parts]) for k in (0, 1))
+                sums[name], squares[name] = (rounded([pair[k] for pair in parts]) for k in (0, 1))
             writer.finish({"format": "pt", **(final_metadata() if alone else {})})
             writers.append(writer)
         index = None
@@ -369,7 +379,8 @@ def _publish(path: Path, writers: list[SafetensorsWriter], index: str | None) ->
             leftover.unlink(missing_ok=True)
 
 
-def _sums(chunk: Tensor) -> tuple[float, float]:
+def sums_of(chunk: Tensor) -> tuple[float, float]:
+    """Return the sum of a flat chunk and the sum of its squares, in float64."""
     # Rows of fixed length, each summed by itself, so that the result does not depend on a number of threads; numpy, because
     # torch would share even a chunk of this size among threads, which stalls on a machine that has other work to do.
     values = _plain(chunk)
@@ -389,7 +400,9 @@ def _plain(chunk: Tensor) -> np.ndarray[Any, Any]:
     return (chunk.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def _rounded(parts: list[float]) -> float:
+def rounded(parts: Iterable[float]) -> float:
+    """Return a sum of sums as files have it."""
+    parts = list(parts)
     # Twelve digits: more than a sum of float32 deserves, and the same on every kind of processor.
     return float(f"{math.fsum(parts):.12g}") if all(map(math.isfinite, parts)) else math.nan
 

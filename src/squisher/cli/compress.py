@@ -1,0 +1,50 @@
+"""`squisher compress`: the same importance in a smaller file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import MAKE, Json, app, check_target, open_importance, print_json, progress_bar
+
+
+@app.command(
+    rich_help_panel=MAKE,
+    epilog="Example: squisher compress squisher.safetensors --codec log8 --out small.safetensors",
+)
+def compress(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An importance file, or a checkpoint to extract from.")],
+    codec: Annotated[
+        str, typer.Option(metavar="CODEC", help="log8 (a byte per entry), rank1 (two vectors per matrix) or exact.")
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The importance to write (.safetensors).")],
+    as_json: Json = False,
+) -> None:
+    """Write an importance with a codec, which makes it smaller, and say what that lost."""
+    from ..importance import load
+    from ..storage.codecs import check_codec
+
+    check_codec(codec)
+    check_target(out)
+    with progress_bar("writing") as progress:
+        open_importance(file).save(out, codec=codec, progress=progress)
+    written = load(out)
+    error = written.provenance.codec
+    entries = sum(written.shape(name).numel() for name in written)
+    size = (
+        sum(one.stat().st_size for one in out.parent.glob(f"{out.stem}*.safetensors"))
+        if not out.exists()
+        else out.stat().st_size
+    )
+    if as_json:
+        print_json(
+            {"file": str(out), "bytes": size, "entries": entries, "codec": error.plain() if error else {"name": codec}}
+        )
+        return
+    said = f"{out}: {size:,} bytes, {size / max(1, entries):.3g} per entry."
+    if error is not None and error.spearman is not None:
+        shared = ", ".join(f"{float(k):.1%}: {v:.1%}" for k, v in error.overlap.items() if v is not None)
+        said += f" Rank correlation with the values before {error.spearman:.4f}; of the largest entries it keeps ({shared})."
+    typer.echo(said)

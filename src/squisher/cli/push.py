@@ -1,0 +1,41 @@
+"""`squisher push`: an importance beside its model on the Hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .app import MAKE, app
+
+
+@app.command(
+    rich_help_panel=MAKE,
+    epilog="Example: squisher push squisher.safetensors hf://owner/name --dry-run",
+)
+def push(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="An importance file, or a folder that holds one.")],
+    address: Annotated[
+        str,
+        typer.Argument(
+            metavar="hf://OWNER/NAME", help="The repository of the model; @revision and /folder may follow."
+        ),
+    ],
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show what would be put there, and ask nothing of the Hub.")
+    ] = False,
+) -> None:
+    """Publish an importance beside its model on the Hub, with one section of the model card that says what it is.
+
+    Nothing else in the repository is touched. A token is taken from where huggingface_hub keeps it (`hf auth login`).
+    """
+    from ..integrations.publishing import prepare
+
+    publication = prepare(file, address)
+    names = ", ".join(publication.files)
+    if dry_run:
+        typer.echo(f"{publication.address} would get {names} ({publication.size:,} bytes) and in its README.md:\n")
+        typer.echo(publication.section)
+        return
+    typer.echo(f"{publication.address}: {names} ({publication.size:,} bytes), {publication.push()}")

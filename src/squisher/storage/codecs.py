@@ -1,0 +1,435 @@
+"""Smaller files: named non-negative tensors as codes, written in one pass and decoded chunk by chunk.
+
+With a codec a tensor called `n` is replaced by a few plain ones, from which every value follows:
+
+    log8    n.log8.code   uint8, of the tensor's shape; entry k of the flat order belongs to block k // 4096
+            n.log8.base   int32, one per block
+            n.log8.step   int32, one per block
+            n.log8.scale  float32, one per block
+            value = scale · (the float32 whose bits are base + step · code), and 0 where the code is 0
+    rank1   n.rank1.row      float32, the first axes of the tensor: means over the others
+            n.rank1.column   float32, the other axes: means over the first, divided by the mean of all
+            value = row × column (outer product)
+
+The bits of a positive float32, read as an integer, are nearly its logarithm, so that log8 has nearly the same relative error
+everywhere, and is decoded in integers alone. Both codecs keep totals: log8 those of every block, rank1 those of every row and column. What would not become smaller is kept whole under
+its own name. Decoded values are float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import FileError, NamingError, SquisherError, near
+from .safetensors import sums_of
+from .tensors import CHUNK, Computed, LazyTensors, TensorSource, chunks_of, dtype_of, numel_of, room_for, shape_of
+
+__all__ = ["BLOCK", "CODECS", "Encoded", "check_codec", "decoded"]
+
+CODECS = ("exact", "log8", "rank1")
+BLOCK = 4096
+"""Entries of a tensor, in flat order, that share a scale and a step in log8."""
+
+_PARTS = {"log8": ("code", "base", "step", "scale"), "rank1": ("row", "column")}
+_CODES = 255  # beside the code 0, which is the value 0
+_BLOCK_BYTES = 12
+_SAMPLE = 1 << 21  # entries that the error is measured on
+
+Array = np.ndarray[Any, Any]
+
+
+def check_codec(codec: str) -> str:
+    """Return the name of a codec.
+
+    Raises:
+        SquisherError: There is none of this name.
+    """
+    if codec not in CODECS:
+        raise SquisherError(f"The codec is {', '.join(CODECS)}, not {codec!r}.{near(str(codec), CODECS)}")
+    return codec
+
+
+class Encoded(Computed):
+    """The tensors of a file with a codec, computed from those of a mapping as they are written, in order.
+
+    Args:
+        tensors: Non-negative and finite; read once, chunk by chunk.
+        codec: `log8` or `rank1`.
+
+    Attributes:
+        sources: The names of the tensors before.
+        sums: The sum, and the sum of squares, of each tensor's decoded values; complete when everything has been written.
+
+    Raises:
+        NamingError: A name is one that the codec uses.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], codec: str) -> None:
+        self._tensors = tensors
+        self.sources = list(tensors)
+        self._layout: dict[str, tuple[str, str, torch.dtype, tuple[int, ...]]] = {}
+        for name in tensors:
+            for part, (dtype, shape) in _parts(codec, dtype_of(tensors, name), tuple(shape_of(tensors, name))).items():
+                stored = f"{name}.{codec}.{part}" if part else name
+                if stored in self._layout or _owner(name, codec) is not None:
+                    raise NamingError(
+                        f"The codec {codec} uses the name {stored!r}: rename that tensor, or save exactly."
+                    )
+                self._layout[stored] = name, part, dtype, shape
+        super().__init__(tensors, {stored: of[0] for stored, of in self._layout.items()})
+        self._ready: dict[str, Tensor] = {}
+        self.sums: dict[str, tuple[float, float]] = {}
+        self._sample = _Sample(tensors)
+
+    def shape(self, name: str) -> torch.Size:
+        """The shape of one stored tensor."""
+        return torch.Size(self._layout[name][3])
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The data type of one stored tensor."""
+        return self._layout[name][2]
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One stored tensor in flat chunks; those of one parameter are asked for in order."""
+        source, part, _, _ = self._layout[name]
+        if part == "code":
+            pieces = self._log8(source)
+        elif part == "row":
+            pieces = self._rank1(source)
+        else:
+            pieces = iter([self._ready.pop(name)]) if part else self._whole(source)
+        for piece in pieces:
+            yield from piece.split(size)
+
+    def sample(self) -> tuple[Tensor, Tensor]:
+        """Return some of the values, evenly spread over all (all of them, if they are few), and what they are decoded to."""
+        return self._sample.pairs()
+
+    def _whole(self, name: str) -> Iterator[Tensor]:
+        total, squares = [0.0], [0.0]
+        for start, chunk in _placed(chunks_of(self._tensors, name)):
+            for into, one in zip((total, squares), sums_of(chunk), strict=True):
+                into.append(one)
+            kept = self._sample.of(name, start, chunk)
+            self._sample.add(kept, kept)
+            yield chunk
+        self.sums[name] = math.fsum(total), math.fsum(squares)
+
+    def _log8(self, name: str) -> Iterator[Tensor]:
+        total, squares = [0.0], [0.0]
+        blocks: list[list[Array]] = [[np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.float32)]]
+        for start, chunk in _placed(_in_blocks(chunks_of(self._tensors, name))):
+            values = _float32(chunk, name)
+            code, base, step, scale = _log8_codes(values.numpy())
+            back = torch.from_numpy(_log8_values(code, base, step, scale, 0, np.empty(code.size, np.float32)))
+            for into, one in zip((total, squares), sums_of(back), strict=True):
+                into.append(one)
+            self._sample.add(self._sample.of(name, start, values), self._sample.of(name, start, back))
+            for into_blocks, array in zip(blocks, (base, step, scale), strict=True):
+                into_blocks.append(array)
+            yield torch.from_numpy(code)
+        for part, arrays in zip(("base", "step", "scale"), blocks, strict=True):
+            self._ready[f"{name}.log8.{part}"] = torch.from_numpy(np.concatenate(arrays))
+        self.sums[name] = math.fsum(total), math.fsum(squares)
+
+    def _rank1(self, name: str) -> Iterator[Tensor]:
+        shape = tuple(shape_of(self._tensors, name))
+        split = _split(shape)
+        rows, columns = np.zeros(math.prod(shape[:split])), np.zeros(math.prod(shape[split:]))
+        originals, places = [], []
+        for start, chunk in _placed(chunks_of(self._tensors, name)):
+            values = _float32(chunk, name)
+            _add_sums(values.numpy(), start, rows, columns)
+            originals.append(self._sample.of(name, start, values).clone())
+            places.append(self._sample.places(name, start, values.numel()))
+        row, column = _rank1_factors(rows, columns)
+        where = np.concatenate([np.empty(0, np.int64), *places])
+        back = row[where // columns.size] * column[where % columns.size]
+        self._sample.add(torch.cat(originals), torch.from_numpy(back))
+        self._ready[f"{name}.rank1.column"] = torch.from_numpy(column)
+        long_row, long_column = row.astype(np.float64), column.astype(np.float64)
+        self.sums[name] = (
+            float(long_row.sum() * long_column.sum()),
+            float(np.square(long_row).sum() * np.square(long_column).sum()),
+        )
+        yield torch.from_numpy(row)
+
+
+def decoded(tensors: LazyTensors, codec: str) -> LazyTensors:
+    """Return the lazy tensors that a codec's were made from, with decoded values.
+
+    Raises:
+        FileError: One is missing, or does not fit the others.
+    """
+    if codec == "exact":
+        return tensors
+    groups: dict[str, dict[str, TensorSource]] = {}
+    for stored in tensors:
+        name, part = _owner(stored, codec) or (stored, "")
+        groups.setdefault(name, {})[part] = tensors.source(stored)
+    sources: dict[str, TensorSource] = {}
+    for name, parts in groups.items():
+        if set(parts) == {""}:
+            sources[name] = parts[""]
+            continue
+        if set(parts) != set(_PARTS[codec]):
+            raise FileError(
+                f"The {codec} tensors of {name!r} are {', '.join(sorted(parts))}, not {', '.join(_PARTS[codec])}: the file is damaged."
+            )
+        source = Log8Tensor(**parts) if codec == "log8" else Rank1Tensor(**parts)
+        if not source.fits():
+            raise FileError(f"The {codec} tensors of {name!r} do not fit one another: the file is damaged.")
+        sources[name] = source
+    return LazyTensors(sources, tensors.metadata)
+
+
+class Log8Tensor(NamedTuple):
+    """A tensor that is decoded from log8 codes when it is read."""
+
+    code: TensorSource
+    base: TensorSource
+    step: TensorSource
+    scale: TensorSource
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return tuple(self.code.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the decoded values."""
+        return torch.float32
+
+    def fits(self) -> bool:
+        """Whether types and shapes are as they must be."""
+        blocks = (-(-math.prod(self.shape) // BLOCK),)
+        types = [one.dtype for one in self]
+        one_each = all(tuple(one.shape) == blocks for one in (self.base, self.step, self.scale))
+        return one_each and types == [torch.uint8, torch.int32, torch.int32, torch.float32]
+
+    def load(self) -> Tensor:
+        """The whole tensor."""
+        return self.read_flat(0, math.prod(self.shape)).view(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` in flat order."""
+        if stop <= start:
+            return torch.empty(0)
+        first, last = start // BLOCK, -(-stop // BLOCK)
+        base, step, scale = (one.read_flat(first, last).numpy() for one in (self.base, self.step, self.scale))
+        out = room_for(stop - start, torch.float32)
+        code = self.code.read_flat(start, stop).numpy()
+        _log8_values(code, base, step, scale, start - first * BLOCK, out.numpy())
+        return out
+
+
+class Rank1Tensor(NamedTuple):
+    """A tensor that is the outer product of two when it is read."""
+
+    row: TensorSource
+    column: TensorSource
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return (*self.row.shape, *self.column.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the decoded values."""
+        return torch.float32
+
+    def fits(self) -> bool:
+        """Whether types are as they must be."""
+        return self.row.dtype == self.column.dtype == torch.float32
+
+    def load(self) -> Tensor:
+        """The whole tensor."""
+        return self.read_flat(0, math.prod(self.shape)).view(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` in flat order."""
+        if stop <= start:
+            return torch.empty(0)
+        width = math.prod(self.column.shape)
+        first, last = start // width, -(-stop // width)
+        row = self.row.read_flat(first, last).numpy()
+        whole = self.column.read_flat(0, width).numpy() if last - first > 1 else None
+        out = room_for(stop - start, torch.float32)
+        for begin, end, rows, columns in _segments(start, stop, width):
+            part = self.column.read_flat(columns.start, columns.stop).numpy() if whole is None else whole[columns]
+            place = out.numpy()[begin - start : end - start].reshape(rows.stop - rows.start, -1)
+            np.multiply(row[rows.start - first : rows.stop - first, None], part, out=place)
+        return out
+
+
+def _parts(codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors that one becomes; the key "" stands for the tensor as it is."""
+    numel = math.prod(shape)
+    blocks = (-(-numel // BLOCK),)
+    if codec == "log8" and numel + _BLOCK_BYTES * blocks[0] < numel * dtype.itemsize:
+        integers = {"base": (torch.int32, blocks), "step": (torch.int32, blocks)}
+        return {"code": (torch.uint8, shape), **integers, "scale": (torch.float32, blocks)}
+    split = _split(shape)
+    if codec == "rank1" and 4 * (math.prod(shape[:split]) + math.prod(shape[split:])) < numel * dtype.itemsize:
+        return {"row": (torch.float32, shape[:split]), "column": (torch.float32, shape[split:])}
+    return {"": (dtype, shape)}
+
+
+def _split(shape: tuple[int, ...]) -> int:
+    """How many of the first axes are the rows: as many as make rows and columns fewest."""
+    return min(range(1, max(2, len(shape))), key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))
+
+
+def _owner(stored: str, codec: str) -> tuple[str, str] | None:
+    """The tensor and the part that a stored name stands for; None for a name of its own."""
+    name, _, part = stored.rpartition(f".{codec}.")
+    return (name, part) if name and part in _PARTS[codec] else None
+
+
+def _placed(chunks: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
+    start = 0
+    for chunk in chunks:
+        yield start, chunk
+        start += chunk.numel()
+
+
+def _float32(chunk: Tensor, name: str) -> Tensor:
+    values = chunk.to(torch.float32)
+    if chunk.dtype == torch.float64 and not bool(values.isfinite().all()):
+        raise SquisherError(f"{name!r} has values that are too large for a float32: save it exactly.")
+    return values
+
+
+def _in_blocks(chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The same values in chunks of whole blocks; only the last may end within one."""
+    left = torch.empty(0)
+    for chunk in chunks:
+        joined = torch.cat([left, chunk]) if left.numel() else chunk
+        cut = joined.numel() // BLOCK * BLOCK
+        if cut:
+            yield joined[:cut]
+        left = joined[cut:].clone()
+    if left.numel():
+        yield left
+
+
+def _log8_codes(values: Array) -> tuple[Array, Array, Array, Array]:
+    """Return the code of each value, and base, step and scale of each block."""
+    code = np.empty(values.size, np.uint8)
+    base, step = (np.zeros(-(-values.size // BLOCK), np.int32) for _ in range(2))
+    scale = np.zeros(base.size, np.float32)
+    for blocks, places in _block_runs(values.size, 0):
+        bits = values[places].view(np.int32).reshape(blocks.stop - blocks.start, -1)
+        high = bits.max(1).astype(np.int64)
+        low = (bits - 1).view(np.uint32).min(1).astype(np.int64) + 1  # a zero becomes the largest of all
+        low = np.minimum(low, high)
+        one = np.maximum(-(-(high - low) // (_CODES - 1)), 1)
+        found = np.rint((bits - low[:, None]) * (1 / one)[:, None]) + 1
+        code[places] = np.where(bits == 0, 0, found).astype(np.uint8).ravel()
+        base[blocks], step[blocks] = low - one, one  # the first code is 1
+        ones = np.ones(blocks.stop - blocks.start, np.float32)
+        back = _log8_values(code[places], base[blocks], step[blocks], ones, 0, np.empty(bits.size, np.float32))
+        total, coded = (x.reshape(bits.shape).sum(1, dtype=np.float64) for x in (values[places], back))
+        scale[blocks] = total / np.where(coded > 0, coded, 1)
+    return code, base, step, scale
+
+
+def _log8_values(code: Array, base: Array, step: Array, scale: Array, first: int, out: Array) -> Array:
+    """Write the values of codes that begin at place `first` of the first block into `out`, and return it."""
+    for blocks, places in _block_runs(code.size, first):
+        codes = code[places].reshape(blocks.stop - blocks.start, -1)
+        values = out[places].reshape(codes.shape)
+        bits = values.view(np.int32)
+        np.multiply(codes, step[blocks, None], out=bits)
+        np.add(bits, base[blocks, None], out=bits)
+        np.multiply(values, scale[blocks, None], out=values)
+        if not codes.min():
+            np.copyto(values, 0, where=codes == 0)
+    return out
+
+
+def _block_runs(size: int, first: int) -> Iterator[tuple[slice, slice]]:
+    """Flat values that begin at place `first` of a block as runs of equal length in their blocks: the blocks, the places."""
+    start = 0
+    while start < size:
+        block, place = divmod(first + start, BLOCK)
+        whole = (size - start) // BLOCK if place == 0 else 0
+        stop = start + whole * BLOCK if whole else min(size, start + BLOCK - place)
+        yield slice(block, block + max(1, whole)), slice(start, stop)
+        start = stop
+
+
+def _segments(start: int, stop: int, width: int) -> Iterator[tuple[int, int, slice, slice]]:
+    """Flat elements `start` to `stop` of a matrix as a part of a row, whole rows, and a part of a row: places, rows, columns."""
+    while start < stop:
+        row, column = divmod(start, width)
+        if column or stop - start < width:
+            end = min(stop, start - column + width)
+            yield start, end, slice(row, row + 1), slice(column, column + end - start)
+        else:
+            rows = (stop - start) // width
+            end = start + rows * width
+            yield start, end, slice(row, row + rows), slice(0, width)
+        start = end
+
+
+def _add_sums(values: Array, start: int, rows: Array, columns: Array) -> None:
+    """Add a chunk that begins at flat place `start` to the sums of its rows and columns."""
+    long = values.astype(np.float64)
+    for begin, end, of_rows, of_columns in _segments(start, start + long.size, columns.size):
+        part = long[begin - start : end - start].reshape(of_rows.stop - of_rows.start, -1)
+        rows[of_rows] += part.sum(1)
+        columns[of_columns] += part.sum(0)
+
+
+def _rank1_factors(rows: Array, columns: Array) -> tuple[Array, Array]:
+    """Return row means, and column means relative to the mean, from the sums: their product is near the values' own size."""
+    total = float(rows.sum())
+    row = rows / columns.size
+    column = columns * (columns.size / total) if total else np.ones(columns.size)
+    return row.astype(np.float32), column.astype(np.float32)
+
+
+class _Sample:
+    """Every k-th entry of all tensors, one after the other; k is a prime, so that no column of a matrix is left out."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        total, self._offsets = 0, {}
+        for name in tensors:
+            self._offsets[name] = total
+            total += numel_of(tensors, name)
+        self._every = _prime(-(-total // _SAMPLE))
+        self._before: list[Tensor] = []
+        self._after: list[Tensor] = []
+
+    def places(self, name: str, start: int, numel: int) -> Array:
+        """The flat places in one tensor of those that are taken of a chunk."""
+        first = start + (-(self._offsets[name] + start)) % self._every
+        return np.arange(first, start + numel, self._every)
+
+    def of(self, name: str, start: int, chunk: Tensor) -> Tensor:
+        """Those of a chunk that are taken."""
+        return chunk[(-(self._offsets[name] + start)) % self._every :: self._every].to(torch.float32)
+
+    def add(self, before: Tensor, after: Tensor) -> None:
+        """Keep values and what they are decoded to."""
+        self._before.append(before.clone())
+        self._after.append(after.clone())
+
+    def pairs(self) -> tuple[Tensor, Tensor]:
+        """All that was kept."""
+        return torch.cat([torch.empty(0), *self._before]), torch.cat([torch.empty(0), *self._after])
+
+
+def _prime(least: int) -> int:
+    while least > 1 and any(least % k == 0 for k in range(2, math.isqrt(least) + 1)):
+        least += 1
+    return max(1, least)
