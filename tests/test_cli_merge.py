@@ -255,12 +255,14 @@ def test_a_killed_merge_leaves_nothing_that_loads(tmp_path):
         (tmp_path / name / "config.json").write_text("{}")
     process = subprocess.Popen([SQUISHER, "merge", "average", "a", "b", "--out", "out"], cwd=tmp_path)
     deadline = time.monotonic() + 60
-    while not list(tmp_path.glob(".out.*.partial/.model*")) and time.monotonic() < deadline and process.poll() is None:
+    while (
+        not list(tmp_path.glob(".out.*.partial/out/.model*")) and time.monotonic() < deadline and process.poll() is None
+    ):
         time.sleep(0.001)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "out").exists()
-    assert not list(tmp_path.glob("**/.out*/*.safetensors"))
+    assert not list(tmp_path.glob(".out*/**/*.safetensors"))
     assert run("merge", "average", "a", "b", "--out", "out", cwd=tmp_path).returncode == 0
     assert torch.equal(loaded(tmp_path / "out")["layer.3"], large["layer.3"])
 

@@ -124,3 +124,39 @@ def test_labels_that_need_no_labels_and_bad_lines(tmp_path, data):
         list(text_batches(tmp_path / "none", loaded))
     with pytest.raises(FileError, match=r"no config\.json"):
         load_text_model(tmp_path)
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("kind", ["classifier", "language model"])
+@pytest.mark.filterwarnings("default")
+def test_an_adapter_is_measured_under_the_names_of_its_file(tmp_path, data, kind):
+    import peft
+    from safetensors.torch import load_file
+
+    from squisher.integrations.text import load_text_model, text_batches
+
+    model = folder_of(kind, tmp_path / "base")
+    task = "SEQ_CLS" if kind == "classifier" else "CAUSAL_LM"
+    targets = ["query"] if kind == "classifier" else ["c_attn"]
+    config = peft.LoraConfig(task_type=task, r=2, target_modules=targets, fan_in_fan_out=kind != "classifier")
+    adapted = peft.get_peft_model(model, config)
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    adapted.peft_config["default"].base_model_name_or_path = "elsewhere"
+    adapted.save_pretrained(tmp_path / "adapter")
+    out = tmp_path / "fisher.safetensors"
+    done = run("fisher", tmp_path / "adapter", "--data", data, "--out", out)
+    assert done.returncode == 1
+    assert "give the base with --base DIR" in done.stderr
+    done = run("fisher", tmp_path / "adapter", "--data", data, "--out", out, "--base", tmp_path / "base", "--json")
+    assert done.returncode == 0, done.stderr
+    imp, stored = squisher.load(out), load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    assert set(imp) == set(stored)
+    assert all(imp[name].shape == stored[name].shape for name in stored)
+    batches = list(text_batches(data, load_text_model(tmp_path / "adapter", base=tmp_path / "base")))
+    live = squisher.fisher(adapted.eval(), batches, method="loop")
+    measured = sorted(float(live[name].sum()) for name in live)
+    assert sorted(float(imp[name].sum()) for name in imp) == pytest.approx(measured, rel=1e-3)
+    assert "is no adapter" in run("fisher", tmp_path / "base", "--data", data, "--out", out, "--base", "x").stderr

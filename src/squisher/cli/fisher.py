@@ -16,7 +16,10 @@ from .app import MAKE, Json, app, check_target, print_json, progress_bar
 )
 def fisher(
     model: Annotated[
-        Path, typer.Argument(metavar="MODEL", help="Folder of a sequence classifier or causal language model.")
+        Path,
+        typer.Argument(
+            metavar="MODEL", help="Folder of a sequence classifier or causal language model, or a LoRA adapter."
+        ),
     ],
     data: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Lines with text, text_pair, label; or text alone.")],
     out: Annotated[
@@ -36,16 +39,21 @@ def fisher(
     parameters: Annotated[str | None, typer.Option(metavar="REGEX", help="Only matching parameters.")] = None,
     device: Annotated[str, typer.Option(metavar="D", help="cpu, cuda, mps.")] = "cpu",
     seed: Annotated[int, typer.Option(metavar="S", help="Of sampled labels.")] = 0,
+    base: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="For an adapter: its base, where the adapter does not name a folder."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Measure the Fisher diagonal of a Hugging Face model on a file of text."""
     from ..importance import FILE_NAME
+    from ..integrations.recording import under_file_names
     from ..integrations.text import count_rows, load_text_model, text_batches
     from ..measure import fisher as measure
 
     target = out / FILE_NAME if out.is_dir() else out
     check_target(target)
-    loaded = load_text_model(model, device)
+    loaded = load_text_model(model, device, base)
     batches = text_batches(
         data, loaded, batch_size=batch_size, max_length=max_length, max_examples=max_examples, labelled=labels == "data"
     )
@@ -64,6 +72,7 @@ def fisher(
             seed=seed,
             progress=None if progress is None else lambda done, _: progress(done, total),
         )
+    importance = under_file_names(importance, loaded.model)
     importance.save(target)
     if as_json:
         print_json({"file": str(target), "tensors": len(importance), "provenance": importance.provenance.to_dict()})

@@ -27,6 +27,7 @@ __all__ = [
     "inner_optimizers",
     "recorded",
     "stored_candidates",
+    "under_file_names",
     "written_by_one",
 ]
 
@@ -106,6 +107,15 @@ def stored_candidates(model: nn.Module) -> list[Candidate]:
         NamingError: The library that saves the model cannot tell.
     """
     return candidates_of_module(model, frozen_too=True).parameters
+
+
+def under_file_names(found: Importance, model: nn.Module) -> Importance:
+    """Return an importance of a live model under the names that the model's weight file has.
+
+    Raises:
+        NamingError: The library that saves the model cannot tell.
+    """
+    return _as_stored(found, model, stored_candidates(model))
 
 
 def _as_stored(found: Importance, model: nn.Module, candidates: Sequence[Candidate]) -> Importance:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FileError, SquisherError
+from ..storage.json_files import read_object
+from .peft import CONFIG, is_adapter
 
 __all__ = ["TextModel", "count_rows", "load_text_model", "text_batches"]
 
@@ -25,12 +27,21 @@ class TextModel(NamedTuple):
     """`classification` or `language modelling`."""
 
 
-def load_text_model(folder: str | os.PathLike[str], device: str = "cpu") -> TextModel:
-    """Loads a sequence classifier or a causal language model with its tokenizer; no code of the folder is run.
+def load_text_model(
+    folder: str | os.PathLike[str], device: str = "cpu", base: str | os.PathLike[str] | None = None
+) -> TextModel:
+    """Load a sequence classifier or a causal language model with its tokenizer; no code of the folder is run.
+
+    A folder with a PEFT adapter is loaded onto its base, with the adapter's parameters trainable and all others frozen.
+
+    Args:
+        folder: A model, or an adapter.
+        device: Where to put it.
+        base: For an adapter: the model that it adapts; by default the one that it names.
 
     Raises:
-        FileError: The folder is not a Hugging Face model.
-        SquisherError: transformers is missing, or the model is of another kind.
+        FileError: The folder is not a Hugging Face model, or an adapter's base is not found.
+        SquisherError: transformers or peft is missing, or the model is of another kind.
     """
     try:
         import transformers
@@ -39,23 +50,22 @@ def load_text_model(folder: str | os.PathLike[str], device: str = "cpu") -> Text
             "Reading a Hugging Face model takes transformers: pip install 'torch-squisher[hf]'."
         ) from error
     path = Path(folder)
-    if not (path / "config.json").is_file():
-        raise FileError(f"{path} is not the folder of a Hugging Face model: it holds no config.json.")
+    adapter = is_adapter(path)
+    if base is not None and not adapter:
+        raise SquisherError(f"{path} is no adapter ({CONFIG} is missing), so there is no base for it.")
+    place = _base_of(path, base) if adapter else path
+    if not (place / "config.json").is_file():
+        raise FileError(f"{place} is not the folder of a Hugging Face model: it holds no config.json.")
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
-        names = list(config.architectures or [])
-        name = names[0] if names else ""
-        if name.endswith("ForSequenceClassification"):
-            task, loader = "classification", transformers.AutoModelForSequenceClassification
-        elif name.endswith(("ForCausalLM", "LMHeadModel")):
-            task, loader = "language modelling", transformers.AutoModelForCausalLM
-        else:
-            raise SquisherError(
-                f"{path} is a {name or 'model of no named architecture'}; squisher fisher measures sequence classifiers and "
-                "causal language models. Use squisher.fisher(model, batches) in Python for others."
-            )
-        tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-        model = loader.from_pretrained(path, torch_dtype="auto")
+        config = transformers.AutoConfig.from_pretrained(place)
+        task, loader = (
+            _task(path, config, transformers) if not adapter else _task_of_adapter(path, config, transformers)
+        )
+        tokens = path if adapter and (path / "tokenizer_config.json").is_file() else place
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tokens)
+        model = loader.from_pretrained(place, torch_dtype="auto")
+        if adapter:
+            model = _adapted(model, path)
     except (OSError, ValueError, KeyError) as error:
         raise FileError(f"{path} cannot be loaded with transformers: {str(error).splitlines()[0]}") from error
     if tokenizer.pad_token is None:
@@ -65,6 +75,53 @@ def load_text_model(folder: str | os.PathLike[str], device: str = "cpu") -> Text
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return TextModel(model.to(device).eval(), tokenizer, task)
+
+
+def _task(path: Path, config: Any, transformers: Any) -> tuple[str, Any]:
+    name = (list(config.architectures or []) or [""])[0]
+    if name.endswith("ForSequenceClassification"):
+        return "classification", transformers.AutoModelForSequenceClassification
+    if name.endswith(("ForCausalLM", "LMHeadModel")):
+        return "language modelling", transformers.AutoModelForCausalLM
+    raise SquisherError(
+        f"{path} is a {name or 'model of no named architecture'}; squisher fisher measures sequence classifiers and "
+        "causal language models. Use squisher.fisher(model, batches) in Python for others."
+    )
+
+
+def _task_of_adapter(path: Path, config: Any, transformers: Any) -> tuple[str, Any]:
+    """Return the task that the adapter's configuration names; an adapter may turn a bare encoder into a classifier."""
+    said = read_object(path / CONFIG).get("task_type")
+    if said == "SEQ_CLS":
+        return "classification", transformers.AutoModelForSequenceClassification
+    if said == "CAUSAL_LM":
+        return "language modelling", transformers.AutoModelForCausalLM
+    if said is None:
+        return _task(path, config, transformers)
+    raise SquisherError(
+        f"{path} is an adapter for {said}; squisher fisher measures SEQ_CLS and CAUSAL_LM. Use squisher.fisher(model, batches) "
+        "in Python for others."
+    )
+
+
+def _base_of(path: Path, given: str | os.PathLike[str] | None) -> Path:
+    if given is not None:
+        return Path(given)
+    named = str(read_object(path / CONFIG).get("base_model_name_or_path") or "")
+    for place in (Path(named), path / named):
+        if named and place.is_dir():
+            return place
+    raise FileError(
+        f"{path} adapts {named or 'a model that it does not name'}, which is no folder here: give the base with --base DIR."
+    )
+
+
+def _adapted(model: nn.Module, path: Path) -> nn.Module:
+    try:
+        import peft
+    except ImportError as error:
+        raise SquisherError("Reading an adapter takes peft: pip install 'torch-squisher[hf]'.") from error
+    return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
 
 
 def count_rows(file: str | os.PathLike[str]) -> int:
