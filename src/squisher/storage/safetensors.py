@@ -226,6 +226,8 @@ class SafetensorsWriter:
         Raises:
             FileError: The disk is full or the file cannot be written.
         """
+        if not chunk.numel():
+            return  # nothing to write; torch gives empty tensors strides that cannot be viewed as bytes
         with told(self.path):
             view = chunk.contiguous().view(-1).view(torch.uint8).numpy().data
             self._partial.write(view)
