@@ -12,7 +12,7 @@ FRAMEWORK_VENV := .venv-formats
 FRAMEWORKS := $(FRAMEWORK_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-formats test-browser fuzz lint format bench results docs clean
+.PHONY: help install demo test test-slow test-formats test-stories test-browser fuzz lint format bench results docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,10 @@ test-slow: $(INSTALLED) ## the tests that take minutes or gigabytes
 
 test-formats: $(FRAMEWORKS) ## read checkpoints that the real frameworks write here and now
 	$(TEST_ENV) $(FRAMEWORK_VENV)/bin/python -m pytest -m formats
+
+test-stories: $(FRAMEWORKS) ## walk what people do (Trainer, TRL, PEFT, Lightning, mergekit, a browser) on models of real size
+	@$(FRAMEWORK_VENV)/bin/python -m tests.browser.chromium
+	$(TEST_ENV) $(FRAMEWORK_VENV)/bin/python -m pytest -m 'stories or not stories' tests/stories
 
 test-browser: $(INSTALLED) ## look at the report in a system Chromium (CHROMIUM= names it)
 	@$(BIN)/python -m tests.browser.chromium
