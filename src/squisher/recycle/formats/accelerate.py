@@ -30,7 +30,7 @@ def is_accelerate_folder(path: Path) -> bool:
 
 
 def read_accelerate(folder: Path, options: Options) -> Found:
-    """The optimizers of a `save_state` folder, each with the models that fit it.
+    """Read the optimizers of a `save_state` folder, each with the models that fit it.
 
     Weights in safetensors are sorted by name: they name an optimizer's parameters only if every shape occurs once.
 
@@ -56,7 +56,7 @@ def read_accelerate(folder: Path, options: Options) -> Found:
 
 
 def read_one(file: Path) -> OptimizerState:
-    """The one optimizer in a file.
+    """Read the one optimizer in a file.
 
     Raises:
         FileError: There is none, or more than one.
@@ -68,7 +68,7 @@ def read_one(file: Path) -> OptimizerState:
 
 
 def _numbered(folder: Path, pattern: str) -> list[Path]:
-    """The files of a folder that a pattern matches, by their number; the first has none."""
+    """Return the files of a folder that a pattern matches, by their number; the first has none."""
     found = [(int(m[1] or 0), p) for p in folder.iterdir() if p.is_file() and (m := re.fullmatch(pattern, p.name))]
     files = [path for _, path in sorted(found)]
     numbers = [number for number, _ in sorted(found)]

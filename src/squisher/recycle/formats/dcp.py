@@ -42,7 +42,7 @@ def is_dcp(path: Path) -> bool:
 
 
 def read_dcp(path: Path, options: Options) -> Found:
-    """The optimizer states in a distributed checkpoint, and its weights as evidence for names.
+    """Read the optimizer states in a distributed checkpoint, and its weights as evidence for names.
 
     Raises:
         FileError: It is incomplete, damaged, written in a way that is not read, or holds no optimizer state.
@@ -91,7 +91,7 @@ def read_dcp(path: Path, options: Options) -> Found:
 
 
 def _folders(path: Path) -> list[Path]:
-    """The distributed checkpoints at a path: itself, or its folders."""
+    """Return the distributed checkpoints at a path: itself, or its folders."""
     if (path / ".metadata").is_file():
         return [path]
     if not path.is_dir():
@@ -157,7 +157,7 @@ def _saved(checkpoint: Checkpoint) -> dict[tuple[Any, ...], _Saved]:
 
 
 def _optimizer_place(path: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, Any, str | None] | None:
-    """The optimizer an entry belongs to, `state` or `param_groups`, whose it is (parameter or group), and its name."""
+    """Return the optimizer an entry belongs to, `state` or `param_groups`, whose it is (parameter or group), and its name."""
     for k, part in enumerate(path):
         rest = path[k + 1 :]
         if part == "param_groups" and len(rest) <= 1:  # one pickle for all groups, or for one
@@ -195,7 +195,7 @@ def _entries(checkpoint: Checkpoint, saved: _Saved, place: str) -> list[Entry]:
 
 
 def _groups(checkpoint: Checkpoint, saved: _Saved) -> list[tuple[Sequence[Any], Sequence[Any], Mapping[str, Any]]]:
-    """The parameters of each group, their names (or what stands in their place), and its hyperparameters."""
+    """Return the parameters of each group, their names (or what stands in their place), and its hyperparameters."""
     listed = sorted(saved.groups.items(), key=lambda item: _number(item[0]))
     found: list[tuple[Any, Any]] = [(owner, _Group(checkpoint, keys)) for owner, keys in listed]
     for _, key in sorted(saved.whole.items(), key=lambda item: _number(item[0])):
@@ -215,7 +215,7 @@ def _groups(checkpoint: Checkpoint, saved: _Saved) -> list[tuple[Sequence[Any], 
 
 
 def _number(owner: Any) -> int:
-    """The place of a group among the groups; those of single parameters keep their order."""
+    """Return the place of a group among the groups; those of single parameters keep their order."""
     return int(owner) if isinstance(owner, int) or (isinstance(owner, str) and owner.isdecimal()) else -1
 
 
@@ -251,7 +251,7 @@ class _Model:
 
 
 def _models(checkpoint: Checkpoint) -> list[_Model]:
-    """The weights, without what is surely a buffer."""
+    """Return the weights, without what is surely a buffer."""
     optimizers = set(_saved(checkpoint))
     found: dict[tuple[Any, ...], dict[str, str]] = {}
     for key, path in checkpoint.paths.items():
@@ -317,11 +317,11 @@ class Checkpoint:
         return self._entries[key].name.endswith("TensorStorageMetadata")
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._sizes(self._entries[key].get("size"), key)
 
     def dtype(self, key: str) -> torch.dtype:
-        """The dtype of a tensor."""
+        """Return the dtype of a tensor."""
         properties = self._entries[key].get("properties")
         if isinstance(properties, Record):
             said = properties.state[0] if isinstance(properties.state, tuple) and properties.state else None
@@ -331,7 +331,7 @@ class Checkpoint:
         raise self._damaged(f"{key!r} has no dtype")
 
     def tensor(self, key: str) -> Blocks:
-        """A tensor, to be read when asked for; its blocks have been checked to be there and to cover it."""
+        """Read a tensor, to be read when asked for; its blocks have been checked to be there and to cover it."""
         shape, dtype = self.shape(key), self.dtype(key)
         blocks: dict[tuple[int, ...], Block] = {}
         for chunk in self._entries[key].get("chunks") or ():
@@ -347,7 +347,7 @@ class Checkpoint:
         return tensor
 
     def value(self, key: str) -> Any:
-        """An entry of any kind: a tensor to be read when asked for, or the object itself."""
+        """Return an entry of any kind: a tensor to be read when asked for, or the object itself."""
         return self.tensor(key) if self.is_tensor(key) else read(self._span(key, None))
 
     def _span(self, key: str, offset: tuple[int, ...] | None) -> ByteRange:
@@ -397,7 +397,7 @@ class _Blob:
         self._stored: Verified | None = None
 
     def load(self) -> Tensor:
-        """The whole block."""
+        """Read the whole block."""
         return self._opened().load()
 
     def read_flat(self, start: int, stop: int) -> Tensor:
@@ -430,7 +430,7 @@ def _attribute(record: Any, name: str, kind: type) -> Any:
 
 
 def _path_of(key: str, keys: Mapping[str, Any]) -> tuple[str, ...]:
-    """A path for an entry without one: its key, behind the prefix of an optimizer that has groups."""
+    """Return a path for an entry without one: its key, behind the prefix of an optimizer that has groups."""
     for prefix in ("", "optimizer.", "optim.", "app.optim.", "app.optimizer."):
         belongs = key.startswith((f"{prefix}state.", f"{prefix}param_groups"))
         if belongs and any(other.startswith(f"{prefix}param_groups") for other in keys):

@@ -40,7 +40,7 @@ def is_msgpack(path: Path) -> bool:
 
 
 def read_msgpack(path: Path) -> dict[str, Any]:
-    """The tree in a msgpack file.
+    """Read the tree in a msgpack file.
 
     Raises:
         FileError: It is damaged, or not what flax writes.
@@ -105,7 +105,7 @@ class _Parser:
         return _unchunked(out) if out.get(_CHUNKED) else out
 
     def _extension(self, length: int) -> Any:
-        """An array is (shape, name of its type, bytes), packed once more; other extensions are stepped over."""
+        """Decode an array: (shape, name of its type, bytes), packed once more; step over other extensions."""
         kind = self._byte()
         start = self.file.tell()
         found = None
@@ -164,7 +164,7 @@ _EXTENSIONS = {0xC7: "B", 0xC8: "H", 0xC9: "I"}
 
 
 def _unchunked(tree: dict[str, Any]) -> Joined:
-    """An array of over a gigabyte is stored as flat pieces."""
+    """Join an array of over a gigabyte, which is stored as flat pieces."""
     shape, chunks = tree.get("shape"), tree.get("chunks")
     if isinstance(shape, dict) and isinstance(chunks, dict):
         sizes = tuple(shape[str(k)] for k in range(len(shape)) if str(k) in shape)

@@ -35,7 +35,7 @@ def is_hdf5(path: Path) -> bool:
 
 @contextmanager
 def open_hdf5(span: ByteRange) -> Iterator[Any]:
-    """An HDF5 file, whole or inside another one, to look around in.
+    """Open an HDF5 file, whole or inside another one, to look around in.
 
     Raises:
         SquisherError: h5py is not installed.
@@ -60,7 +60,7 @@ def open_hdf5(span: ByteRange) -> Iterator[Any]:
 
 
 def attribute(node: Any, name: str, default: Any = None) -> Any:
-    """An attribute of a group or dataset, if it has one; its size is looked at before it is read.
+    """Return an attribute of a group or dataset, if it has one; its size is looked at before it is read.
 
     Raises:
         FileError: It claims to be larger than any attribute that Keras writes.
@@ -80,7 +80,7 @@ _PIECE = 1 << 24
 
 
 def _check_heaps(span: ByteRange) -> None:
-    """Walks the heaps of strings as the HDF5 library does, because it walks a damaged one for ever.
+    """Walk the heaps of strings as the HDF5 library does, because it walks a damaged one for ever.
 
     Raises:
         FileError: An object in a heap has a size that leads nowhere.

@@ -54,7 +54,7 @@ def is_keras(path: Path) -> bool:
 
 
 def read_keras(path: Path, options: Options) -> Found:
-    """The optimizer of a Keras file.
+    """Read the optimizer of a Keras file.
 
     Raises:
         FileError: It is damaged, or holds no optimizer.
@@ -107,7 +107,7 @@ def _numbered(span: ByteRange, file: Any, config: Mapping[str, Any]) -> Found:
 
 
 def _class_by_name(name: str) -> str:
-    """An optimizer without a config has the name that Keras gives to the first of its class, unless the user chose one."""
+    """Return the class for the name that Keras gives to the first optimizer of a class, unless the user chose one."""
     plain = re.sub(r"_\d+$", "", name)
     for known in (*_LAYOUTS, *_REFUSED):
         if snake_case(known) == plain:
@@ -129,7 +129,7 @@ def _refuse(name: Any, span: ByteRange) -> None:
 
 
 def _layout(name: str, tensors: Sequence[Any], settings: Mapping[str, Any], span: ByteRange) -> tuple[Any, list[Any]]:
-    """The iteration, and the squared-gradient variables in the model's order; shapes must prove the layout."""
+    """Return the iteration, and the squared-gradient variables in the model's order; shapes must prove the layout."""
     each, blocks = _LAYOUTS[name]
     header = 2 if len(tensors) > 1 and tensors[1].shape == () else 1  # a learning-rate schedule is no variable
     rest = list(tensors[header:])
@@ -215,13 +215,13 @@ def _steps(iteration: int | None, settings: Mapping[str, Any]) -> int | None:
 
 
 def _state(name: str, source: Any, steps: int | None) -> dict[str, Any]:
-    """The state under the keys that the table of accumulators knows."""
+    """Return the state under the keys that the table of accumulators knows."""
     key = {"RMSprop": "square_avg", "Adadelta": "square_avg", "Adagrad": "sum"}.get(name, "exp_avg_sq")
     return {key: source, "step": steps, **({"acc_delta": None} if name == "Adadelta" else {})}
 
 
 def _group(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings under the names that the table of accumulators knows; decay is decoupled in every Keras optimizer."""
+    """Return the settings under the names that the table of accumulators knows; decay is decoupled in every Keras optimizer."""
     group: dict[str, Any] = {
         "weight_decay": settings.get("weight_decay"),
         "eps": settings.get("epsilon"),
@@ -281,7 +281,7 @@ _PARTS = {  # layers made of layers: where they are in the file, in the order of
 
 
 def candidates_of_config(config: Mapping[str, Any], file: Any) -> list[Candidate]:
-    """The trainable variables in the order of config.json; nothing where some layer's order is not known."""
+    """Return the trainable variables in the order of config.json; nothing where some layer's order is not known."""
     try:
         return list(_of_model(config, file, ""))
     except _Unknown:
@@ -337,7 +337,7 @@ def _of_layer(layer: Mapping[str, Any], group: Any, prefix: str) -> Iterator[Can
 
 
 def _variables(layer: Mapping[str, Any], place: str) -> Sequence[str]:
-    """The names of a layer's variables, or of those of a layer inside it, in their order."""
+    """Return the names of a layer's variables, or of those of a layer inside it, in their order."""
     kind, config = layer["class_name"], layer.get("config") or {}
     if kind in ("TimeDistributed", "Bidirectional") and isinstance(config.get("layer"), dict):
         return _variables(config["layer"], place)
@@ -347,7 +347,7 @@ def _variables(layer: Mapping[str, Any], place: str) -> Sequence[str]:
 
 
 def _name(group: Any) -> str | None:
-    """The name of a layer, as recent versions write it down beside its variables."""
+    """Return the name of a layer, as recent versions write it down beside its variables."""
     name = attribute(group["vars"], "name") if "vars" in group else None
     return None if name is None else text(name)
 
@@ -360,12 +360,12 @@ def _vars(group: Any) -> list[str]:
 
 
 def snake_case(name: str) -> str:
-    """A class name as Keras writes it in files: `LayerNormalization` becomes `layer_normalization`."""
+    """Return a class name as Keras writes it in files: `LayerNormalization` becomes `layer_normalization`."""
     name = re.sub(r"\W+", "", name)
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
 def text(value: Any) -> str:
-    """A string attribute of an HDF5 file, which may come as bytes."""
+    """Return a string attribute of an HDF5 file, which may come as bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

@@ -24,7 +24,7 @@ def is_lightning_file(path: Path) -> bool:
 
 
 def read_lightning(path: Path, options: Options) -> Found:
-    """The optimizers of a Lightning checkpoint, and its weights in module order.
+    """Read the optimizers of a Lightning checkpoint, and its weights in module order.
 
     How parameters were grouped is the user's code. An optimizer of a whole submodule (the generator of a GAN) is tried
     before one of any other choice of parameters; two submodules that fit leave the question open.

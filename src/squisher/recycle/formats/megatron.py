@@ -72,7 +72,7 @@ def read_megatron(path: Path, options: Options) -> Found:
 
 
 def _latest(path: Path) -> Path:
-    """The folder of the iteration that Megatron's own text file names; the path itself where there is no such file."""
+    """Return the folder of the iteration that Megatron's own text file names; the path itself where there is no such file."""
     file = path / "latest_checkpointed_iteration.txt"
     if not file.is_file() or file.stat().st_size >= 32:
         return path

@@ -20,7 +20,7 @@ __all__ = ["model_candidates", "with_model"]
 
 
 def with_model(found: Found, options: Options) -> Found:
-    """What a reader found, with the names of the model that the user gave, if one was given."""
+    """Add the names of the model that the user gave to what a reader found, if one was given."""
     if options.model is None or options.named:
         return found
     label, trained, every = model_candidates(options.model)
@@ -29,7 +29,7 @@ def with_model(found: Found, options: Options) -> Found:
 
 
 def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, Candidates, Candidates]:
-    """The parameters of a model from a folder with a config.json, or in the order of a torch weight file.
+    """Return the parameters of a model from a folder with a config.json, or in the order of a torch weight file.
 
     Args:
         path: The folder or file.

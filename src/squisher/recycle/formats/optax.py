@@ -41,7 +41,7 @@ _SAMPLE = 1 << 16  # entries of each array that are looked at
 
 
 def read_flax(path: Path, options: Options) -> Found:
-    """The optax states in a msgpack file.
+    """Read the optax states in a msgpack file.
 
     Raises:
         FileError: It is damaged, or holds no optax state.
@@ -50,7 +50,7 @@ def read_flax(path: Path, options: Options) -> Found:
 
 
 def read_orbax_folder(path: Path, options: Options) -> Found:
-    """The optax states in an Orbax checkpoint.
+    """Read the optax states in an Orbax checkpoint.
 
     Raises:
         FileError: It is damaged, or holds no optax state.
@@ -174,7 +174,7 @@ def _one(entries: Sequence[Entry], class_name: str, place: str) -> Iterator[Opti
 
 
 def _leaves(node: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """The arrays of a subtree by their path; what a mask left out is empty."""
+    """Return the arrays of a subtree by their path; what a mask left out is empty."""
     if _is_array(node):
         yield "/".join(place), node
     elif isinstance(node, dict):
@@ -215,7 +215,7 @@ def _product(row: Any, column: Any, shape: tuple[int, ...] | None) -> Any:
 
 
 def _parameters(tree: Tree) -> Any:
-    """The parameters beside the state, where the whole training state was saved."""
+    """Return the parameters beside the state, where the whole training state was saved."""
     params = tree.get("params", {})
     inner = params.get("params") if isinstance(params, dict) else None
     return inner if isinstance(inner, dict) and len(params) == 1 else params

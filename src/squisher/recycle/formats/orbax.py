@@ -51,7 +51,7 @@ class StoreTensor:
         return dtype
 
     def load(self) -> Tensor:
-        """The whole array."""
+        """Read the whole array."""
         return self._tensor(self._array)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
@@ -90,7 +90,7 @@ def is_orbax(path: Path) -> bool:
 
 
 def read_orbax(path: Path) -> dict[str, Any]:
-    """The tree of a checkpoint; of several items, one below the other's name.
+    """Read the tree of a checkpoint; of several items, one below the other's name.
 
     Raises:
         FileError: It is damaged, unfinished, or holds several steps.
@@ -115,7 +115,7 @@ def read_orbax(path: Path) -> dict[str, Any]:
 
 
 def _items(path: Path) -> list[Path]:
-    """The folders with arrays: the path itself, or the items below it."""
+    """Return the folders with arrays: the path itself, or the items below it."""
     if (path / "_METADATA").is_file():
         return [path]
     return sorted(child for child in path.iterdir() if child.is_dir() and (child / "_METADATA").is_file())

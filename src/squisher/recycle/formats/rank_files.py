@@ -27,7 +27,7 @@ def is_rank_folder(path: Path) -> bool:
 
 
 def read_ranks(path: Path, options: Options) -> Found:
-    """The optimizer states of all ranks, joined.
+    """Read the optimizer states of all ranks, joined.
 
     Raises:
         FileError: Ranks are missing or do not belong together, or it cannot be said which part of what they hold.
@@ -136,7 +136,7 @@ def _tensor(parts: Sequence[Any], ranks: Sequence[int], path: Path) -> Any:
 
 
 def _written_by(part: Any) -> int | None:
-    """The rank that a share itself says that it is of."""
+    """Return the rank that a share itself says that it is of."""
     spec = part.get("_spec") if isinstance(part, Record) else None
     mesh = spec.get("mesh") if isinstance(spec, Record) else None
     rank = mesh.get("_rank") if isinstance(mesh, Record) else None

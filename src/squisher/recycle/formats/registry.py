@@ -58,7 +58,7 @@ READERS: list[Reader] = [
 
 
 def read_source(path: Path, options: Options) -> Found:
-    """Finds the format and calls its one reader.
+    """Find the format and call its one reader.
 
     Raises:
         FileError: Nothing is there, or it is of no format that is read.

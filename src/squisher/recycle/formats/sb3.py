@@ -37,7 +37,7 @@ def is_sb3(path: Path) -> bool:
 
 
 def read_sb3(path: Path, options: Options) -> Found:
-    """The optimizers of a stable-baselines3 archive.
+    """Read the optimizers of a stable-baselines3 archive.
 
     Raises:
         FileError: It is damaged, or was saved without its optimizers.
@@ -96,7 +96,7 @@ def _own(
 
 
 def _settings(entries: Mapping[str, ByteRange]) -> dict[str, Any]:
-    """What `data` says in plain JSON; the pickles in it are left alone."""
+    """Return what `data` says in plain JSON; the pickles in it are left alone."""
     if "data" not in entries or entries["data"].length > _LARGEST:
         return {}
     try:
@@ -107,7 +107,7 @@ def _settings(entries: Mapping[str, ByteRange]) -> dict[str, Any]:
 
 
 def _with_class(state: OptimizerState, settings: Mapping[str, Any]) -> OptimizerState:
-    """The class of the policy's optimizers, which tells RMSpropTFLike, whose average starts at one, from RMSprop."""
+    """Add the class of the policy's optimizers, which tells RMSpropTFLike, whose average starts at one, from RMSprop."""
     policy = settings.get("policy_kwargs")
     said = policy.get("optimizer_class") if isinstance(policy, dict) else None
     match = re.search(r"([A-Za-z_]\w*)'>$", said) if isinstance(said, str) else None

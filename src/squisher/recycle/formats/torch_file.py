@@ -32,7 +32,7 @@ _MOST = 12  # torch files of one folder that are looked into
 
 
 def read_torch_file(path: str | os.PathLike[str] | ByteRange) -> Found:
-    """The optimizer states in a torch file, and the weights beside them, which keep the module's order.
+    """Read the optimizer states in a torch file, and the weights beside them, which keep the module's order.
 
     Raises:
         FileError: It cannot be read safely, or holds no optimizer state.
@@ -112,7 +112,7 @@ def find_optimizers(tree: Any) -> list[tuple[str, Any]]:
 
 
 def candidates_of(weights: Mapping[str, TensorSource]) -> tuple[list[Candidate], dict[str, str]]:
-    """The parameters among saved weights, in module order, without what is surely a buffer, and the tied names.
+    """Return the parameters among saved weights, in module order, without what is surely a buffer, and the tied names.
 
     A buffer that looks like a parameter stays; fitting the shapes to the optimizer's then decides.
     """
@@ -251,7 +251,7 @@ _SHARDED = ("DTensor", "ShardedTensor")
 
 
 def without_shards(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries with sharded tensors replaced by the tensors themselves, where a rank has all of them.
+    """Return the entries with sharded tensors replaced by the tensors themselves, where a rank has all of them.
 
     Raises:
         FileError: A rank has only its share.

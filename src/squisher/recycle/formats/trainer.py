@@ -46,7 +46,7 @@ def is_trainer_folder(path: Path) -> bool:
 
 
 def optimizer_file(folder: Path) -> Path | None:
-    """The torch file of an optimizer in a folder; None if there is none, or if FSDP or DeepSpeed keep the state elsewhere."""
+    """Return the torch file of an optimizer in a folder; None if there is none, or if FSDP or DeepSpeed keep the state elsewhere."""
     if not folder.is_dir() or any(p.is_dir() for pattern in _ELSEWHERE for p in folder.glob(pattern)):
         return None
     files = [folder / name for name in ("optimizer.pt", "optimizer.bin")]
@@ -54,7 +54,7 @@ def optimizer_file(folder: Path) -> Path | None:
 
 
 def read_trainer(folder: Path, options: Options) -> Found:
-    """The optimizer state of a Trainer folder, the model that it belongs to, and what is known about the run.
+    """Read the optimizer state of a Trainer folder, the model that it belongs to, and what is known about the run.
 
     Raises:
         FileError: A file is missing or damaged.
@@ -83,7 +83,7 @@ def read_trainer(folder: Path, options: Options) -> Found:
 def _settled(
     optimizer: OptimizerState, folder: Path, options: Options, special: Sequence[tuple[str, Rule]]
 ) -> tuple[Sources, Candidates]:
-    """The first source of names that fits at all: plain assumptions before those that need evidence."""
+    """Return the first source of names that fits at all: plain assumptions before those that need evidence."""
     first: tuple[Sources, Candidates] | None = None
     for sources, model in _proposals(optimizer, folder, options):
         if options.trainable is not None:
@@ -191,7 +191,7 @@ def _adapter_proposals(folder: Path, options: Options, weights: Weights | None) 
 
 
 def _recorded_base(folder: Path) -> Path | None:
-    """The folder of the base model, where the adapter names one that is on this disk."""
+    """Return the folder of the base model, where the adapter names one that is on this disk."""
     name = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return None

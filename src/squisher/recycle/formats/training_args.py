@@ -33,7 +33,7 @@ _PLAIN_TRAINERS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
 
 
 def training_args(folder: Path) -> Record | None:
-    """The pickled training arguments of a folder, as an inert record; None where there are none."""
+    """Return the pickled training arguments of a folder, as an inert record; None where there are none."""
     file = folder / "training_args.bin"
     content = read(file) if file.is_file() else None
     return content if isinstance(content, Record) else None

@@ -39,7 +39,7 @@ def is_zero(path: Path) -> bool:
 
 
 def read_zero(path: Path, options: Options) -> Found:
-    """The optimizer state of a DeepSpeed checkpoint, put together from the parts of all ranks.
+    """Read the optimizer state of a DeepSpeed checkpoint, put together from the parts of all ranks.
 
     Raises:
         FileError: Parts are missing, do not belong together, or were written in a way that is not read.
@@ -185,7 +185,7 @@ class _Rank:
         return self.parts.setdefault((k, key), Verified(self.states[k][key]))
 
     def length(self, k: int) -> int:
-        """The number of elements of a flat state, as stored."""
+        """Return the number of elements of a flat state, as stored."""
         lengths = {v.shape[0] for v in self.states[k].values() if isinstance(v, StoredTensor) and len(v.shape) == 1}
         if len(lengths) > 1:
             raise FileError(f"The flat states of group {k} differ in length ({lengths}): the checkpoint is damaged.")
@@ -193,7 +193,7 @@ class _Rank:
 
 
 def rank_files(folder: Path) -> dict[int, Path]:
-    """The optimizer states in a folder, by rank.
+    """Return the optimizer states in a folder, by rank.
 
     Raises:
         FileError: Some are of a second model-parallel rank.
@@ -304,7 +304,7 @@ def _check_alike(folder: Path, ranks: Sequence[_Rank]) -> None:
 def _entry(
     run: Run, ranks: Sequence[_Rank], k: int, name: str, shape: Sequence[int], cuts: Sequence[tuple[int, int]]
 ) -> Entry:
-    """A parameter: on each rank the elements between two places of the flat state `k`."""
+    """Return a parameter: on each rank the elements between two places of the flat state `k`."""
     state: dict[str, Any] = {}
     for key, value in ranks[0].states[k].items():
         parts = [rank.states[k][key] for rank in ranks]

@@ -62,7 +62,7 @@ class Run:
         self.names = dict(zip(live, clean_names([recorded_name(name) for name in live]), strict=True))
 
     def _frozen(self) -> dict[str, tuple[int, ...]]:
-        """What was not trained: listed, or (by stage 1) only among the weights."""
+        """Return what was not trained: listed, or (by stage 1) only among the weights."""
         listed = self.content.get("frozen_param_shapes")
         if listed is not None:
             return _shapes(listed)
@@ -114,7 +114,7 @@ class Run:
         return _CLASSES.get(kind or "")
 
     def group(self, group: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The hyperparameters of a group; from the configuration where the file has none (elastic checkpoints)."""
+        """Return the hyperparameters of a group; from the configuration where the file has none (elastic checkpoints)."""
         kind, parameters = self._optimizer
         if group is None:
             group = {key: value for key, value in parameters.items() if key in ("betas", "eps", "weight_decay")}

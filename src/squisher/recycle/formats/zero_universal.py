@@ -27,7 +27,7 @@ def is_universal(folder: Path) -> bool:
 
 
 def read_universal(folder: Path, source: Path) -> Found:
-    """The optimizer state of a universal checkpoint.
+    """Read the optimizer state of a universal checkpoint.
 
     Args:
         folder: The one that holds `zero/`.
@@ -76,7 +76,7 @@ def _stage(saved: Any) -> int | None:
 
 
 def _optimizer_in(saved: Any) -> Mapping[str, Any]:
-    """The part of `optimizer_state.pt` that has the groups; the stages keep it in different places."""
+    """Return the part of `optimizer_state.pt` that has the groups; the stages keep it in different places."""
     if isinstance(saved, dict):
         for value in (saved.get("optimizer_state_dict"), saved.get("base_optimizer_state"), saved):
             if isinstance(value, dict) and isinstance(value.get("param_groups"), list):
@@ -144,7 +144,7 @@ class _File:
         return self._stored.dtype
 
     def load(self) -> Tensor:
-        """The whole tensor."""
+        """Read the whole tensor."""
         return self._stored.load().reshape(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:

@@ -47,7 +47,7 @@ class Reading:
 
 
 def identify(state: Collection[str], group: Collection[str], class_name: str | None = None) -> Accumulator:
-    """The row of the table that a parameter's state belongs to.
+    """Return the row of the table that a parameter's state belongs to.
 
     Args:
         state: Keys of the parameter's state.
@@ -83,7 +83,7 @@ def rows_of_class(class_name: str | None) -> list[Accumulator]:
 
 
 def optimizer_name(row: Accumulator, group: Group, class_name: str | None = None) -> str:
-    """What to call an optimizer whose file does not name it."""
+    """Return what to call an optimizer whose file does not name it."""
     if class_name or row.optimizer != "Adam":
         return class_name or row.optimizer
     if "decoupled_weight_decay" not in group:
@@ -170,7 +170,7 @@ def _pollution(row: Accumulator, state: Collection[str], group: Group, class_nam
 
 
 def step_of(state: Mapping[str, Any], group: Group, ahead: int = 0) -> int | None:
-    """Steps that a parameter has seen: its own count, else the one that some optimizers keep in the group."""
+    """Return the steps that a parameter has seen: its own count, else the one that some optimizers keep in the group."""
     for place, key in ((state, "step"), (state, "t"), (group, "step"), (group, "k"), (group, "t")):
         count = place.get(key)
         if count is None:

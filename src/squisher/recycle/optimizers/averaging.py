@@ -20,7 +20,7 @@ PIECE = 1 << 24
 
 
 def average_squares_(values: Sequence[Tensor], gradients: Sequence[Tensor], beta2: float, scale: float = 1.0) -> None:
-    """Updates v ← β₂·v + (1 − β₂)·(g / scale)² in place, computed in the dtype of v.
+    """Update v ← β₂·v + (1 − β₂)·(g / scale)² in place, computed in the dtype of v.
 
     Args:
         values: The averages, all of one dtype, float32 or float64.
@@ -90,7 +90,7 @@ def _average_dense_(values: list[Tensor], gradients: list[Tensor], beta2: float)
 
 
 def _pieces(values: list[Tensor], gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """The same pairs in groups of at most PIECE elements; a larger tensor is taken in blocks of rows."""
+    """Yield the same pairs in groups of at most PIECE elements; a larger tensor is taken in blocks of rows."""
     some_values: list[Tensor] = []
     some_gradients: list[Tensor] = []
     size = 0

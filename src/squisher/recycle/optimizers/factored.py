@@ -47,7 +47,7 @@ class Factored:
         return self.row.dtype
 
     def load(self) -> Tensor:
-        """The whole product."""
+        """Read the whole product."""
         row, column = self._factors
         return row * column
 
@@ -76,7 +76,7 @@ class Factored:
 
 
 def join(keys: Sequence[str], state: Mapping[str, Any], group: Mapping[str, Any]) -> Factored:
-    """The product of a state's two factors.
+    """Return the product of a state's two factors.
 
     Raises:
         NoAccumulatorError: They do not fit together, or two ways of joining them do.

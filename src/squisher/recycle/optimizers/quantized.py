@@ -60,7 +60,7 @@ class Blocks:
         return self.stored_as.endswith("4bit")
 
     def load(self) -> Tensor:
-        """The whole tensor, decoded."""
+        """Read the whole tensor, decoded."""
         numel = math.prod(self.shape)
         pieces = [self.read_flat(k, min(k + CHUNK, numel)) for k in range(0, numel, CHUNK)]
         return torch.cat(pieces or [torch.empty(0)]).reshape(self.shape)
@@ -86,7 +86,7 @@ class Blocks:
 
 
 def decoded(entries: Sequence[Entry], class_name: str | None = None) -> list[Entry]:
-    """The same entries with every quantised squared-gradient average as a lazy tensor under its usual key.
+    """Return the same entries with every quantised squared-gradient average as a lazy tensor under its usual key.
 
     bitsandbytes: `state2` of its two-state optimizers becomes `exp_avg_sq` (and stays as `state2`, which tells the table whose
     it is). Of its one-state optimizers only the betas and the signs tell which it was: see `_one_state`.
@@ -172,7 +172,7 @@ _ENOUGH = 64  # a momentum without a single negative entry among so many has a c
 
 
 def _one_state(entries: Sequence[Entry], class_name: str) -> str:
-    """What bitsandbytes keeps in `state1` where there is no `state2`: the key that torch's optimizer would use.
+    """Return what bitsandbytes keeps in `state1` where there is no `state2`: the key that torch's optimizer would use.
 
     RMSprop (betas α, momentum), Adagrad (0, 0), SGD and LARS (momentum, dampening) and Lion (β₁, β₂) look alike. A negative
     entry is a momentum's. Zero betas are Adagrad's: RMSprop and SGD refuse a first beta of zero.
@@ -236,7 +236,7 @@ def _flash(state: Mapping[str, Any]) -> Blocks:
 
 
 def _torchao(key: str, value: Any) -> Any:
-    """A torchao tensor subclass (pickled or live) decoded; anything else as it is."""
+    """Decode a torchao tensor subclass (pickled or live); return anything else as it is."""
     name = value.name.rsplit(".", 1)[-1] if isinstance(value, Record) else type(value).__name__
     if name not in _TORCHAO:
         return value

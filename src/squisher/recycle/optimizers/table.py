@@ -67,7 +67,7 @@ class Accumulator:
 
 
 def row(optimizer: str, keys: str, key: str = "", meaning: str = "none", **more: Any) -> Accumulator:
-    """A row, with its sets and tuples written as words; its class is called like the optimizer unless it is said otherwise."""
+    """Return a row, with its sets and tuples written as words; its class is called like the optimizer unless said otherwise."""
     for name in ("without", "group"):
         more[name] = frozenset(more.get(name, "").split())
     more["classes"] = tuple(more.get("classes", optimizer).split())
@@ -75,12 +75,12 @@ def row(optimizer: str, keys: str, key: str = "", meaning: str = "none", **more:
 
 
 def betas(position: int) -> Callable[[Group], float]:
-    """The decay at a position of the group's `betas`."""
+    """Return the decay at a position of the group's `betas`."""
     return lambda group: float(group["betas"][position])
 
 
 def value(name: str) -> Callable[[Group], float]:
-    """The decay under a name of its own."""
+    """Return the decay under a name of its own."""
     return lambda group: float(group[name])
 
 
