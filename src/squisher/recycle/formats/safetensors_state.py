@@ -169,7 +169,9 @@ def _mlx_class(states: Mapping[str, Mapping[str, Any]]) -> str:
     if "u" in keys or "v" not in keys:
         return "AdaDelta" if "u" in keys else "Lion"
     for state in states.values():
-        v, m = state["v"], state.get("m")
+        v, m = state.get("v"), state.get("m")
+        if v is None or (m is not None and tuple(m.shape) != tuple(v.shape)):
+            continue  # damaged: the importance will say so
         numel = math.prod(v.shape)
         for start in range(0, numel, CHUNK):
             stop = min(start + CHUNK, numel)
