@@ -328,3 +328,76 @@ def test_an_unseen_second_use_in_half_precision():
     for name in expected:
         error = float((found[name].sqrt() - expected[name].sqrt()).abs().max() / expected[name].max().sqrt())
         assert error < 2e-2, (name, error)
+
+
+# -- what cannot be measured is said in one sentence ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("batch", "settings", "words"),
+    [
+        ((torch.randn(4, 5), _labels(3)), {}, "3 labels and inputs for 4 examples"),
+        ((torch.full((4, 5), float("nan")), _labels(4)), {}, "NaN"),
+        ((torch.randn(4, 5), _labels(4)), {"likelihood": nn.MSELoss()}, "likelihood='gaussian'"),
+        ((torch.randn(4, 5), _labels(4)), {"likelihood": nn.TripletMarginLoss()}, "named likelihoods"),
+    ],
+)
+def test_bad_input_gets_a_clear_sentence(batch, settings, words):
+    with pytest.raises(SquisherError, match=words):
+        fisher(nn.Linear(5, CLASSES), [batch], **settings)
+
+
+def test_a_model_that_is_none_is_refused():
+    with pytest.raises(SquisherError, match="expected a torch.nn.Module"):
+        fisher(lambda x: x, [torch.randn(4, 5)])
+
+
+class _Own(nn.Module):
+    """Looks like a language model of Hugging Face, and computes its own loss."""
+
+    class config:  # noqa: N801
+        @staticmethod
+        def to_dict():
+            return {}
+
+    def __init__(self, shift, extra=0.0):
+        super().__init__()
+        self.tokens, self.head, self.shift, self.extra = nn.Embedding(9, 6), nn.Linear(6, 9), shift, extra
+
+    def forward(self, input_ids, labels=None):
+        from types import SimpleNamespace
+
+        logits = self.head(self.tokens(input_ids).cumsum(1).tanh())
+        loss = None
+        if labels is not None:
+            at, about = logits[:, : logits.shape[1] - self.shift], labels[:, self.shift :]
+            loss = F.cross_entropy(at.flatten(0, 1), about.flatten()) + self.extra
+        return SimpleNamespace(logits=logits, loss=loss)
+
+
+class OwnForCausalLM(_Own):
+    pass
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_labels_are_shifted_as_the_model_itself_does(shift):
+    torch.manual_seed(0)
+    ids = torch.randint(0, 9, (4, 6))
+    data = [{"input_ids": ids, "labels": ids}]
+    model = OwnForCausalLM(shift)
+    if shift == 0:
+        with pytest.warns(UserWarning, match="shift=0 is used"):
+            found = fisher(model, data)
+        assert found.provenance.estimator["shift"] == 0
+    else:
+        found = fisher(model, data)
+    expected = fisher(model, data, shift=shift, method="loop")
+    assert torch.allclose(found["head.weight"], expected["head.weight"], rtol=1e-4)
+
+
+def test_another_loss_of_the_model_is_named():
+    torch.manual_seed(0)
+    ids = torch.randint(0, 9, (4, 6))
+    with pytest.warns(UserWarning, match="auxiliary losses"):
+        found = fisher(OwnForCausalLM(1, extra=2.0), [{"input_ids": ids, "labels": ids}])
+    assert found.provenance.estimator["own_loss"] > 2

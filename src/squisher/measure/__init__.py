@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -20,13 +20,15 @@ from ..guard import as_it_was, eager_original
 from ..importance import Absence, Importance, Level, Naming, Reason, structure_hash
 from ..ranks import is_sharded, local_of, sharded_like
 from ..storage.tensors import LiveParameter, live_parameters
-from .batches import Batch, batches_of, parse
+from .batches import Batch
 from .fast import Fast
 from .joint import Joint
 from .likelihood import Objective
 from .loop import Loop
+from .own_loss import compared_with_own
 from .request import objective_for
-from .sharded import in_step, is_spread, whole_gradients
+from .sharded import is_spread, whole_gradients
+from .stream import Stream, same_model
 from .sums import Sums
 
 __all__ = ["fisher"]
@@ -52,11 +54,12 @@ def fisher(
     progress: Callable[[int, int | None], None] | None = None,
     method: str = "auto",
     shift: int | None = None,
+    divided: bool = False,
 ) -> Importance:
     """The diagonal of the Fisher information of a model on data, as a mean over examples.
 
     With several processes (torchrun) every process gets the same model and the same batches, takes every world-th batch, and
-    returns the same result. A model that is spread over processes (FSDP2, `fully_shard`) is walked through the same batches by
+    returns the same result; with `divided=True` each has examples of its own, as a DistributedSampler gives them. A model that is spread over processes (FSDP2, `fully_shard`) is walked through the same batches by
     all of them together, one example at a time, and the result is spread as its parameters are.
 
     Args:
@@ -80,6 +83,7 @@ def fisher(
         method: "auto" computes what it can for all examples at once, proves it against the loop, and leaves the rest to
             the loop; "fast" raises where something would be left to the loop; "loop" is the definition.
         shift: for tokens, how far labels lie behind outputs (1 for causal language models); None asks the model.
+        divided: whether the processes of a job have different examples. What fits neither is refused.
 
     Returns:
         An importance of kind "fisher", whose provenance says what was computed how (`provenance.coverage`).
@@ -93,10 +97,14 @@ def fisher(
         raise SquisherError(f"dtype={dtype} cannot hold squared gradients; use torch.float32, float64 or bfloat16.")
     if max_examples is not None and max_examples < 1:
         raise SquisherError(f"max_examples={max_examples}: expected a positive number or None.")
+    if not isinstance(model, nn.Module):
+        raise SquisherError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
     model = eager_original(model)
     spread_out = is_spread(model)
     if spread_out and method == "fast":
         raise SquisherError("method='fast' needs whole parameters, and these are sharded (FSDP2). Use method='auto'.")
+    if spread_out and divided:
+        raise SquisherError("divided=True is not done for sharded models (FSDP2): give every process the same batches.")
     objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift)
     chosen, absent = _choose(model, parameters)
     if not eval_mode and per == "example":
@@ -104,14 +112,20 @@ def fisher(
     by_name: dict[str, Tensor] = {p.name: p.parameter for p in chosen}
     partial = Sums({name: local_of(p) for name, p in by_name.items()}, dtype)
     spread = _Spread(by_name, spread_out) if standard_error else None
-    engine: _Engine
+    engine: _Engine | None = None
+    noted: dict[str, Any] = {}
     count = _Count()
+    if not spread_out:
+        same_model(by_name)
+    stream = Stream(batches, model, max_examples, spread_out, divided)
     failure: BaseException | None = None
     try:
         with as_it_was(model, eval_mode), whole_gradients(model, spread_out):
-            engine = _engine(method, per, model, objective, by_name, spread_out)
-            for batch, index, mine in _stream(batches, model, max_examples, spread_out):
+            for batch, index, mine in stream:
                 if mine:
+                    if engine is None:
+                        objective, noted = compared_with_own(model, objective, batch, shift)
+                        engine = _engine(method, per, model, objective, by_name, spread_out)
                     units = engine.add(partial, batch, index)
                     count.units += units
                     if spread is not None:
@@ -122,13 +136,16 @@ def fisher(
     except (Exception, KeyboardInterrupt) as error:
         failure = error
     ranks.agree(failure)
+    stream.check()
+    if divided:
+        count.examples = sum(ranks.gather(count.examples))
     if not count.examples:
         raise SquisherError("There are no batches: nothing was measured. An iterator can be used once only.")
-    coverage = _merged(ranks.gather(engine.coverage))
+    coverage = _merged(ranks.gather({} if engine is None else engine.coverage))
     units = count.units if spread_out else sum(ranks.gather(count.units))
     if not units:
         raise SquisherError("No position counts: every label is -100 or masked, so there is nothing to measure.")
-    if not any(ranks.gather(bool(engine.reached))):
+    if not any(ranks.gather(engine is not None and bool(engine.reached))):
         raise SquisherError(
             "No gradient reached any of the parameters: the model runs under torch.no_grad, detaches what it returns, or does not "
             "use them."
@@ -143,7 +160,7 @@ def fisher(
     return Importance(
         values,
         kind="fisher",
-        estimator={"labels": labels, "per": per, "draws": draws, "likelihood": _name_of(objective)},
+        estimator={"labels": labels, "per": per, "draws": draws, "likelihood": _name_of(objective), **noted},
         unit=objective.unit,
         examples=count.examples,
         dtype_of_source=_dtypes(by_name.values()),
@@ -224,24 +241,6 @@ def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParam
             + ("trainable; choose some with parameters=..." if wanted is None else f"chosen by parameters={wanted!r}.")
         )
     return chosen, absent
-
-
-def _stream(
-    batches: Iterable[Any], model: nn.Module, max_examples: int | None, spread_out: bool
-) -> Iterator[tuple[Batch, Tensor, bool]]:
-    """Batches with the position of their examples in the stream, and whether this process takes them."""
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    seen = 0
-    for number, raw in enumerate(in_step(batches) if spread_out else batches_of(batches)):
-        batch = parse(raw, model, device)
-        if batch.size == 0:
-            continue
-        if max_examples is not None:
-            batch = batch.take(0, min(batch.size, max_examples - seen))
-        yield batch, torch.arange(seen, seen + batch.size), spread_out or number % ranks.world() == ranks.rank()
-        seen += batch.size
-        if max_examples is not None and seen >= max_examples:
-            return  # without asking for the next batch
 
 
 def _refuse_batch_statistics(model: nn.Module) -> None:

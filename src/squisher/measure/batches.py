@@ -37,6 +37,15 @@ class Batch:
         for t in leaves_of([self.raw, list(self.args), self.kwargs, self.labels]):
             yield t, t.dim() > 0 and t.shape[0] == self.size
 
+    def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors that the model gets, by argument."""
+        named = {f"number {n}": value for n, value in enumerate(self.args, 1)} | {
+            repr(k): v for k, v in self.kwargs.items()
+        }
+        for name, value in named.items():
+            for t in leaves_of(value):
+                yield name, t
+
     def take(self, start: int, stop: int) -> Batch:
         """The examples start, ..., stop - 1."""
         if (start, stop) == (0, self.size):
@@ -144,7 +153,14 @@ def _labels(labels: Any) -> Tensor | None:
 
 
 def _size(labels: Any, values: Iterable[Any]) -> int:
+    values = list(values)
     found = [n for t in leaves_of([labels, *values]) for n in t.shape[:1]]
+    inputs = [n for t in leaves_of(values) for n in t.shape[:1]]
+    if isinstance(labels, Tensor) and labels.dim() and inputs and labels.shape[0] not in inputs:
+        raise SquisherError(
+            f"A batch has {labels.shape[0]} labels and inputs for {inputs[0]} examples: expected one label, or row of labels, for "
+            "each example."
+        )
     if not found:
         raise SquisherError(
             "A batch holds no tensor with a batch dimension, so its number of examples is not known. Expected tensors "

@@ -83,6 +83,13 @@ class Objective:
 
     def arranged(self, raw: Tensor, batch: Batch) -> Outputs:
         """Bring what `raw` returned and the labels into one layout."""
+        if bool(raw.isnan().any()):
+            bad = [k for k, t in batch.named_tensors() if t.is_floating_point() and bool(t.isnan().any())]
+            where = f"its input {bad[0]} holds such values too" if bad else "its inputs do not"
+            raise SquisherError(
+                f"The model's outputs for a batch of {batch.size} examples hold values that are not numbers (NaN); {where}. A Fisher "
+                "of them would be NaN everywhere."
+            )
         if callable(self.likelihood):
             return Outputs(raw, None, torch.ones(batch.size, 1, dtype=torch.bool, device=raw.device))
         # Half-precision logits are turned into probabilities in single precision.

@@ -41,6 +41,14 @@ def objective_for(
     Raises:
         SquisherError: for anything unknown or refused.
     """
+    if isinstance(likelihood, nn.Module):
+        named = {"MSELoss": "gaussian", "BCEWithLogitsLoss": "bernoulli", "CrossEntropyLoss": "categorical"}
+        better = named.get(type(likelihood).__name__)
+        raise SquisherError(
+            f"likelihood is a module ({type(likelihood).__name__}), which knows neither the model nor the batch. "
+            + (f"Use likelihood={better!r}" if better else "Use one of the named likelihoods")
+            + ", or a function (model, batch) -> losses, one per example."
+        )
     if not callable(likelihood):
         _one_of("likelihood", likelihood, ("auto", *KINDS))
     _one_of("labels", labels, LABELS)

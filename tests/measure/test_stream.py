@@ -1,0 +1,72 @@
+"""Two processes with the same or with different batches, and with different models."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from squisher import SquisherError, fisher
+
+torch.manual_seed(0)
+X, Y = torch.randn(12, 5), torch.randint(0, 4, (12,))
+BATCHES = list(zip(X.split(3), Y.split(3), strict=True))
+
+
+def _model(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+
+
+def _message(action):
+    try:
+        action()
+    except SquisherError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def _worker(rank, folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    own = BATCHES[rank::2]
+    found = {
+        "divided": dict(fisher(_model(), own, divided=True)),
+        "sampled": dict(fisher(_model(), own, divided=True, labels="sampled", draws=300)),
+        "same": dict(fisher(_model(), BATCHES)),
+        "examples": fisher(_model(), own, divided=True, max_examples=7).provenance.examples,
+        "different data": _message(lambda: fisher(_model(), own)),
+        "not divided": _message(lambda: fisher(_model(), BATCHES, divided=True)),
+        "different models": _message(lambda: fisher(_model(rank), BATCHES)),
+    }
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stream")
+    mp.spawn(_worker, (str(folder),), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+
+
+def test_divided_data_gives_what_one_process_gives(found):
+    expected = fisher(_model(), BATCHES)
+    for result in found:
+        for case in ("divided", "same"):
+            assert all(torch.allclose(result[case][n], expected[n], rtol=1e-5) for n in expected)
+        assert result["examples"] == 7
+
+
+def test_every_example_of_divided_data_draws_its_own_labels(found):
+    exact = fisher(_model(), BATCHES, labels="exact")
+    assert torch.allclose(found[0]["sampled"]["2.weight"], exact["2.weight"], rtol=0.5, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [("different data", "divided=True"), ("not divided", "same batches"), ("different models", "different models")],
+)
+def test_what_fits_neither_is_refused_on_all(found, case, words):
+    assert all(words in result[case] for result in found)
