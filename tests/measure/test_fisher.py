@@ -357,7 +357,7 @@ def test_a_first_batch_without_labels_that_count_proves_nothing():
 
 def test_a_wrong_rule_is_found_out(monkeypatch):
     """The proof can fail: with a rule that is wrong by a factor, the loop takes over."""
-    from squisher.measure import layers
+    from squisher.measure.rules import linear as layers
 
     right = layers.Linear.piece
 

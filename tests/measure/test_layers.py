@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from squisher.measure.layers import Broadcast, Convolution, Linear, to_examples
-from squisher.measure.pieces import ConvolutionPiece, ConvolutionSettings, add_squares
+from squisher.measure.rules import add_squares
+from squisher.measure.rules.base import to_examples
+from squisher.measure.rules.convolution import Convolution, ConvolutionPiece, ConvolutionSettings
+from squisher.measure.rules.linear import Linear
+from squisher.measure.rules.norm import Broadcast
 
 torch.manual_seed(0)
 

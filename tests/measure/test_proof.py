@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import squisher
-from squisher.measure.pieces import Outer, Rows
 from squisher.measure.proof import _Difference
+from squisher.measure.rules.linear import Outer
+from squisher.measure.rules.lookup import Rows
 
 
 def _error(theirs):

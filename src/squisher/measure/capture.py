@@ -1,7 +1,7 @@
 """One forward and backward pass in which every use of a parameter is seen and its gradients are squared for each example.
 
 A function mode sees every operation of the forward pass and follows where the examples are (`examples`). An operation with a rule
-(`operations`) is given a detached copy of the parameter, and a hook on its output receives the gradient from which the rule finds each
+(`rules`) is given a detached copy of the parameter, and a hook on its output receives the gradient from which the rule finds each
 example's share. So a gradient that could still reach the parameter itself comes from a use that nobody saw, and the graph shows it
 before anything is added. What is made of parameters alone (a weight that is normalised, positions that are looked up once) is a
 source like a parameter: its per-example gradients are sent on through its own small graph.
@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .attention import multi_head_attention, supports
 from .batches import Batch
 from .examples import (
     SHARED,
@@ -35,10 +34,19 @@ from .examples import (
     state_after,
     tensors_in,
 )
-from .layers import Broadcast, Rule
 from .likelihood import Objective, Outputs
-from .operations import OPERATIONS
-from .pieces import Dense, Outer, Piece, Squares, add_squares
+from .rules import (
+    OPERATIONS,
+    Broadcast,
+    Dense,
+    Outer,
+    Piece,
+    Rule,
+    Squares,
+    add_squares,
+    multi_head_attention,
+    supports,
+)
 
 __all__ = ["Obstacle", "Pass"]
 

@@ -25,8 +25,8 @@ from .batches import Batch
 from .capture import Obstacle, Pass
 from .likelihood import Objective, Outputs
 from .loop import Loop
-from .pieces import Piece
 from .proof import Proof, compare, prove, two_of
+from .rules import Piece
 from .sums import Sums
 
 __all__ = ["Fast"]

@@ -19,7 +19,7 @@ from .batches import Batch
 from .capture import Obstacle, Pass
 from .likelihood import IGNORED, Objective, Outputs
 from .loop import each_gradient
-from .pieces import Piece, examples_of
+from .rules import Piece, examples_of
 from .sampling import normals
 from .sums import Sums
 

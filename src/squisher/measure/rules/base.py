@@ -1,0 +1,79 @@
+"""What a rule is, and what it makes.
+
+A *rule* knows one use of one parameter in one operation (its input, its settings). Given the gradient of the output it makes a
+*piece*: the gradients of the parameter for all examples, in a form that is cheaper than one full gradient each. All tensors of a piece
+start with the example. Rules find the examples at `dim` of the operation"s output; where several rows belong to one example
+(sequences that were flattened into the batch), `size(dim)` is a multiple of the number of examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__ = ["Piece", "Rule", "Squares", "Uses", "square_of", "to_examples"]
+
+
+class Squares:
+    """The squares of one gradient of an output, computed once for all who need them."""
+
+    def __init__(self, gradient: Tensor):
+        self.gradient = gradient
+        self.value: Tensor | None = None
+
+    def of(self, t: Tensor) -> Tensor:
+        """The square of a tensor, kept if it is all of the gradient as it lies in memory."""
+        g = self.gradient
+        if t.data_ptr() != g.data_ptr() or t.numel() != g.numel() or t.dtype != g.dtype or not t.is_contiguous():
+            return t.square()
+        if self.value is None:
+            self.value = t.square()
+        return self.value.view(t.shape)
+
+
+class Piece(Protocol):
+    """The gradients of one use of a parameter, for all examples."""
+
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
+        """Add Σ_n (gradient of example n)² to `total`, which has the parameter's shape; `squares` may know some already."""
+
+    def example(self, n: int, shape: torch.Size) -> Tensor:
+        """The gradient of one example, in full."""
+
+
+class Rule(Protocol):
+    """One use of a parameter: what is needed to turn the gradient of the output into a piece."""
+
+    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
+        """The gradients of this use.
+
+        Args:
+            g: gradient with respect to the output of the operation.
+            dim: the dimension of the output that the examples are in.
+            examples: how many there are.
+            squared: `g` is squared, and what it is multiplied by is to be squared too: what rounding errors are measured by.
+        """
+
+    def saved(self) -> Sequence[Tensor]:
+        """The tensors that must not change between the forward and the backward pass."""
+
+
+Uses = Iterable[tuple[Any, Rule]]
+
+"""Candidates for parameters, each with its rule; the caller knows which of them are parameters."""
+
+
+def to_examples(t: Tensor, dim: int, examples: int) -> Tensor:
+    """(examples, rows per example, ...), where the examples are at `dim` and rows of one example are neighbours."""
+    t = t.movedim(dim, 0) if dim else t
+    if t.shape[0] == examples:
+        return t.unsqueeze(1)
+    return t.unflatten(0, (examples, t.shape[0] // examples))
+
+
+def square_of(t: Tensor, squares: Squares | None) -> Tensor:
+    """Return the square of a tensor, from what is known already if it is there."""
+    return t.square() if squares is None else squares.of(t)

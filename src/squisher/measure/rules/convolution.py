@@ -1,0 +1,173 @@
+"""Convolutions, transposed or not, of any number of dimensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Piece, Squares, Uses
+from .linear import Outer
+from .norm import Broadcast
+
+__all__ = ["CONVOLUTION", "Convolution", "ConvolutionPiece", "ConvolutionSettings"]
+
+
+@dataclass(frozen=True)
+class ConvolutionSettings:
+    """What is known of a convolution besides its input; of the weight only the shape matters."""
+
+    weight: Tensor
+    stride: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+    transposed: bool = False
+    output_padding: tuple[int, ...] = ()
+
+
+@dataclass
+class Convolution:
+    """output = convolution of a with a weight (transposed or not), any number of dimensions."""
+
+    a: Tensor
+    settings: ConvolutionSettings
+
+    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
+        """The gradients of this use."""
+        return ConvolutionPiece(self.settings, self.a.square() if squared else self.a, g, examples)
+
+    def saved(self) -> Sequence[Tensor]:
+        """The tensors that must not change before the backward pass."""
+        return (self.a,)
+
+
+@dataclass
+class ConvolutionPiece:
+    """A convolution's input and output gradient; images of one example are neighbours."""
+
+    settings: ConvolutionSettings
+    a: Tensor
+    g: Tensor
+    examples: int
+
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
+        """Add Σ_n (gradient of example n)²."""
+        if self.examples > 1 and self.can_unfold() and self._unfolding_pays(total):
+            self.unfolded().add_squares(total)
+            return
+        for n in range(self.examples):
+            gradient = self.example(n, total.shape).to(total.dtype)
+            total.addcmul_(gradient, gradient)
+
+    def _unfolding_pays(self, total: Tensor) -> bool:
+        positions = self.g[0, 0].numel()
+        return total.numel() >= 1 << 19 and positions <= 64
+
+    def example(self, n: int, shape: torch.Size) -> Tensor:
+        """The gradient of one example, in full."""
+        images = self.a.shape[0] // self.examples
+        part = slice(n * images, (n + 1) * images)
+        rule, dtype = self.settings, torch.promote_types(self.g.dtype, torch.float32)
+        gradients = torch.ops.aten.convolution_backward(
+            self.g[part].to(dtype),
+            self.a[part].to(dtype),
+            rule.weight.detach().to(dtype),  # only its shape matters for its own gradient
+            None,
+            rule.stride,
+            rule.padding,
+            rule.dilation,
+            rule.transposed,
+            list(rule.output_padding) or [0] * len(rule.stride),
+            rule.groups,
+            [False, True, False],
+        )
+        return gradients[1]
+
+    def can_unfold(self) -> bool:
+        """Whether it can be written as an outer product."""
+        return self.a.dim() == 4 and self.settings.groups == 1 and not self.settings.transposed
+
+    def unfolded(self) -> Outer:
+        """The same as an outer product: every output position sees one patch of the input."""
+        rule, kernel = self.settings, self.settings.weight.shape[2:]
+        a = self.a
+        if tuple(kernel) == (1, 1) and not any(rule.padding):
+            patches = a[:, :, :: rule.stride[0], :: rule.stride[1]].flatten(2)
+        else:
+            patches = F.unfold(a, tuple(kernel), tuple(rule.dilation), tuple(rule.padding), tuple(rule.stride))
+        g = self.g.flatten(2)
+        if a.shape[0] != self.examples:
+            patches, g = (_merge_images(t, self.examples) for t in (patches, g))
+        return Outer(g.mT, patches.mT)
+
+
+def _merge_images(t: Tensor, examples: int) -> Tensor:
+    """(images, channels, positions) to (examples, channels, images per example · positions)."""
+    return t.unflatten(0, (examples, -1)).transpose(1, 2).flatten(2)
+
+
+def _convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Uses:
+    spatial = weight.dim() - 2
+    if input.dim() != weight.dim():  # without a batch dimension
+        return
+    stride, dilation = _tuple(stride, spatial), _tuple(dilation, spatial)
+    if padding == "valid":
+        padding = 0
+    if padding == "same":
+        total = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
+        if any(t % 2 for t in total):  # torch pads one side more: not one of the settings of a plain convolution
+            input = F.pad(input.detach(), [s for t in reversed(total) for s in (t // 2, t - t // 2)])
+            padding = 0
+        else:
+            padding = [t // 2 for t in total]
+    yield weight, Convolution(input, ConvolutionSettings(weight, stride, _tuple(padding, spatial), dilation, groups))
+    if bias is not None:
+        yield bias, Broadcast(bias.shape, (bias.numel(), *(1,) * spatial))
+
+
+def _transposed_convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    output_padding: Any = 0,
+    groups: int = 1,
+    dilation: Any = 1,
+) -> Uses:
+    spatial = weight.dim() - 2
+    if input.dim() != weight.dim():
+        return
+    stride, padding, dilation = (_tuple(v, spatial) for v in (stride, padding, dilation))
+    more = tuple(_tuple(output_padding, spatial))
+    yield weight, Convolution(input, ConvolutionSettings(weight, stride, padding, dilation, groups, True, more))
+    if bias is not None:
+        yield bias, Broadcast(bias.shape, (bias.numel(), *(1,) * spatial))
+
+
+def _tuple(value: Any, length: int) -> list[int]:
+    values = list(value) if isinstance(value, (tuple, list)) else [value]
+    return values * length if len(values) == 1 else values
+
+
+CONVOLUTION: dict[Any, Callable[..., Uses]] = {
+    F.conv1d: _convolution,
+    F.conv2d: _convolution,
+    F.conv3d: _convolution,
+    F.conv_transpose1d: _transposed_convolution,
+    F.conv_transpose2d: _transposed_convolution,
+    F.conv_transpose3d: _transposed_convolution,
+}

@@ -1,0 +1,126 @@
+"""Linear layers and matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Piece, Rule, Squares, Uses, square_of, to_examples
+from .lookup import Rows
+from .norm import Broadcast
+
+__all__ = ["LINEAR", "Linear", "Outer", "join_outer", "outer_squares"]
+
+TILE = 1 << 19  # elements of a gradient that is squared while it is in the cache
+SMALL = 1 << 14  # weights up to this size are done several examples at a time
+
+
+@dataclass
+class Linear:
+    """output = a Wᵀ, or a W if transposed; positions are all dimensions of a but the last and the examples'."""
+
+    a: Tensor
+    transposed: bool = False
+
+    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
+        """The gradients of this use."""
+        a = self.a.square() if squared else self.a
+        a, g = (to_examples(t, dim, examples).flatten(1, -2) for t in (a, g))
+        return Outer(a, g, False) if self.transposed else Outer(g, a)
+
+    def saved(self) -> Sequence[Tensor]:
+        """The tensors that must not change before the backward pass."""
+        return (self.a,)
+
+
+@dataclass
+class Outer:
+    """Gradient of example n = left[n]ᵀ right[n]; left (examples, positions, R), right (examples, positions, C).
+
+    One of the two is the gradient of the output, the other the input, which is the same for every column.
+    """
+
+    left: Tensor
+    right: Tensor
+    gradient_on_left: bool = True
+
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
+        """Add Σ_n (gradient of example n)²."""
+        outer_squares(total.view(total.shape[0], -1), self, squares=squares)
+
+    def example(self, n: int, shape: torch.Size) -> Tensor:
+        """The gradient of one example, in full."""
+        return (self.left[n].mT @ self.right[n]).view(shape)
+
+
+def outer_squares(total: Tensor, outer: Outer, rows: Rows | None = None, squares: Squares | None = None) -> None:
+    """Add Σ_n (left[n]ᵀ right[n] + rows of n)², tile by tile, to `total`."""
+    left, right = outer.left.to(total.dtype), outer.right.to(total.dtype)
+    examples, positions, height = left.shape
+    width = right.shape[2]
+    if positions == 1 and rows is None:
+        total.addmm_(square_of(left[:, 0], squares).T, square_of(right[:, 0], squares))
+        return
+    if rows is None and height * width <= SMALL and examples > 1:
+        step = max(1, TILE // (height * width))
+        for i in range(0, examples, step):
+            total += torch.bmm(left[i : i + step].mT, right[i : i + step]).square_().sum(0)
+        return
+    # Tiles of equal height: a small rest would cost a matrix product of its own.
+    tile = -(-height // max(1, -(-height * width // TILE)))
+    buffer = total.new_empty(tile, width)
+    lists = None if rows is None else [rows.sums(n, total.dtype) for n in range(examples)]
+    for start in range(0, height, tile):
+        stop = min(start + tile, height)
+        part, gradient = total[start:stop], buffer[: stop - start]
+        for n in range(examples):
+            torch.mm(left[n, :, start:stop].T, right[n], out=gradient)
+            if lists is not None:
+                keys, values = lists[n]
+                low, high = torch.searchsorted(keys, torch.tensor([start, stop], device=keys.device)).tolist()
+                if low < high:
+                    gradient.index_add_(0, keys[low:high] - start, values[low:high])
+            part.addcmul_(gradient, gradient)
+
+
+def join_outer(pieces: Sequence[Outer]) -> Outer:
+    """Make one piece of several uses, whose positions are added up."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return Outer(torch.cat([p.left for p in pieces], 1), torch.cat([p.right for p in pieces], 1))
+
+
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Uses:
+    yield weight, Linear(input)
+    if bias is not None:
+        yield bias, Broadcast.of(bias)
+
+
+def _matmul(input: Tensor, other: Tensor) -> Uses:
+    if other.dim() == 2 and input.dim() >= 2:
+        yield other, Linear(input, transposed=True)
+
+
+def _addmm(
+    input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Iterator[tuple[Any, Rule]]:
+    if beta == 1 and alpha == 1:
+        yield mat2, Linear(mat1, transposed=True)
+        yield input, Broadcast.of(input)
+
+
+LINEAR: dict[Any, Callable[..., Uses]] = {
+    F.linear: _linear,
+    torch.matmul: _matmul,
+    torch.mm: _matmul,
+    Tensor.matmul: _matmul,
+    Tensor.mm: _matmul,
+    Tensor.__matmul__: _matmul,
+    torch.addmm: _addmm,
+    Tensor.addmm: _addmm,
+}

@@ -1,0 +1,93 @@
+"""Embeddings: rows of a table, looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .base import Piece, Squares, Uses, to_examples
+
+__all__ = ["LOOKUP", "Lookup", "Rows", "join_rows"]
+
+
+@dataclass
+class Lookup:
+    """output = W[ids]; the gradient of the row `padding` is zero by definition."""
+
+    ids: Tensor
+    padding: int | None = None
+
+    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
+        """The gradients of this use."""
+        g = to_examples(g, dim, examples).flatten(1, -2)
+        ids = to_examples(self.ids, dim, examples).flatten(1)
+        if self.padding is not None:
+            ids = ids.masked_fill(ids == self.padding, -1)
+        return Rows(ids, g)
+
+    def saved(self) -> Sequence[Tensor]:
+        """The tensors that must not change before the backward pass."""
+        return (self.ids,)
+
+
+@dataclass
+class Rows:
+    """Gradient of example n = Σ_t values[n, t] in row keys[n, t]; keys (examples, positions), -1 for none."""
+
+    keys: Tensor
+    values: Tensor
+
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
+        """Add Σ_n (gradient of example n)²."""
+        examples = self.keys.shape[0]
+        height = total.shape[0]
+        where = self.keys + torch.arange(examples, device=self.keys.device)[:, None] * height
+        where, values = where.flatten(), self.values.flatten(0, 1).to(total.dtype)
+        if bool((self.keys < 0).any()):
+            kept = self.keys.flatten() >= 0
+            where, values = where[kept], values[kept]
+        unique, inverse = where.unique(return_inverse=True)
+        sums = total.new_zeros(unique.numel(), total.shape[1]).index_add_(0, inverse, values)
+        total.index_add_(0, unique % height, sums.square_())
+
+    def sums(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The rows that example n touches, sorted, and their gradients."""
+        kept = self.keys[n] >= 0
+        unique, inverse = self.keys[n][kept].unique(return_inverse=True)
+        values = self.values[n][kept].to(dtype)
+        return unique, values.new_zeros(unique.numel(), values.shape[1]).index_add_(0, inverse, values)
+
+    def example(self, n: int, shape: torch.Size) -> Tensor:
+        """The gradient of one example, in full."""
+        keys, values = self.sums(n, self.values.dtype)
+        return values.new_zeros(shape).index_add_(0, keys, values)
+
+
+def join_rows(pieces: Sequence[Rows]) -> Rows:
+    """Make one piece of several uses, whose positions are added up."""
+    if len(pieces) == 1:
+        return pieces[0]
+    return Rows(torch.cat([p.keys for p in pieces], 1), torch.cat([p.values for p in pieces], 1))
+
+
+def _embedding(
+    input: Tensor,
+    weight: Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Uses:
+    if not scale_grad_by_freq:
+        if padding_idx is not None and padding_idx < 0:
+            padding_idx += weight.shape[0]
+        yield weight, Lookup(input, padding_idx)
+
+
+LOOKUP: dict[Any, Callable[..., Uses]] = {F.embedding: _embedding}
