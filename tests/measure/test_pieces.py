@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from squisher.measure.rules import linear as module
 from squisher.measure.rules import add_squares
+from squisher.measure.rules import linear as module
 from squisher.measure.rules.linear import Outer
 from squisher.measure.rules.lookup import Rows
 from squisher.measure.rules.norm import Dense
