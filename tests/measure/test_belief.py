@@ -191,7 +191,7 @@ def _as_many_heads_as_examples(seed):
 
     def forward(s, x):
         q = s.q(x).unflatten(-1, (4, 3)).transpose(1, 2)
-        bias = s.bias[:, None, None].expand(4, 5, 5) * torch.ones(4, 5, 5, dtype=x.dtype)
+        bias = s.bias[:, None, None].expand(4, 5, 5) * torch.linspace(0, 1, 25, dtype=x.dtype).view(5, 5)
         return s.out(((q @ q.mT + bias).softmax(-1) @ q).transpose(1, 2).flatten(2).mean(1))
 
     model = _module(forward, q=nn.Linear(6, 12), bias=nn.Parameter(torch.randn(4)), out=nn.Linear(12, CLASSES))

@@ -48,7 +48,7 @@ from .rules import (
     supports,
 )
 
-__all__ = ["Obstacle", "Pass"]
+__all__ = ["Obstacle", "Pass", "forward_pass"]
 
 MOST_COPIES = 1 << 24
 """Elements of the copies, one for each example, that a shared tensor may be given."""
@@ -128,6 +128,22 @@ class _Watch(TorchFunctionMode):
         return self.one.call(func, name, args, kwargs)
 
 
+def forward_pass(*args: Any, **kwargs: Any) -> tuple[Pass, Outputs]:
+    """Run a forward pass, if need be a second time without guesses; arguments as of `Pass`.
+
+    Raises:
+        Obstacle: this batch cannot be done at once.
+    """
+    one = Pass(*args, **kwargs)
+    try:
+        return one, one.forward()
+    except Obstacle:
+        if not one.guessed:
+            raise
+    one = Pass(*args, **{**kwargs, "guess": False})
+    return one, one.forward()
+
+
 class _Anchor(torch.autograd.Function):
     """A copy that requires a gradient although nothing before it does."""
 
@@ -149,8 +165,10 @@ class Pass:
         batch: two examples or more.
         parameters: those to capture, by name.
         bounds: gets what the rounding of each parameter's gradient is measured by, if wanted.
+        guess: whether a shared tensor with as many rows as there are examples is taken for rows of theirs, to see if it fits.
 
     Attributes:
+        guessed: whether one was.
         random: whether random numbers were drawn.
         escaped: whether something may depend on the examples in a way that is not followed (a number that Python saw).
         reentrant: whether a parameter was used without gradients, perhaps to be used again in the backward pass (checkpointing).
@@ -164,10 +182,12 @@ class Pass:
         batch: Batch,
         parameters: Mapping[str, Tensor],
         bounds: dict[str, list[Piece]] | None = None,
+        guess: bool = True,
     ):
         self.model, self.objective, self.batch, self.parameters = model, objective, batch, parameters
         self.examples, self.bounds = batch.size, bounds
         self.many = objective.labels == "exact" or objective.draws > 1 or objective.unit == "token"
+        self.guess, self.guessed = guess, False
         self.random = self.escaped = self.reentrant = False
         self.types: set[torch.dtype] = set()
         self._names = {id(p): name for name, p in parameters.items()}
@@ -377,9 +397,15 @@ class Pass:
         comes of that is UNKNOWN.
         """
         others = [t for t in tensors if not t.requires_grad]
-        if func not in OPERATIONS or not others or any(t.dim() < 2 or t.shape[0] != self.examples for t in others):
+        if (
+            not self.guess
+            or func not in OPERATIONS
+            or not others
+            or any(t.dim() < 2 or t.shape[0] != self.examples for t in others)
+        ):
             return False
         look.states.update((id(t), Examples(0)) for t in others)
+        self.guessed = True
         return True
 
     def _expanded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look) -> Any:

@@ -20,12 +20,11 @@ from torch import Tensor, nn
 
 from ..errors import SquisherError
 from ..guard import only_requiring
-from .alone import check_alone
 from .batches import Batch
-from .capture import Obstacle, Pass
+from .capture import Obstacle, Pass, forward_pass
 from .likelihood import Objective, Outputs
 from .loop import Loop
-from .proof import Proof, compare, prove, two_of
+from .proof import Proof, check_alone, compare, prove, two_of
 from .rules import Piece
 from .sums import Sums
 
@@ -88,8 +87,7 @@ class Fast:
         # Batches 1, 16, 256, ... are proven whatever they do; others when they do something new.
         proof = self._prove(sums, batch, index) if self.number in _PROVEN_ANEW else None
         with only_requiring(self.model, self.parameters.values()):
-            one = Pass(self.model, self.objective, batch, self.parameters)
-            outputs = one.forward()
+            one, outputs = forward_pass(self.model, self.objective, batch, self.parameters)
             if one.program not in self.proven and proof is None:
                 proof = self._prove(sums, batch, index)
             if proof is not None:

@@ -14,20 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..errors import SquisherError
 from ..guard import only_requiring
 from .batches import Batch
-from .capture import Obstacle, Pass
+from .capture import Obstacle, forward_pass
 from .likelihood import IGNORED, Objective, Outputs
 from .loop import each_gradient
 from .rules import Piece, examples_of
 from .sampling import normals
 from .sums import Sums
 
-__all__ = ["Proof", "compare", "prove", "two_of"]
+__all__ = ["Proof", "check_alone", "compare", "prove", "two_of"]
 
 # How far the square roots may differ, relative to the root of the sum of the squares of what is added up in a gradient.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 _COARSEST = max(_TOLERANCE.values())
+# How far the outputs of an example alone may be from those in its batch, relative to the largest.
+_SAME = {torch.float64: 1e-8, torch.float32: 1e-3}
+_NEARLY_SAME = 5e-2
 _SAMPLED = 1 << 14
 
 
@@ -96,8 +100,7 @@ def _proven(
 ) -> Proof:
     bounds: dict[str, list[Piece]] = {}
     with only_requiring(model, parameters.values()):
-        one = Pass(model, objective, two, parameters, bounds)
-        outputs = one.forward()
+        one, outputs = forward_pass(model, objective, two, parameters, bounds)
         program, captured = one.program, one.captured
         one.backward(outputs, index, scratch)
     differences = {name: _Difference(scratch[name]) for name in captured}
@@ -160,6 +163,38 @@ def _relative(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
     # The mean of what anything was added to: an embedding's other rows say nothing about the size of its gradient.
     typical = b.sum() / (b > 0).sum().clamp(min=1)
     return float(((f - e).abs() / torch.maximum(b, typical).clamp(min=torch.finfo(b.dtype).tiny)).max())
+
+
+def check_alone(model: nn.Module, values: Tensor, alone: Mapping[int, Tensor]) -> None:
+    """Compare the outputs of some examples alone with those of the batch.
+
+    Args:
+        model: what they are outputs of.
+        values: of the whole batch, `Outputs.values`.
+        alone: of some of its examples.
+
+    Raises:
+        SquisherError: they differ, so examples influence each other.
+    """
+    coarse = any(t.dtype in (torch.bfloat16, torch.float16) for t in (*model.parameters(), values))
+    tolerance = _NEARLY_SAME if coarse or torch.is_autocast_enabled(values.device.type) else _SAME[values.dtype]
+    for n, own in alone.items():
+        row = values[n]
+        if own.shape == row.shape:
+            finite = row.isfinite() & own.isfinite()
+            off = float((own - row)[finite].abs().max()) if bool(finite.any()) else 0.0
+            size = float(values[values.isfinite()].abs().max()) if bool(finite.any()) else 1.0
+            if off <= tolerance * max(size, 1e-6):
+                continue
+            found = f"differ by {off:.1e} (the largest output is {size:.1e})"
+        else:
+            found = f"have the shape {tuple(own.shape)} instead of {tuple(row.shape)}"
+        raise SquisherError(
+            f"Examples influence each other: the outputs of example {n} on its own {found} from those in its batch of {len(values)}, "
+            "so it has no gradient of its own in the batch. A batch statistic in the forward pass or the loss, a contrastive loss, or "
+            "an input that all examples share and whose first size equals the batch size can be the reason. Use method='loop' for "
+            "every example on its own, or per='batch' for whole batches."
+        )
 
 
 def two_of(batch: Batch) -> list[int] | None:
