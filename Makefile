@@ -50,7 +50,8 @@ test-browser: $(INSTALLED) ## look at the report in a system Chromium (CHROMIUM=
 	@$(BIN)/python -m tests.browser.chromium
 	$(TEST_ENV) $(BIN)/python -m pytest -m browser tests/browser
 
-fuzz: $(INSTALLED) ## 200,000 damaged checkpoints against the reader of torch files and against every other reader
+fuzz: $(INSTALLED) ## 200,000 damaged checkpoints against every reader, 10,000 random networks against the loop
+	$(TEST_ENV) $(BIN)/python -m tests.fuzz_fisher --count 10000
 	$(TEST_ENV) $(BIN)/python -m tests.fuzz_pickles --count 100000 tests/fixtures/pickles/*
 	$(TEST_ENV) $(BIN)/python -m tests.fuzz_readers --count 100000 $(filter-out %.py,$(wildcard tests/fixtures/*/*))
 
