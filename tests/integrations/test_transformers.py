@@ -8,6 +8,7 @@ from safetensors import safe_open
 
 import squisher
 from squisher.errors import NoAccumulatorError, SquisherError
+from squisher.importance.weights import match
 from squisher.integrations.transformers import EWCCallback, MaskCallback, SquisherCallback
 
 from .trainers import Tokens, bert, ewc_of, in_processes, llama, lora, moments, trainer
@@ -52,6 +53,46 @@ def test_at_the_end_only(tmp_path):
     SquisherCallback(at_end_only=True).attach(best)
     with pytest.raises(SquisherError, match="the optimizer's last state is not that of the best"):
         best.train()
+
+
+def test_the_best_model_has_its_own_importance(tmp_path):
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "greater_is_better": True,
+    }  # so that the first checkpoint is the best
+    run = trainer(llama(), tmp_path, load_best_model_at_end=True, metric_for_best_model="eval_loss", **options)
+    callback = SquisherCallback(codec="log8").attach(run)
+    run.train()
+    best = run.state.best_model_checkpoint
+    assert best.endswith("checkpoint-2")
+    own, found = squisher.load(best), callback.importance()
+    assert found.provenance == own.provenance
+    assert all(torch.equal(found[name], own[name]) for name in own)
+    assert match(found, run.model.state_dict()).same is True
+    assert found.provenance.codec.name == "log8"
+    assert set(callback.live_importance()) == {name for name, _ in run.model.named_parameters()} & set(
+        callback.live_importance()
+    )
+    run.save_model(tmp_path / "saved")
+    assert squisher.load(tmp_path / "saved").provenance.steps == own.provenance.steps
+    (tmp_path / "checkpoint-2" / "squisher.safetensors").unlink()
+    with pytest.raises(SquisherError, match="has loaded its best model, checkpoint-"):
+        callback.importance()
+
+
+def test_a_saved_model_takes_the_file_along(tmp_path):
+    run = trainer(llama(), tmp_path)
+    callback = SquisherCallback().attach(run)
+    run.save_model(tmp_path / "before")
+    assert not (tmp_path / "before" / "squisher.safetensors").exists()
+    run.train()
+    run.save_model(tmp_path / "after")
+    saved = squisher.load(tmp_path / "after")
+    assert match(saved, run.model.state_dict()).same is True
+    assert all(torch.equal(saved[name], callback.importance()[name]) for name in saved)
+    run.save_model(_internal_call=True)  # as push_to_hub does, which then uploads this folder
+    assert squisher.load(tmp_path).provenance.steps == {"min": 4, "max": 4}
 
 
 def test_a_plain_callback_records_what_it_can_know(tmp_path):

@@ -24,6 +24,7 @@ __all__ = [
     "LOOK",
     "MAKE",
     "USE",
+    "AnyWeights",
     "Json",
     "Plot",
     "app",
@@ -110,6 +111,9 @@ def _unexpected(error: Exception) -> str:
     )
 
 
+AnyWeights = Annotated[
+    bool, typer.Option("--any-weights", help="Do not ask whether an importance belongs to these weights.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, app, notes, print_json, progress_bar
+from .app import USE, AnyWeights, Json, app, notes, print_json, progress_bar
 
 
 @app.command(
@@ -43,6 +43,7 @@ def merge(
     ] = "error",
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Names to keep as in the first model.")] = None,
     dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")] = None,
+    any_weights: AnyWeights = False,
     as_json: Json = False,
 ) -> None:
     """Merge models into one, piece by piece: no model has to fit into memory.
@@ -68,6 +69,7 @@ def merge(
             missing=missing,
             exclude=exclude,
             dtype=dtype,
+            any_weights=any_weights,
             progress=progress,
         )
     if as_json:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import USE, Json, Plot, app, open_importance, print_json, progress_bar
+from .app import USE, AnyWeights, Json, Plot, app, notes, open_importance, print_json, progress_bar
 
 if TYPE_CHECKING:
     from ..importance import Importance
@@ -31,6 +31,7 @@ def prune(
     ] = None,
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors to leave as they are.")] = None,
     seed: Annotated[int, typer.Option(help="Of random scores.")] = 0,
+    any_weights: AnyWeights = False,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -38,14 +39,19 @@ def prune(
 
     The zeros make the model neither smaller nor faster by themselves; formats and processors that use them do.
     """
+    from ..importance.weights import check_weights
     from ..integrations.cards import described, pruning_card
     from ..prune import weights as prune_weights
+    from ..storage import hub
     from ..storage.folders import open_model, write_model
     from ..storage.tensors import tied_names
 
     opened = open_model(model)
+    label = hub.Address.read(model).repo if hub.is_hub_id(model) else opened.name
     model = opened.path
     found = _importance_of(model, importance, needed=score in ("fisher", "importance"))
+    with notes():
+        check_weights([found], [opened.weights], [label], any_weights)
     with progress_bar("ranking") as progress:
         pruned = prune_weights(
             opened.weights,
@@ -64,7 +70,7 @@ def prune(
     settings = {"sparsity": sparsity, "nm": nm, "scope": scope, "score": score, "exclude": exclude}
     settings["seed"] = seed if score == "random" else None
     said = {key: value for key, value in settings.items() if value is not None}
-    card = pruning_card(opened.name, said, None if found is None else described(found), counts)
+    card = pruning_card(label, said, None if found is None else described(found), counts)
     with progress_bar("writing") as progress:
         like = model if model.is_dir() else None
         write_model(out, pruned, like, card=card, leave_out=tied_names(opened.weights), progress=progress)

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import USE, Json, app, open_importance, print_json, progress_bar
+from .app import USE, AnyWeights, Json, app, notes, open_importance, print_json, progress_bar
 
 _BITS = {"json": "2,3,4,8", "llama.cpp": "2,3,4,5,6,8", "mlx": "4,5"}
 
@@ -38,12 +38,14 @@ def quantize(
         str | None, typer.Option(metavar="S", help="affine, symmetric or llama.cpp, if the format does not fix it.")
     ] = None,
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors that are not quantised.")] = None,
+    any_weights: AnyWeights = False,
     as_json: Json = False,
 ) -> None:
     """Choose how many bits every tensor gets: the least total loss ½ Σ F·(w − Q(w))² within a budget.
 
     Nothing is quantised; the plan is for the tool that does it.
     """
+    from ..importance.weights import check_weights
     from ..integrations.exports import PLAN_FORMATS, write_plan
     from ..quantize import allocate, sensitivity
     from ..storage.folders import open_model
@@ -59,10 +61,13 @@ def quantize(
     if to == "mlx" and len(set(widths)) != 2:
         raise SquisherError(f"--bits {bits}: mlx-lm chooses between two widths, such as 4,5.")
     fixed = "llama.cpp" if to == "llama.cpp" else "affine"
+    weights, opened = open_model(model).weights, open_importance(importance)
+    with notes():
+        check_weights([opened], [weights], [str(model)], any_weights)
     with progress_bar("measuring") as progress:
         found = sensitivity(
-            open_model(model).weights,
-            open_importance(importance),
+            weights,
+            opened,
             widths,
             group,
             scheme=scheme or fixed,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import LOOK, Json, app, distinct_names, open_importance, print_json, progress_bar
+from .app import LOOK, AnyWeights, Json, app, distinct_names, notes, open_importance, print_json, progress_bar
 
 
 @app.command(
@@ -28,6 +28,7 @@ def report(
             metavar="DIR", help="The model of each FILE, in their order, or one for all: what pruning would cost."
         ),
     ] = None,
+    any_weights: AnyWeights = False,
     as_json: Json = False,
 ) -> None:
     """Show what importances are, how healthy they are, where they lie in the network, and how far they agree."""
@@ -39,6 +40,7 @@ def report(
         _check_page(out)
     models = _one_each(model or [], files)
 
+    from ..importance.weights import check_weights
     from ..report import Subject, collect, report_page, write
     from ..storage.folders import open_model
 
@@ -46,6 +48,11 @@ def report(
         Subject(name, open_importance(file), None if folder is None else open_model(folder).weights)
         for name, file, folder in zip(distinct_names(files), files, models, strict=True)
     ]
+    if len(model or []) > 1 or len(files) == 1:  # one model for several importances is not theirs
+        with notes():
+            checked = [one for one in subjects if one.weights is not None]
+            weights = [one.weights or {} for one in checked]
+            check_weights([one.importance for one in checked], weights, [one.name for one in checked], any_weights)
     with progress_bar("reading") as progress:
         data = collect(subjects, None if progress is None else lambda _, done, total: progress(done, total))
     if out is not None:

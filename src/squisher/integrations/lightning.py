@@ -23,6 +23,7 @@ from ..importance.facts import LOSS_REDUCTIONS
 from ..mask import train_only
 from ..recycle import Tracker
 from ..recycle.states import Candidate
+from ..storage.codecs import check_codec
 from .batch_counts import BatchCounts, examples_in, over_processes, tokens_in
 from .recording import (
     PENALTY,
@@ -84,6 +85,7 @@ class SquisherCallback(_Hooks):
         tokens: For `token_mean`: the number of tokens of a batch that carry a loss. By default labels that are not -100, but
             for the first of each row, as in causal language models.
         submodule: The part of the module that is meant, such as `"model"`; names are then those of this part.
+        codec: How files keep the values: `exact`, `log8` or `rank1`; see `Importance.save`.
     """
 
     def __init__(
@@ -94,7 +96,9 @@ class SquisherCallback(_Hooks):
         loss_reduction: str | None = "mean",
         tokens: Callable[[Any], int] | None = None,
         submodule: str | None = None,
+        codec: str = "exact",
     ) -> None:
+        self.codec = check_codec(codec)
         if loss_reduction is not None and loss_reduction not in LOSS_REDUCTIONS:
             raise SquisherError(f"loss_reduction is one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}.")
         self.path = None if path is None else Path(path)
@@ -247,7 +251,7 @@ class SquisherCallback(_Hooks):
 
     def _write(self, path: Path) -> None:
         file = path if path.suffix == ".safetensors" else path / FILE_NAME
-        written_by_one(self.importance, file, self._trainer.is_global_zero)
+        written_by_one(self.importance, file, self._trainer.is_global_zero, self.codec)
 
 
 class EWCCallback(SquisherCallback):

@@ -12,6 +12,7 @@ from torch import Tensor
 from .. import __version__
 from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, near
 from ..importance import FILE_NAME, Importance, load
+from ..importance.weights import check_weights
 from ..merge import Merged, average, fisher, task_arithmetic, ubgm
 from ..recycle import extract
 from ..storage import hub, safetensors
@@ -93,6 +94,7 @@ def merge_folders(
     missing: str = "error",
     exclude: str | None = None,
     dtype: str | None = None,
+    any_weights: bool = False,
     shard_bytes: int = safetensors.SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
@@ -115,6 +117,7 @@ def merge_folders(
         missing: `error` or `average`.
         exclude: A regular expression: names that are not merged.
         dtype: The type to write; by default the first model's.
+        any_weights: Do not ask whether the importances belong to the models.
         shard_bytes: Larger weights become shards with an index.
         progress: Called with the bytes written so far and in all.
 
@@ -140,6 +143,10 @@ def merge_folders(
     opened, first, base_weights, space = _open(method, models, base, coefficients=given)
     imps = [_importance(path, importances, k) for k, path in enumerate(models)] if method in _WEIGHTED else []
     own = _base_importance(base, base_importance, base_size) if method == "ubgm" else None
+    if imps:
+        check_weights(imps, opened, labels, any_weights)
+    if own is not None and base_weights is not None:
+        check_weights([own], [base_weights], [base_label or "the base"], any_weights)
     common: dict[str, Any] = {"exclude": exclude, "dtype": dtype}
     weighting = {"scale": scale, "missing": missing}
     merged: Merged

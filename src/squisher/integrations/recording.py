@@ -163,19 +163,20 @@ def _renamed(values: Mapping[str, Any], pieces: Mapping[str, Sequence[Piece]]) -
     return {piece.name: value for name, value in values.items() for piece in pieces[name]}
 
 
-def written_by_one(importance: Callable[[], Importance], file: Path, here: bool) -> None:
+def written_by_one(importance: Callable[[], Importance], file: Path, here: bool, codec: str = "exact") -> None:
     """Saves an importance in the process that writes; if it fails there, all of them stop.
 
     Args:
         importance: Makes it.
         file: Where to; its folder is made if need be.
         here: Whether this is the process that writes.
+        codec: How the file keeps the values.
     """
     error: BaseException | None = None
     if here:
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
-            importance().save(file)
+            importance().save(file, codec=codec)
         except Exception as problem:
             error = problem
     agree(error)

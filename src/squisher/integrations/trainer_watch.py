@@ -1,6 +1,6 @@
 """What a transformers Trainer tells none of its callbacks: its batches, its optimizer when it is made, gradients before clipping.
 
-The Trainer clips before the first event that follows the backward pass. So five methods of one object (not of its class) are
+The Trainer clips before the first event that follows the backward pass. So six methods of one object (not of its class) are
 wrapped: each still does what it did, and says so. Nothing else of the Trainer is touched.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ class TrainerWatch:
         on_optimizer: Callable[[Any, Any], None],
         on_gradients: Callable[[], None],
         extra_logs: Callable[[], Mapping[str, float]],
+        on_saved: Callable[[Path], None] = lambda _: None,
     ) -> None:
         """Wraps the Trainer's methods.
 
@@ -47,6 +49,7 @@ class TrainerWatch:
             on_optimizer: Called with the optimizer and the model when the former has been made, before a checkpoint is loaded into it.
             on_gradients: Called once per step with gradients complete: accumulated, reduced, unscaled, not clipped.
             extra_logs: Called when the loss is logged; what it returns is logged beside it.
+            on_saved: Called with the folder when the model has been saved by itself, not in a checkpoint.
 
         Raises:
             SquisherError: This is no Trainer.
@@ -62,10 +65,11 @@ class TrainerWatch:
         self.divides: bool | None = None
         self.counts_items = False
         self._on_optimizer, self._on_gradients, self._extra_logs = on_optimizer, on_gradients, extra_logs
+        self._on_saved = on_saved
         self._accelerator: Any = None
         self._seen = False
         self._shifted = False
-        for name in ("create_optimizer", "get_batch_samples", "compute_loss", "log"):
+        for name in ("create_optimizer", "get_batch_samples", "compute_loss", "log", "save_model"):
             if hasattr(trainer, name):
                 _wrap(trainer, name, getattr(self, f"_{name}"))
 
@@ -131,6 +135,19 @@ class TrainerWatch:
 
     def _log(self, original: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         return original({**logs, **self._extra_logs()} if "loss" in logs else logs, *args, **kwargs)
+
+    def _save_model(
+        self,
+        original: Callable[..., Any],
+        output_dir: Any = None,
+        _internal_call: bool = False,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        out = original(output_dir, _internal_call, *args, **kwargs)
+        if not (_internal_call and output_dir is not None):  # that is a checkpoint, of which callbacks are told
+            self._on_saved(Path(output_dir or self.trainer.args.output_dir))
+        return out
 
     def _unscale_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # Accelerate calls this right before it clips, with and without a loss scaler.

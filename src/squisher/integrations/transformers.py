@@ -17,12 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from ..consolidate import EWC
-from ..errors import SquisherError
-from ..importance import FILE_NAME, Importance, Pollution, RunFacts
+from ..errors import FileError, SquisherError
+from ..importance import FILE_NAME, Importance, Pollution, RunFacts, load
 from ..importance.facts import LOSS_REDUCTIONS
 from ..mask import train_only
 from ..recycle import Tracker
 from ..recycle.states import Candidate
+from ..storage.codecs import check_codec
 from .batch_counts import BatchCounts
 from .recording import (
     PENALTY,
@@ -80,13 +81,25 @@ class SquisherCallback(_Events):
     Only the first process writes. DeepSpeed and FSDP spread the state over processes and are refused: their checkpoints are
     read by `squisher extract`.
 
+    With `load_best_model_at_end`, `importance()` after training is that of the best checkpoint, from its own file. An attached
+    callback also writes into what `trainer.save_model(...)` saves, and so into what `trainer.push_to_hub()` uploads.
+
     Args:
         at_end_only: Write once, into `output_dir`, when training ends.
         track: Record the gradient before clipping, instead of what the optimizer has.
         loss_reduction: `mean`, `sum` or `token_mean`, where the loss is your own. By default what the model's class says.
+        codec: How files keep the values: `exact`, `log8` or `rank1`; see `Importance.save`.
     """
 
-    def __init__(self, *, at_end_only: bool = False, track: bool = False, loss_reduction: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        at_end_only: bool = False,
+        track: bool = False,
+        loss_reduction: str | None = None,
+        codec: str = "exact",
+    ) -> None:
+        self.codec = check_codec(codec)
         if loss_reduction is not None and loss_reduction not in LOSS_REDUCTIONS:
             raise SquisherError(f"loss_reduction is one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}.")
         self.at_end_only, self.track, self.loss_reduction = at_end_only, track, loss_reduction
@@ -99,6 +112,7 @@ class SquisherCallback(_Events):
         self._optimizers: list[torch.optim.Optimizer] = []
         self._candidates: Sequence[Candidate] = ()
         self._checked = False
+        self._best: Path | None = None
 
     def attach(self: Any, trainer: Any) -> Any:
         """Adds the callback to a Trainer, before `trainer.train()`, and lets it see what callbacks are not told.
@@ -115,7 +129,11 @@ class SquisherCallback(_Events):
                 "squisher.safetensors too."
             )
         self._watch = TrainerWatch(
-            trainer, on_optimizer=self._take_optimizer, on_gradients=self._see_gradients, extra_logs=self._logs
+            trainer,
+            on_optimizer=self._take_optimizer,
+            on_gradients=self._see_gradients,
+            extra_logs=self._logs,
+            on_saved=self._write_beside,
         )
         trainer.add_callback(self)
         return self
@@ -123,15 +141,27 @@ class SquisherCallback(_Events):
     def importance(self) -> Importance:
         """What has been accumulated up to now, under the names that the model's weight file has.
 
+        Once the Trainer has loaded its best model, it is that of the best checkpoint: the optimizer's last state is not.
+
         Raises:
-            SquisherError: Training has not begun.
+            SquisherError: Training has not begun, or the best checkpoint has no file any more.
             NoAccumulatorError: No step has been taken, or the optimizer keeps no squared gradient.
         """
-        return self._recorded(self._candidates)
+        return self._recorded(self._candidates) if self._best is None else self._of_best(self._best)
 
     def live_importance(self) -> Importance:
         """The same under the names of the running model, which is what `EWC.consolidate` and `mask.train_only` know."""
-        return self._recorded(None)
+        if self._best is None:
+            return self._recorded(None)
+        found = self._of_best(self._best)
+        names = found.provenance.live_names
+        live = [names.get(name, name) for name in found]
+        if len(set(live)) < len(live):
+            raise SquisherError(
+                "The file of the best checkpoint has parameters in pieces, as the weight file does: use importance()."
+            )
+        tensors = {new: found[name] for new, name in zip(live, found, strict=True)}
+        return Importance(tensors, **{**found.provenance.to_dict(), "sum": {}, "sum_of_squares": {}, "live_names": {}})
 
     # -- events --------------------------------------------------------------------------------------------------------
 
@@ -150,6 +180,7 @@ class SquisherCallback(_Events):
                 f"The Trainer clips gradients before callbacks see them: use {type(self).__name__}(...).attach(trainer) "
                 "instead of trainer.add_callback(...)."
             )
+        self._best = None
         self._args, self._model, self._optimizers = args, model, inner_optimizers(optimizer)
         self._candidates, self._checked = stored_candidates(model), False
         self._local_batch = state.train_batch_size or args.train_batch_size
@@ -179,7 +210,9 @@ class SquisherCallback(_Events):
             self._write(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Writes into `output_dir` if that is when to."""
+        """Remember which checkpoint the model is from now, and write into `output_dir` with `at_end_only`."""
+        if args.load_best_model_at_end and state.best_model_checkpoint:
+            self._best = Path(state.best_model_checkpoint)
         if self.at_end_only:
             self._write(Path(args.output_dir))
 
@@ -254,7 +287,22 @@ class SquisherCallback(_Events):
         return recorded(source, self._model, facts, candidates, factor)
 
     def _write(self, folder: Path) -> None:
-        written_by_one(self.importance, folder / FILE_NAME, self._args.should_save)
+        written_by_one(self.importance, folder / FILE_NAME, self._args.should_save, self.codec)
+
+    def _write_beside(self, folder: Path) -> None:
+        """Write beside a model that `save_model` has saved, if there is anything to write."""
+        same = self._best is not None and folder.resolve() == self._best.resolve()
+        if self._model is not None and self.counts.steps and not same:
+            self._write(folder)
+
+    def _of_best(self, checkpoint: Path) -> Importance:
+        try:
+            return load(checkpoint)
+        except FileError as error:
+            raise SquisherError(
+                f"The Trainer has loaded its best model, {checkpoint.name}, but the {FILE_NAME} of that checkpoint is not there "
+                f"({error}). The optimizer's last state belongs to other weights."
+            ) from error
 
 
 class EWCCallback(SquisherCallback):
@@ -273,14 +321,21 @@ class EWCCallback(SquisherCallback):
             gradient in it: from task to task such importances may grow without bound.
         at_end_only: Write `squisher.safetensors` once, into `output_dir`, when training ends.
         loss_reduction: As for `SquisherCallback`.
+        codec: As for `SquisherCallback`.
     """
 
     def __init__(
-        self, ewc: EWC, *, track: bool = True, at_end_only: bool = False, loss_reduction: str | None = None
+        self,
+        ewc: EWC,
+        *,
+        track: bool = True,
+        at_end_only: bool = False,
+        loss_reduction: str | None = None,
+        codec: str = "exact",
     ) -> None:
         if not isinstance(ewc, EWC):
             raise SquisherError(f"EWCCallback expects a squisher.EWC, but got a {type(ewc).__name__}.")
-        super().__init__(at_end_only=at_end_only, track=track, loss_reduction=loss_reduction)
+        super().__init__(at_end_only=at_end_only, track=track, loss_reduction=loss_reduction, codec=codec)
         self.ewc = ewc
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **more: Any) -> None:

@@ -12,7 +12,10 @@ from torch import nn
 
 from ..errors import NamingError, NoAccumulatorError, SquisherError
 from ..importance import Absence, Importance, Naming, Reason, RunFacts
+from ..importance.weights import HASHED_BYTES, content_of
+from ..storage.folders import open_weights
 from ..storage.hub import fetch, is_hub_id
+from ..storage.tensors import LazyTensors
 from .assembly import assemble
 from .formats.registry import read_source
 from .live import from_optimizers, from_tracker, unwrapped
@@ -72,8 +75,8 @@ def extract(
         allow_coarse: Accept states of four bits, which keep little more than the order of magnitude.
         beta2: Decay of the squared-gradient average, for sources that do not record it (optax, MLX, `.weights.h5`).
         optimizer_class: Name of the optimizer's class (`ADOPT`, `RMSprop`), for sources whose keys leave it open.
-        hash_weights: For a live model: also record a hash of each weight in the optimizer, so that it can be checked later
-            that an importance belongs to these weights. All are copied to the CPU for it.
+        hash_weights: Record the hash of every weight, not only of the smallest ones. Hashes tell later whether an importance
+            belongs to a model. Of a live model, the weights are copied to the CPU for it.
 
     Returns:
         An importance of kind `squisher`. From a file it is lazy: nothing is read until it is asked for.
@@ -87,12 +90,11 @@ def extract(
     if isinstance(source, (str, os.PathLike)):
         where = Path(model) if isinstance(model, (str, os.PathLike)) else None
         base = None if base_model is None else Path(base_model)
-        if hash_weights:
-            raise SquisherError("hash_weights is for a live model; the weights of a checkpoint lie beside it.")
         named = names is not None or isinstance(model, nn.Module)
         options = Options(where, base, trainable, allow_coarse, named, beta2, optimizer_class)
         path = fetch(source) if is_hub_id(source) else Path(source)
-        return _from_file(path, model, names, bias_correction, known, options, optimizer)
+        found = _from_file(path, model, names, bias_correction, known, options, optimizer)
+        return _with_content(found, path if where is None else where, None if hash_weights else HASHED_BYTES)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
             raise SquisherError(f"{option} is for files; a live optimizer's names are found by identity in the model.")
@@ -122,6 +124,19 @@ def extract(
     return from_optimizers(
         chosen, model, known, bias_correction=bias_correction, allow_coarse=allow_coarse, hash_weights=hash_weights
     )
+
+
+def _with_content(importance: Importance, path: Path, limit: int | None) -> Importance:
+    """Record the hashes of the weights beside a state, where there are any."""
+    try:
+        weights = open_weights(path)
+    except SquisherError:  # a state without weights; whatever else is wrong has been said
+        return importance
+    if weights is None:
+        return importance
+    content = content_of(LazyTensors(weights.tensors), importance, limit)
+    record = importance.provenance.model or {}
+    return importance.with_provenance(model={**record, "content": content}) if content else importance
 
 
 def _from_file(

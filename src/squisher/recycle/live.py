@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import NamingError, NoAccumulatorError, SquisherWarning
 from ..importance import Absence, Importance, Level, Naming, Reason, RunFacts
+from ..importance.weights import HASHED_BYTES, content_of
 from ..storage.tensors import LiveParameter, live_parameters
 from .assembly import assemble
 from .optimizers.quantized import check_precision, decoded
@@ -39,7 +39,7 @@ def from_optimizers(
         facts: What the caller knows about the run.
         bias_correction: False leaves the accumulators as they are stored.
         allow_coarse: Accept states of four bits.
-        hash_weights: Also record a hash of each weight in the optimizers, for which all are copied to the CPU.
+        hash_weights: Record a hash of each weight in the optimizers, not only of the smallest; they are copied to the CPU for it.
 
     Raises:
         NamingError: The optimizer's parameters are not the model's.
@@ -70,7 +70,7 @@ def from_optimizers(
             f"{next(n for n in names if names.count(n) > 1)!r} is in two optimizers; extract them one by one."
         )
     facts = _about(facts, parameters, set(names), {})
-    content = _content(parameters, set(names)) if hash_weights else {}
+    content = _content(parameters, set(names), hash_weights)
     return assemble(named, facts, _shapes(parameters), content, bias_correction=bias_correction, lazy=False)
 
 
@@ -84,7 +84,7 @@ def from_tracker(
         model: By default the tracker's own.
         facts: What the caller knows about the run.
         bias_correction: False leaves the average as it is.
-        hash_weights: Also record a hash of each weight that was observed, for which all are copied to the CPU.
+        hash_weights: Record a hash of each weight that was observed, not only of the smallest; they are copied to the CPU for it.
 
     Raises:
         NoAccumulatorError: It has observed nothing yet.
@@ -108,7 +108,7 @@ def from_tracker(
     names = {name for name, _, _ in named}
     reasons = {p.name: reason for p in parameters if (reason := tracker.absent().get(p.live_name))}
     facts = replace(_about(facts, parameters, names, reasons), after_clipping=tracker.after_clipping)
-    content = _content(parameters, names) if hash_weights else {}
+    content = _content(parameters, names, hash_weights)
     return assemble(named, facts, _shapes(parameters), content, bias_correction=bias_correction, lazy=False)
 
 
@@ -149,14 +149,10 @@ def _why_absent(parameter: Tensor) -> Absence:
     return Absence(Reason.FROZEN, "frozen (requires_grad is False)")
 
 
-def _content(parameters: Sequence[LiveParameter], held: set[str]) -> dict[str, str]:
-    """Return a hash of each weight in the optimizer: the frozen base of an adapter would take longer than all the rest."""
-    hashes = {}
-    for p in parameters:
-        if p.name in held and not hasattr(p.parameter, "full_tensor"):
-            plain = p.parameter.detach().cpu().contiguous().view(-1).view(torch.uint8)
-            hashes[p.name] = hashlib.sha256(plain.numpy().data).hexdigest()[:32]
-    return hashes
+def _content(parameters: Sequence[LiveParameter], held: set[str], every: bool) -> dict[str, str]:
+    """Return hashes of weights in the optimizer: the frozen base of an adapter would take longer than all the rest."""
+    weights = {p.name: p.parameter for p in parameters if p.name in held and not hasattr(p.parameter, "full_tensor")}
+    return content_of(weights, weights, None if every else HASHED_BYTES)
 
 
 def _refuse_strangers(strangers: int, matched: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...errors import ScaleError, SquisherWarning
 from ...importance import Importance, Provenance, Spoiler
+from ...importance.codec import Codec
 from ..distribution import Distribution
 
 __all__ = ["SEVERITIES", "Diagnosis", "Row", "effective_steps", "of_provenance", "of_values"]
@@ -129,6 +130,8 @@ def of_provenance(importance: Importance) -> Iterator[Diagnosis]:
     source = p.dtype_of_source or ""
     if any(mark in source for mark in _LOW_PRECISION):
         yield _low_precision(source, p.kind)
+    if p.codec is not None:
+        yield _codec(p.codec)
     if p.absent:
         reasons = Counter(map(str, p.absent.values())).most_common()
         listed = "; ".join(f"{count} × {reason}" for reason, count in reasons[:3]) + ("; …" if len(reasons) > 3 else "")
@@ -269,6 +272,33 @@ def _scale(importance: Importance) -> Iterator[Diagnosis]:
             "It cannot be brought to the scale of a Fisher: " + str(error),
             "Pruning, masks and rank comparisons need no scale; merging models of different batch size, EWC and embeddings do.",
         )
+
+
+_CODEC_ADVICE = {
+    "log8": "Every application takes it as it is.",
+    "rank1": "Merging, embedding and consolidation take it; rows and columns have their totals, single entries are off by about a "
+    "third. For masks and pruning use log8 or the exact file.",
+}
+
+
+def _codec(codec: Codec) -> Diagnosis:
+    """What a codec lost, and what is left of use."""
+    names = [*codec.before, codec.name]
+    worst = "rank1" if "rank1" in names else "log8"
+    numbers = {
+        "spearman": codec.spearman,
+        "scale": codec.scale,
+        "entries": codec.entries,
+        "overlap": dict(codec.overlap),
+    }
+    said = "" if codec.spearman is None else f": rank correlation with the values before {codec.spearman:.4f}"
+    return Diagnosis(
+        "codec",
+        "info",
+        f"The values went through the codec {' and then '.join(n for n in names if n != 'exact')}{said}.",
+        _CODEC_ADVICE[worst],
+        numbers={key: value for key, value in numbers.items() if value not in (None, {})},
+    )
 
 
 def _low_precision(source: str, kind: str) -> Diagnosis:

