@@ -112,8 +112,8 @@ _FACTORED = Pollution(Spoiler.FACTORED, note="It is factored: rank one per matri
 _EPS = Pollution(Spoiler.EPSILON, note="It averages g² + eps.")
 _SCALED = Pollution(
     Spoiler.STEP_SIZE,
-    note="The optimizer squares d·g; this was divided by the square of the last d, which overstates the newest gradients "
-    "against older ones where d was still growing.",
+    note="The optimizer squares d·g; this was divided by the square of the last d. While d still grew, older gradients count for "
+    "less, and all values are too small by one factor that is not recorded: the order holds, the scale does not.",
 )
 _ONES = Pollution(
     Spoiler.START,
@@ -145,6 +145,8 @@ _REFUSED: tuple[Accumulator, ...] = (
     row("GaLore", "projector", classes="", refusal="keeps the square of a projected gradient here, not a value per weight"),
     row("Shampoo", "pre_cond", refusal="keeps matrices, not a value per weight", classes="Shampoo ScalableShampoo"),
     row("Shampoo", "pre_cond_0", refusal="keeps matrices, not a value per weight", classes=""),
+    row("Distributed Shampoo", "block_0", classes="DistributedShampoo",
+          refusal="keeps its grafting accumulator in blocks of reshaped parameters, and how they were cut is not in the file"),
     row("Kron", "momentum_buffer Q", refusal="keeps matrices, not a value per weight"),
     row("Adan", "exp_avg_diff", refusal="averages the square of g + (1−β₂)·(g − previous g), not of g"),
     row("Adan", "m v n prev_grad", refusal="averages the square of g + (1−β₂)·(g − previous g), not of g"),
