@@ -184,7 +184,7 @@ def times(runs: Runs) -> str:
 def draw(runs: Runs, path: Path) -> None:
     """Held-out accuracy against λ, one line an estimator."""
     figure, (axis,) = subplots(1, (6.4, 3.6))
-    for (method, curve), colour in zip(runs.curves.items(), COLOURS, strict=False):
+    for (method, curve), colour in zip(runs.curves.items(), COLOURS[: len(runs.curves)], strict=True):
         exponents = sorted(curve)
         axis.plot(
             [10.0**e for e in exponents], [curve[e]["accuracy"] for e in exponents], "o-", color=colour, label=method

@@ -309,8 +309,9 @@ def _draw(values: Values, path: Path) -> None:
         for labels, colour in (("exact", COLOURS[0]), ("empirical", COLOURS[3])):
             curve = _curve(by_method, labels)
             axis.plot(sorted(curve), [curve[c] for c in sorted(curve)], "o-", color=colour, label=f"fisher ({labels})")
-        for method, colour in zip(LINES, (COLOURS[1], COLOURS[2], COLOURS[-1]), strict=True):
-            axis.axhline(mean(list(by_method[method].values())).value, color=colour, label=method)
+        styles = ((COLOURS[1], "-"), (COLOURS[6], ":"), (COLOURS[-1], "-"))
+        for method, (colour, style) in zip(LINES, styles, strict=True):
+            axis.axhline(mean(list(by_method[method].values())).value, color=colour, linestyle=style, label=method)
         axis.set_xscale("log", base=2)
         axis.set_title(case, fontsize=9)
         axis.set_xlabel("examples of the Fisher", fontsize=8)

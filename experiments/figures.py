@@ -14,6 +14,7 @@ COLOURS = (
     "#56B4E9",
     "#CC79A7",
     "#E69F00",
+    "#000000",
     "#999999",
 )  # told apart by colour-blind people too
 

@@ -191,7 +191,8 @@ def _command(c: Comparison) -> str:
     """What runs one unit of a document again, into a folder of its own."""
     name, _, part = c.name.partition("/")
     key = next(key for key in c.document["units"] if not key.startswith("search"))
-    return f"python -m experiments {name} --scale {part or 'cpu'} --data DIR --out again --again '^{re.escape(key).replace(chr(92) + ' ', ' ').replace(chr(92) + '-', '-')}$'"
+    pattern = re.sub(r"[().+*?|^$]", r"\\\g<0>", key)
+    return f"python -m experiments {name} --scale {part or 'cpu'} --data DIR --out again --again '^{pattern}$'"
 
 
 def _scores(c: Comparison, metric: str) -> str:
