@@ -321,3 +321,9 @@ def test_errors():
     with pytest.raises(NamingError, match=r"shape \(2, 4\) in the importance and \(5, 4\) in the model"):
         ewc.consolidate({"0.weight": torch.ones(2, 4)})
     assert ewc.tasks == 0
+
+
+def test_it_is_shown_in_one_line():
+    ewc = EWC(nn.Linear(2, 3), strength=10.0)
+    ewc.consolidate({"weight": torch.ones(3, 2)})
+    assert repr(ewc) == "EWC(strength 10: 1 tasks, 1 tensors, 6 values held)"

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -453,3 +454,66 @@ def test_version_1_becomes_version_2_without_loss(tmp_path, name):
     new = squisher.load(tmp_path / "new.safetensors")
     assert replace(new.provenance, created_with=None) == replace(old.provenance, created_with=None)
     assert all(torch.equal(new[n], old[n]) for n in old)
+
+
+# -- a look at it
+
+
+def test_top_is_what_the_sums_say(tmp_path):
+    imp = Importance({"small": torch.full((2, 3), 0.5), "large": torch.full((10,), 4.0), "zero": torch.zeros(4)})
+    rows = imp.top(2)
+    assert [(row.name, row.shape, row.entries, row.total, row.mean) for row in rows] == [
+        ("large", (10,), 10, 40.0, 4.0),
+        ("small", (2, 3), 6, 3.0, 0.5),
+    ]
+    assert [row.share for row in imp.top(None)] == [40 / 43, 3 / 43, 0.0]
+    imp.save(tmp_path / "i.safetensors")
+    assert load(tmp_path / "i.safetensors").top(None) == imp.top(None)  # with the sums of the file
+    assert [row.total for row in (imp * 2.0).top(2)] == [80.0, 6.0]
+    assert Importance({"zero": torch.zeros(2)}).top()[0].share == 0.0
+    assert Importance({"many": torch.ones(100), "strong": torch.full((1,), 9.0)}).top(1, by="mean")[0].name == "strong"
+    with pytest.raises(SquisherError, match="share or mean"):
+        imp.top(by="size")
+
+
+def test_without_pandas_one_sentence_says_what_to_do(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(SquisherError, match="pip install pandas"):
+        example().to_frame()
+
+
+@pytest.mark.formats
+def test_a_frame_has_a_row_for_each_parameter():
+    imp = example(standard_error={"a.weight": 0.5, "a.bias": None, "b.weight": 0.25})
+    frame = imp.to_frame()
+    assert list(frame.index) == list(imp)
+    assert frame.loc["a.bias", "total"] == pytest.approx(float(imp["a.bias"].sum()))
+    assert frame.loc["b.weight", "standard_error"] == 0.25
+
+
+def test_notebooks_show_a_table_and_escape_names():
+    imp = Importance({"<b>": torch.ones(2), **{f"p{k}": torch.ones(1) for k in range(11)}})
+    page = imp._repr_html_()
+    assert "&lt;b&gt;" in page
+    assert "<b>" not in page
+    assert page.count("<tr>") == 11
+    assert "2 more parameters" in page
+
+
+def test_to_a_device_reads_all_and_keeps_what_it_says(tmp_path):
+    imp = example(batch_size=4, kind="squisher", loss_reduction="mean").as_fisher().restrict("weight")
+    imp.save(tmp_path / "i.safetensors")
+    moved = load(tmp_path / "i.safetensors").to("cpu")
+    (tmp_path / "i.safetensors").unlink()
+    assert set(moved) == {"a.weight", "b.weight"}
+    assert all(torch.equal(moved[name], imp[name]) for name in imp)
+    assert moved.provenance.scale == 4
+    assert all(t.device.type == "meta" for t in imp.to("meta").values())
+
+
+def test_a_provenance_is_shown_in_one_line():
+    p = example(batch_size=8, absent={f"layer.{k}": "frozen" for k in range(200)}, examples=3).provenance
+    assert repr(p).startswith("Provenance(")
+    assert "batch_size=8" in repr(p)
+    assert "absent=<200 entries>" in repr(p)
+    assert len(repr(p)) < 300

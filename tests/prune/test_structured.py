@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from squisher import prune
-from squisher.errors import NamingError, SquisherError
+from squisher.errors import FileError, NamingError, SquisherError
+from squisher.importance import Importance
 
 pytestmark = pytest.mark.filterwarnings("ignore:::torch_pruning")
 
@@ -79,7 +80,7 @@ def test_without_the_library_one_sentence_says_what_to_install(monkeypatch):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"ratio": 1.0}, "from 0 to below 1"),
+        ({"sparsity": 1.0}, "from 0 to below 1"),
         ({"scope": "x"}, "scope is global or tensor"),
         ({"score": "x"}, "score is fisher"),
         ({"score": "orthoreg"}, "needs gradients="),
@@ -97,7 +98,7 @@ def test_wrong_wishes(options, message):
 def test_shapes_shrink_and_the_model_runs(kind, scope):
     model, fisher = made(kind)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    smaller = prune.channels(model, fisher, IMAGE, ratio=0.5, scope=scope)
+    smaller = prune.channels(model, fisher, IMAGE, sparsity=0.5, scope=scope)
     assert smaller(IMAGE).shape == model(IMAGE).shape
     count = [sum(p.numel() for p in m.parameters()) for m in (smaller, model)]
     assert count[0] < 0.55 * count[1]
@@ -117,7 +118,7 @@ def test_the_right_channels_go():
     dead = [1, 4, 6]
     for name in ("one.weight", "one.bias"):
         fisher[name][dead] = 1e-9
-    smaller = prune.channels(model, fisher, IMAGE, ratio=3 / 20)
+    smaller = prune.channels(model, fisher, IMAGE, sparsity=3 / 20)
     kept = [c for c in range(8) if c not in dead]
     assert torch.equal(smaller.one.weight, model.one.weight[kept])
     assert torch.equal(smaller.two.weight, model.two.weight[:, kept])
@@ -142,7 +143,7 @@ def test_scores_are_what_they_are_called(score):
     model, fisher = made(Plain)
     gradients = {name: torch.randn(f.shape) for name, f in fisher.items()}
     smaller = prune.channels(
-        model, fisher, IMAGE, ratio=0.5, scope="tensor", score=score, gradients=gradients, minimum=0.0
+        model, fisher, IMAGE, sparsity=0.5, scope="tensor", score=score, gradients=gradients, minimum=0.0
     )
     expected = filter_scores(model, gradients if score == "orthoreg" else fisher, score)
     kept = expected.topk(4).indices.sort().values
@@ -152,12 +153,12 @@ def test_scores_are_what_they_are_called(score):
 @pytest.mark.formats
 def test_random_is_seeded_and_every_layer_keeps_its_minimum():
     model, fisher = made(Plain)
-    a, b, c = (prune.channels(model, None, IMAGE, ratio=0.5, score="random", seed=s) for s in (1, 1, 2))
+    a, b, c = (prune.channels(model, None, IMAGE, sparsity=0.5, score="random", seed=s) for s in (1, 1, 2))
     assert torch.equal(a.one.weight, b.one.weight)
     assert a.one.weight.shape != c.one.weight.shape or not torch.equal(a.one.weight, c.one.weight)
     for name in ("one.weight", "one.bias"):
         fisher[name].fill_(1e-12)
-    guarded = prune.channels(model, fisher, IMAGE, ratio=0.6, minimum=0.25)
+    guarded = prune.channels(model, fisher, IMAGE, sparsity=0.6, minimum=0.25)
     assert guarded.one.out_channels == 2
 
 
@@ -169,7 +170,7 @@ def test_whole_heads_go():
         fisher[f"{name}.bias"].view(4, 4)[2] = 1e-9
     x = torch.randn(2, 5, 16)
     smaller = prune.channels(
-        model, fisher, x, ratio=0.25, heads={"q": 4, "k": 4, "v": 4}, exclude=r"^(out|head)$", minimum=0.0
+        model, fisher, x, sparsity=0.25, heads={"q": 4, "k": 4, "v": 4}, exclude=r"^(out|head)$", minimum=0.0
     )
     assert smaller.num_heads == 3
     assert smaller.q.out_features == smaller.out.in_features == 12
@@ -181,16 +182,16 @@ def test_whole_heads_go():
 @pytest.mark.formats
 def test_what_does_not_fit():
     model, fisher = made(Plain)
-    with pytest.raises(NamingError, match=r"an importance for 'three\.weight'"):
+    with pytest.raises(NamingError, match=r"'three\.weight', which the model has not"):
         prune.channels(model, {**fisher, "three.weight": torch.ones(1)}, IMAGE)
-    with pytest.raises(NamingError, match="heads names 'query'"):
+    with pytest.raises(NamingError, match="'query', which the model has not"):
         prune.channels(model, fisher, IMAGE, heads={"query": 2})
     with pytest.raises(SquisherError, match="does not run on the example input"):
         prune.channels(model, fisher, torch.randn(2, 7))
-    kept = prune.channels(model, fisher, IMAGE, ratio=0.5, scope="tensor", exclude="^one$")
+    kept = prune.channels(model, fisher, IMAGE, sparsity=0.5, scope="tensor", exclude="^one$")
     assert kept.one.out_channels == 8
     assert kept.two.out_channels == 6
-    same = prune.channels(model, fisher, IMAGE, ratio=0.0)
+    same = prune.channels(model, fisher, IMAGE, sparsity=0.0)
     assert torch.equal(same(IMAGE), model(IMAGE))
 
 
@@ -204,3 +205,94 @@ def test_an_output_that_would_shrink_is_refused():
     with pytest.raises(SquisherError, match="output would change its shape"):
         prune.channels(model, fisher, IMAGE, scope="tensor")
     assert prune.channels(model, fisher, IMAGE, scope="tensor", exclude="head")(IMAGE).shape == (2, 5)
+
+
+# -- Hugging Face models
+
+
+def hugging_face(kind, grouped=4):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
+    if kind == "bert":
+        config = transformers.BertConfig(vocab_size=100, max_position_embeddings=32, num_labels=3, **sizes)
+        model = transformers.BertForSequenceClassification(config)
+    elif kind == "vit":
+        model = transformers.ViTForImageClassification(
+            transformers.ViTConfig(image_size=16, patch_size=4, num_labels=3, **sizes)
+        )
+    elif kind == "tied":
+        config = transformers.DistilBertConfig(
+            vocab_size=100, dim=64, n_layers=2, n_heads=4, hidden_dim=128, max_position_embeddings=32
+        )
+        model = transformers.DistilBertForMaskedLM(config)
+    else:
+        model = transformers.LlamaForCausalLM(
+            transformers.LlamaConfig(vocab_size=100, max_position_embeddings=32, num_key_value_heads=grouped, **sizes)
+        )
+    fisher = {name: torch.rand(p.shape) * (1e-9 if ".0." in name else 1.0) for name, p in model.named_parameters()}
+    return model.eval(), fisher
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@pytest.mark.parametrize("kind", ["bert", "vit", "tied", "llama"])
+def test_a_pruned_hugging_face_model_is_saved_and_loaded(tmp_path, kind, scope):
+    model, fisher = hugging_face(kind)
+    example = prune.example_input(model)
+    smaller = prune.channels(model, fisher, example, sparsity=0.5, scope=scope)  # a layer of no importance keeps a head
+    prune.save(smaller, tmp_path / "smaller")
+    again = prune.load(tmp_path / "smaller")
+    assert torch.equal(again(**example).logits, smaller(**example).logits)
+    sizes = [sum(p.numel() for p in one.parameters()) for one in (model, smaller, again)]
+    assert sizes[0] > sizes[1] == sizes[2]
+    prune.save(again, tmp_path / "twice")
+    assert torch.equal(prune.load(tmp_path / "twice")(**example).logits, smaller(**example).logits)
+
+
+@pytest.mark.formats
+def test_more_heads_than_there_are_cannot_go():
+    model, fisher = hugging_face("bert")
+    with pytest.raises(SquisherError, match=r"every head of .*query"):
+        prune.channels(model, fisher, prune.example_input(model), sparsity=0.9)
+
+
+@pytest.mark.formats
+def test_grouped_keys_are_refused_because_they_cannot_be_followed():
+    model, fisher = hugging_face("llama", grouped=2)
+    with pytest.raises(SquisherError, match="grouped"):
+        prune.channels(model, fisher, prune.example_input(model), sparsity=0.5)
+
+
+@pytest.mark.formats
+def test_heads_come_from_the_config_and_without_them_the_error_names_them():
+    model, fisher = hugging_face("vit")
+    assert set(prune.heads_of(model).values()) == {4}
+    assert len(prune.heads_of(model)) == 6
+    with pytest.raises(SquisherError, match=r"The pruned model does not run any more.*heads="):
+        prune.channels(model, fisher, prune.example_input(model), sparsity=0.5, heads={})
+
+
+@pytest.mark.formats
+def test_the_command_shrinks_a_folder(tmp_path):
+    from typer.testing import CliRunner
+
+    from squisher.cli import app
+
+    model, fisher = hugging_face("bert")
+    model.save_pretrained(tmp_path / "model")
+    Importance(fisher).save(tmp_path / "f.safetensors")
+    arguments = ["--importance", str(tmp_path / "f.safetensors"), "--sparsity", "0.5", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["shrink", str(tmp_path / "model"), *arguments])
+    assert result.exit_code == 0, result.output
+    expected = prune.channels(model, fisher, prune.example_input(model), sparsity=0.5)
+    example = prune.example_input(model)
+    assert torch.equal(prune.load(tmp_path / "out")(**example).logits, expected(**example).logits)
+
+
+@pytest.mark.formats
+def test_what_is_no_model_of_transformers_is_refused(tmp_path):
+    with pytest.raises(SquisherError, match="writes models of transformers"):
+        prune.save(nn.Linear(2, 2), tmp_path / "x")
+    with pytest.raises(FileError, match=r"no config\.json"):
+        prune.load(tmp_path)

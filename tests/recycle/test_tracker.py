@@ -729,3 +729,11 @@ def test_two_processes_see_the_gradient_of_the_joined_batch(tmp_path: Path) -> N
         torch.testing.assert_close((first + second) / 2, averaged, rtol=1e-4, atol=1e-7)
     assert ranks[0]["sharded_shapes"]["0.weight"] == (4, 6)
     assert [rank["counted"] for rank in ranks] == [False, False]
+
+
+def test_it_is_shown_in_one_line():
+    model = nn.Linear(2, 1)
+    tracker = Tracker(model)
+    model(torch.ones(3, 2)).sum().backward()
+    tracker.observe()
+    assert repr(tracker) == "Tracker(beta2 0.999: 2 tensors, 1 steps observed, 0 skipped)"

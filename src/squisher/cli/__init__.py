@@ -9,12 +9,12 @@ from __future__ import annotations
 # isort: off
 from . import extract, fisher, compress, push
 from . import inspect, compare, similarity, report
-from . import merge, mergekit, prune, mask, patch, embed, quantize, unlearn, export
+from . import merge, mergekit, prune, shrink, mask, patch, embed, quantize, unlearn, export
 
 # isort: on
 from .app import app, main
 
 __all__ = [
     "app", "compare", "compress", "embed", "export", "extract", "fisher", "inspect", "main", "mask", "merge", "mergekit", "patch", "prune", "push", "quantize", "report",
-    "similarity", "unlearn",
+    "shrink", "similarity", "unlearn",
 ]  # fmt: skip

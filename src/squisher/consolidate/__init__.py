@@ -88,6 +88,11 @@ class EWC:
         self._scale: _Scale | None = None
         self._first: Importance | None = None
 
+    def __repr__(self) -> str:
+        held = sum(weight.numel() for weight in self._weight.values())
+        kept = "" if self.online is None else f", online {self.online:g}"
+        return f"EWC(strength {self.strength:g}{kept}: {self.tasks} tasks, {len(self._weight)} tensors, {held:,} values held)"
+
     @torch.no_grad()
     def consolidate(self, importance: Mapping[str, Tensor], scale: str = "auto") -> None:
         """Takes the task that has just been learnt into account, at the model's present weights.

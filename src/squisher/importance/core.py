@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import math
 import os
 import re
@@ -10,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,6 +40,19 @@ FILE_NAME = "squisher.safetensors"
 """Where an importance lies beside a model."""
 
 _LOW_PRECISION = ("bfloat16", "float16", "8bit", "int8", "uint8", "fp8", "float8", "4bit")
+
+
+class Share(NamedTuple):
+    """How much of an importance one parameter holds."""
+
+    name: str
+    shape: tuple[int, ...]
+    entries: int
+    total: float
+    """The sum of its entries."""
+    mean: float
+    share: float
+    """Its part of the sum over all parameters; 0 where that is 0."""
 
 
 class Importance(Mapping[str, Tensor]):
@@ -105,6 +119,68 @@ class Importance(Mapping[str, Tensor]):
         total = sum(numel_of(self, name) for name in self)
         what = p.kind if p.kind == "fisher" else f"squisher of {(p.optimizer or {}).get('class', 'an optimizer')}"
         return f"Importance({what}: {len(self)} tensors, {total:,} values)"
+
+    def top(self, n: int | None = 10, by: str = "share") -> list[Share]:
+        """Return the parameters that hold the most of the importance, largest first.
+
+        Args:
+            n: How many at most; None for all.
+            by: `"share"` of the sum over all parameters, or `"mean"` of a parameter's entries.
+
+        Raises:
+            SquisherError: `by` is neither.
+        """
+        if by not in ("share", "mean"):
+            raise SquisherError(f"by is share or mean, not {by!r}.")
+        totals = {name: self._total(name) for name in self}
+        whole = math.fsum(totals.values())
+        rows = []
+        for name, total in totals.items():
+            shape = tuple(self.shape(name))
+            entries = math.prod(shape)
+            rows.append(Share(name, shape, entries, total, total / max(entries, 1), total / whole if whole else 0.0))
+        return sorted(rows, key=lambda row: (-getattr(row, by), row.name))[:n]
+
+    def to_frame(self) -> Any:
+        """Return a pandas DataFrame with one row for each parameter, in order: shape, entries, total, mean, share.
+
+        A Fisher with standard errors has a column of them too.
+
+        Raises:
+            SquisherError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise SquisherError(
+                "to_frame needs pandas: pip install pandas. Without it: importance.top(None)."
+            ) from error
+        rows = {row.name: row for row in self.top(None)}
+        frame = pandas.DataFrame([rows[name] for name in self], columns=list(Share._fields)).set_index("name")
+        if self.provenance.standard_error is not None:
+            frame["standard_error"] = [self.provenance.standard_error.get(name) for name in self]
+        return frame
+
+    def _repr_html_(self) -> str:
+        cells = [
+            f"<tr><td>{html.escape(row.name)}</td><td>{'×'.join(map(str, row.shape))}</td>"
+            f"<td>{row.mean:.3g}</td><td>{row.share:.1%}</td></tr>"
+            for row in self.top(10)
+        ]
+        head = "<tr><th>parameter</th><th>shape</th><th>mean</th><th>share</th></tr>"
+        more = f"<p>… and {len(self) - 10} more parameters</p>" if len(self) > 10 else ""
+        return f"<p>{html.escape(repr(self))}</p><table>{head}{''.join(cells)}</table>{more}"
+
+    def _total(self, name: str) -> float:
+        known = self.provenance.sum.get(name)
+        return known if known is not None else math.fsum(float(chunk.double().sum()) for chunk in self.chunks(name))
+
+    def to(self, device: torch.device | str) -> Importance:
+        """Return the importance with all its tensors read into the memory of a device."""
+        new = self._derive()
+        new._tensors = {name: self[name].to(device) for name in self}
+        new._factor = 1.0
+        return new
 
     def shape(self, name: str) -> torch.Size:
         """The shape of one tensor, without reading it."""

@@ -16,7 +16,7 @@ FORMAT_VERSION = 2
 KINDS = ("squisher", "fisher")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Provenance(RunFacts):
     """Where an importance comes from and what its numbers are; None where it is not known.
 
@@ -74,6 +74,19 @@ class Provenance(RunFacts):
         for f in fields(self):
             if str(f.type).startswith("dict") and not isinstance(getattr(self, f.name), (dict, type(None))):
                 raise SquisherError(f"The provenance field {f.name} is a mapping, not {getattr(self, f.name)!r}.")
+
+    def __repr__(self) -> str:
+        """Return what is known in one line; long values by their number of entries."""
+        said = []
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value is None or value in ({}, ()) or (f.name, value) in (("scale", 1.0), ("per_unit", False)):
+                continue
+            text = repr(value)
+            if len(text) > 60:
+                text = f"<{len(value)} entries>" if isinstance(value, (dict, tuple)) else f"{text[:57]}..."
+            said.append(f"{f.name}={text}")
+        return f"Provenance({', '.join(said)})"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Provenance:

@@ -1,15 +1,17 @@
 """Pruning by importance: single weights, patterns, or whole channels.
 
     pruned = squisher.prune.weights(weights, importance, sparsity=0.75)       # a mapping; a module is pruned in place
-    smaller = squisher.prune.channels(model, importance, example_input, ratio=0.5)  # shapes shrink; needs torch-pruning
+    smaller = squisher.prune.channels(model, importance, example_input, sparsity=0.5)  # shapes shrink; needs torch-pruning
+    squisher.prune.save(smaller, "smaller")                                   # a Hugging Face folder; prune.load opens it
 
 Zeros alone make a model neither smaller nor faster; removed channels do.
 """
 
 from __future__ import annotations
 
+from .hugging_face import example_input, heads_of, load, save
 from .scoring import Scores, scores
 from .structured import channels
 from .unstructured import Pruned, weights
 
-__all__ = ["Pruned", "Scores", "channels", "scores", "weights"]
+__all__ = ["Pruned", "Scores", "channels", "example_input", "heads_of", "load", "save", "scores", "weights"]

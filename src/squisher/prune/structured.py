@@ -20,10 +20,15 @@ from ..errors import NamingError, SquisherError
 from ..importance import checked
 from ..names import align, check_known, live_tensors
 from ..storage.tensors import live_parameters
+from .hugging_face import heads_of
 from .scoring import check_score
 
 __all__ = ["channels"]
 
+_BROKEN = (
+    "The pruned model does not run any more: {} Attention needs heads=, the number of heads of its query, key and value layers "
+    "({{'encoder.query': 12, ...}}); what else does not follow can be left out with exclude=."
+)
 _GUARDED = 1e30  # above every score: such a channel is never among the smallest
 
 
@@ -31,7 +36,7 @@ def channels(
     model: nn.Module,
     importance: Mapping[str, Tensor] | None,
     example_input: Any,
-    ratio: float = 0.5,
+    sparsity: float = 0.5,
     *,
     scope: str = "global",
     score: str = "fisher",
@@ -42,7 +47,7 @@ def channels(
     round_to: int | None = None,
     seed: int = 0,
 ) -> nn.Module:
-    """A smaller copy of a model: its least important channels, neurons and heads are gone.
+    """Return a smaller copy of a model without its least important channels, neurons and heads.
 
     The score of a channel is the sum over the weights and the bias that produce it (the rows of its layer, of all layers
     whose outputs are added). The layer that gives the model's output is left alone.
@@ -51,15 +56,15 @@ def channels(
         model: A module that can be traced with `example_input`; it is not changed.
         importance: By parameter name; not needed for magnitude, random and orthoreg.
         example_input: A tensor, or a tuple or dictionary of arguments, as the model takes them.
-        ratio: The fraction of channels to remove, from 0 to 1.
+        sparsity: The fraction of channels to remove, from 0 to below 1.
         scope: `"global"` ranks all channels together, `"tensor"` each layer by itself.
         score: `"fisher"` Σ½θ²F; `"sqrt"` ½(Σθ√F)²; `"magnitude"` Σθ²; `"importance"` ΣF; `"random"`;
             `"orthoreg"` (Σθĝ)² with the mean gradient ĝ, as OrthoReg scores filters.
         gradients: The mean gradient by parameter name, for orthoreg.
         heads: For attention: the number of heads of each query, key and value layer, by module name. Whole heads are then
-            removed there.
+            removed there. By default what the config of a Hugging Face model says (`heads_of`); {} for none.
         exclude: A regular expression: modules whose name it finds something in keep their channels.
-        minimum: The fraction of every layer that stays at least (and always one channel), best first.
+        minimum: The fraction of every layer that stays at least (and always one channel or head), best first.
         round_to: Widths are multiples of this.
         seed: Of random scores.
 
@@ -71,8 +76,8 @@ def channels(
         NamingError: Names or shapes of importance and model do not fit.
     """
     check_score(score, importance, ("sqrt", "orthoreg"))
-    if not 0 <= ratio < 1:
-        raise SquisherError(f"ratio is the fraction of channels to remove, from 0 to below 1, not {ratio}.")
+    if not 0 <= sparsity < 1:
+        raise SquisherError(f"sparsity is the fraction of channels to remove, from 0 to below 1, not {sparsity}.")
     if scope not in ("global", "tensor"):
         raise SquisherError(f"scope is global or tensor, not {scope!r}.")
     if score == "orthoreg" and gradients is None:
@@ -83,11 +88,18 @@ def channels(
         raise SquisherError("prune.channels needs Torch-Pruning: pip install 'torch-squisher[prune]'.") from error
     smaller = copy.deepcopy(model)
     values = gradients if score == "orthoreg" else None if importance is None else checked(importance)
-    scorer = _Scorer(smaller, values, score, minimum, seed, torch_pruning)
     modules = dict(smaller.named_modules())
-    check_known(heads or {}, modules, ("heads=", "the model"))
-    head_counts = {modules[name]: count for name, count in (heads or {}).items()}
-    before, last = _outputs(smaller, example_input)
+    if heads is None:
+        heads = heads_of(model)
+        if len(set(heads.values())) > 1:  # its search for dependencies does not come to an end
+            raise SquisherError(
+                "Torch-Pruning cannot follow grouped keys and values (num_key_value_heads below num_attention_heads): prune single "
+                "weights with prune.weights instead."
+            )
+    check_known(heads, modules, ("heads=", "the model"))
+    head_counts = {modules[name]: count for name, count in heads.items()}
+    scorer = _Scorer(smaller, values, score, minimum, seed, head_counts, torch_pruning)
+    before, last = _outputs(smaller, example_input, "The model does not run on the example input: {}")
     ignored = [*last, *(m for name, m in modules.items() if exclude is not None and name and re.search(exclude, name))]
     try:
         pruner = torch_pruning.pruner.BasePruner(
@@ -95,7 +107,7 @@ def channels(
             example_input,
             importance=scorer,
             global_pruning=scope == "global",
-            pruning_ratio=ratio,
+            pruning_ratio=sparsity,
             ignored_layers=ignored,
             round_to=round_to,
             in_channel_groups={},
@@ -103,9 +115,9 @@ def channels(
             num_heads=dict(head_counts),
             prune_num_heads=bool(heads),
             prune_head_dims=not heads,
-            head_pruning_ratio=ratio if heads else 0.0,
+            head_pruning_ratio=sparsity if heads else 0.0,
         )
-        if ratio:
+        if sparsity:
             pruner.step()
     except (SquisherError, NamingError):
         raise
@@ -113,8 +125,16 @@ def channels(
         raise SquisherError(
             f"Torch-Pruning cannot prune this model: {error}. Exclude what it does not follow."
         ) from error
+    gone = [name for name, module in modules.items() if pruner.num_heads.get(module, 1) < 1]
+    if gone:
+        raise SquisherError(
+            f"A sparsity of {sparsity} would remove every head of {gone[0]!r}, but each layer keeps at least one. Lower it, or "
+            'rank each layer by itself with scope="tensor".'
+        )
     _tell_attention(smaller, pruner.num_heads)
-    after = _outputs(smaller, example_input)[0]
+    if sparsity and all(p.shape == q.shape for p, q in zip(model.parameters(), smaller.parameters(), strict=True)):
+        raise SquisherError(f"A sparsity of {sparsity} removes no channel of this model: nothing is left that may go.")
+    after = _outputs(smaller, example_input, _BROKEN)[0]
     if before != after:
         raise SquisherError(
             f"The model's output would change its shape, from {before} to {after}. Name the layer that gives it in exclude."
@@ -132,12 +152,14 @@ class _Scorer:
         score: str,
         minimum: float,
         seed: int,
+        heads: Mapping[nn.Module, int],
         library: Any,
     ) -> None:
         self._values = values
         self._score = score
         self._minimum = minimum
         self._seed = seed
+        self._heads = heads
         self._calls = 0
         self._names = {id(p.parameter): (p.name, p.live_name, *p.aliases) for p in live_parameters(model)}
         self._outputs = (
@@ -152,6 +174,7 @@ class _Scorer:
     @torch.no_grad()
     def __call__(self, group: Any) -> Tensor | None:
         parts: list[tuple[Tensor, list[int]]] = []
+        heads = max((self._heads.get(item[0].target.module, 1) for item in group), default=1)
         for item in group:
             dep, indices = item[0], list(item[1])
             roots = list(item.root_idxs)
@@ -175,8 +198,10 @@ class _Scorer:
         largest = float(total.max())
         if largest > 0:  # float32 is what Torch-Pruning ranks in; the guard must stay above everything
             total = total.clamp_max(_GUARDED / 2)
-        kept = min(width, max(1, math.ceil(self._minimum * width)))
-        total[total.topk(kept).indices] += _GUARDED
+        # Where heads are removed whole, they are ranked by the mean of their channels, and guarded whole.
+        units = total.view(heads, -1) if heads > 1 and width % heads == 0 else total.view(-1, 1)
+        kept = max(1, math.ceil(self._minimum * len(units)))
+        units[units.mean(1).topk(kept).indices] += _GUARDED
         return total
 
     def _of_layer(self, layer: nn.Module) -> Tensor | None:
@@ -223,8 +248,8 @@ def _by_output(layer: nn.Module, attribute: str, values: Tensor) -> Tensor:
     return values.transpose(0, 1).flatten(1) if getattr(layer, "transposed", False) else values.flatten(1)
 
 
-def _outputs(model: nn.Module, example: Any) -> tuple[list[tuple[int, ...]], list[nn.Module]]:
-    """The shapes of what the model gives, and the layers that give it directly."""
+def _outputs(model: nn.Module, example: Any, refusal: str) -> tuple[list[tuple[int, ...]], list[nn.Module]]:
+    """Return the shapes of what the model gives, and the layers that give it directly."""
     given: dict[int, nn.Module] = {}
     seen: list[Tensor] = []  # kept alive, so that no address is used twice
 
@@ -246,7 +271,7 @@ def _outputs(model: nn.Module, example: Any) -> tuple[list[tuple[int, ...]], lis
                 else model(example)
             )
     except Exception as error:
-        raise SquisherError(f"The model does not run on the example input: {error}") from error
+        raise SquisherError(refusal.format(error)) from error
     finally:
         model.train(training)
         for hook in hooks:

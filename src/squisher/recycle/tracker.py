@@ -112,8 +112,12 @@ class Tracker:
                 )
             self._register(self.optimizer)
 
+    def __repr__(self) -> str:
+        steps = max(self._steps.values(), default=0)
+        return f"Tracker(beta2 {self.beta2:g}: {len(self._values)} tensors, {steps} steps observed, {self.skipped} skipped)"
+
     def observe(self) -> bool:
-        """Takes the parameters' present gradients into the average.
+        """Take the parameters' present gradients into the average.
 
         Returns:
             True, or False if the step was left out because a gradient is not finite.
