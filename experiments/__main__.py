@@ -18,6 +18,7 @@ from experiments.runs import execute
 SETTINGS = (
     "merging",
     "ubgm",
+    "ota",
     "pruning",
     "pruning_weights",
     "fish",
@@ -26,6 +27,8 @@ SETTINGS = (
     "quality",
     "runtime",
     "examples",
+    "quantization",
+    "unlearning",
 )
 
 

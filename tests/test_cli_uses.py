@@ -11,7 +11,7 @@ import torch
 
 import squisher
 from squisher.cli import main
-from squisher.storage import safetensors as archive
+from squisher.storage import safetensors
 
 SQUISHER = Path(sys.executable).with_name("squisher")
 
@@ -25,7 +25,7 @@ def run(*arguments):
 
 
 def opened(path):
-    return archive.open_archive(path)[0]
+    return safetensors.open_archive(path)[0]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def folder(tmp_path_factory):
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"], "dtype": "bfloat16"}))
     weights = {n: torch.randn(s, generator=generator).bfloat16() * 0.02 for n, s in shapes.items()}
-    archive.save(model / "model.safetensors", weights, None, shard_bytes=30_000_000)
+    safetensors.save(model / "model.safetensors", weights, None, shard_bytes=30_000_000)
     whole = {n: torch.rand(s, generator=generator) * 1e-8 for n, s in shapes.items()}
     squisher.Importance(whole, examples=10, unit="example").save(model)
     forget = {n: f * torch.rand(f.shape, generator=generator).mul_(12) for n, f in whole.items()}
@@ -133,7 +133,7 @@ def test_what_is_refused(tmp_path, monkeypatch, capsys, arguments, words):
     monkeypatch.setattr(sys, "argv", ["squisher", *(a.format(m="m") for a in arguments)])
     weights = {"w.weight": torch.ones(4, 4)}
     (tmp_path / "m").mkdir()
-    archive.save(tmp_path / "m" / "model.safetensors", weights, None)
+    safetensors.save(tmp_path / "m" / "model.safetensors", weights, None)
     squisher.Importance({"w.weight": torch.rand(4, 4, generator=torch.Generator().manual_seed(0))}).save(tmp_path / "m")
     with pytest.raises(SystemExit, match="1"):
         main()

@@ -419,6 +419,20 @@ def test_a_model_under_warnings_as_errors_is_silent():
         squisher_of(**KNOWN).as_fisher()
 
 
+def test_the_accumulators_that_ota_merging_publishes(tmp_path):
+    values = {"a.weight": torch.rand(2, 3)}
+    for name in ("exp_avg_sq.safetensors", "other.safetensors"):
+        squisher.storage.safetensors.save(tmp_path / name, values, None)
+    imp = squisher.load(tmp_path / "exp_avg_sq.safetensors")
+    assert imp.provenance.kind == "squisher"
+    assert imp.provenance.batch_size is None
+    assert torch.equal(imp["a.weight"], values["a.weight"])
+    with pytest.raises(squisher.SquisherError, match="batch_size"):
+        imp.as_fisher()
+    with pytest.raises(squisher.SquisherError, match="without Squisher's metadata"):
+        squisher.load(tmp_path / "other.safetensors")
+
+
 # -- files of format version 1
 
 

@@ -8,7 +8,7 @@ import torch
 
 import squisher
 from squisher.quantize import Sensitivity, allocate, sensitivity, simulate
-from squisher.storage import safetensors as archive
+from squisher.storage import safetensors
 
 BLOCKS = {  # bits: values in a block of ggml, its bytes, values that share a scale, affine
     2: (256, 84, 16, True),
@@ -199,9 +199,9 @@ def test_tied_names_are_found():
 
 def test_lazy_files_give_the_same(model, tmp_path):
     weights, importance = model
-    archive.save(tmp_path / "w.safetensors", weights, None)
+    safetensors.save(tmp_path / "w.safetensors", weights, None)
     squisher.Importance(importance).save(tmp_path / "f.safetensors")
-    lazy = archive.open_archive(tmp_path / "w.safetensors")[0]
+    lazy = safetensors.open_archive(tmp_path / "w.safetensors")[0]
     assert (
         sensitivity(lazy, squisher.load(tmp_path / "f.safetensors")).losses == sensitivity(weights, importance).losses
     )

@@ -20,8 +20,8 @@ def made_pages():
     return module
 
 
-def test_there_are_five_and_the_site_names_them_and_every_page():
-    assert len(TUTORIALS) == 5
+def test_there_are_eight_and_the_site_names_them_and_every_page():
+    assert len(TUTORIALS) == 8
     named = set(re.findall(r": ([\w/-]+)\.md$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
     assert {f"tutorials/{script.stem}" for script in TUTORIALS} <= named
     assert {page.stem for page in (ROOT / "docs").glob("*.md")} <= named

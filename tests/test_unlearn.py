@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import squisher
-from squisher.storage import safetensors as archive
+from squisher.storage import safetensors
 from squisher.unlearn import dampen
 
 
@@ -104,10 +104,10 @@ def test_tied_names(tmp_path):
 
 def test_files_give_the_same(tmp_path):
     weights, whole, forget = make(SHAPES)
-    archive.save(tmp_path / "w.safetensors", weights, None)
+    safetensors.save(tmp_path / "w.safetensors", weights, None)
     squisher.Importance(whole).save(tmp_path / "whole.safetensors")
     squisher.Importance(forget).save(tmp_path / "forget.safetensors")
-    lazy = archive.open_archive(tmp_path / "w.safetensors")[0]
+    lazy = safetensors.open_archive(tmp_path / "w.safetensors")[0]
     out = dampen(lazy, squisher.load(tmp_path / "whole.safetensors"), squisher.load(tmp_path / "forget.safetensors"))
     assert all(torch.equal(out[n], dampen(weights, whole, forget)[n]) for n in weights)
 

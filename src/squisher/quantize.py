@@ -50,7 +50,7 @@ class Quantizer:
     overhead: int
 
     def size(self, shape: Sequence[int]) -> int:
-        """The bits that a tensor takes, scales and offsets included."""
+        """Return the bits that a tensor takes, scales and offsets included."""
         row = _row(shape)
         numel = math.prod(shape)
         return numel * self.bits + numel // max(row, 1) * -(-row // self.group) * self.overhead
@@ -280,7 +280,7 @@ def _plan(found: Sensitivity, bits: dict[str, int], gap: float) -> Plan:
 def _candidates(
     weights: Mapping[str, Tensor], importance: Mapping[str, Tensor], exclude: str | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Weight name to importance name for what is quantised; and why other matrices are not."""
+    """Return the importance name by weight name of what is quantised; and why other matrices are not."""
     pattern = name_pattern(exclude)
     provenance = importance.provenance if isinstance(importance, Importance) else None
     other = {} if provenance is None else {name: alias for alias, name in provenance.tied.items()}
@@ -316,7 +316,7 @@ def _runs(
     own: str,
     quantizers: Mapping[int, Quantizer],
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Weights in the type to compute in and importances as float64, as matrices of whole groups."""
+    """Yield weights in the type to compute in and importances as float64, as matrices of whole groups."""
     length, width = _run(_row(shape_of(weights, name)), math.lcm(*(q.group for q in quantizers.values())))
     work = torch.float64 if torch.float64 in (dtype_of(weights, name), dtype_of(importance, own)) else torch.float32
     checked = isinstance(importance, Importance)  # by itself
@@ -328,7 +328,7 @@ def _runs(
 
 
 def _run(row: int, group: int) -> tuple[int, int]:
-    """How many values are read at once, and how wide the matrix is that they become."""
+    """Return how many values are read at once, and how wide the matrix is that they become."""
     if row % group == 0:  # groups are then whole wherever a chunk begins
         return max(CHUNK // group, 1) * group, group
     return max(CHUNK // row, 1) * row, row
@@ -348,7 +348,7 @@ class _Rounded(Computed):
         self._weights, self._bits, self._quantizers = weights, dict(bits), quantizers
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat chunks, in order."""
+        """Yield one tensor in flat chunks, in order."""
         if name not in self._bits:
             yield from chunks_of(self._weights, name, size)
             return
@@ -366,7 +366,7 @@ class _Rounded(Computed):
 
 
 def _search(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[list[int], float]:
-    """Each tensor's choice, and by which fraction of the loss another assignment could be better at most."""
+    """Return each tensor's choice, and by which fraction of the loss another assignment could be better at most."""
     price, chosen = _relaxed(sizes, losses, budget)
     best = float(np.take_along_axis(losses, chosen[:, None], 1).sum())
     # At this price of a bit, what a choice costs more than the cheapest one: any assignment is above the bound by the sum of it.
@@ -397,7 +397,7 @@ def _search(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[list[in
 
 
 def _relaxed(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[float, np.ndarray]:
-    """The lowest price of a bit at which everyone's cheapest choice is within the budget, and these choices."""
+    """Return the lowest price of a bit at which the cheapest choices are within the budget, and these choices."""
 
     def at(price: float) -> np.ndarray:
         return (losses + price * sizes).argmin(1)

@@ -40,7 +40,8 @@ def dampen(
         weights: Any mapping, in memory or in files.
         importance: Of all training data, F: a Fisher or a Squisher.
         forget_importance: Of the data to forget, F_forget: a Fisher of them. Weights without one stay as they are.
-        select: α. Larger ones dampen fewer weights; the paper uses 5 to 50, and the method depends on it.
+        select: α. Larger ones dampen fewer weights, and everything depends on it. All data contain those to forget, so that
+            F_forget/F is at most 1 over their share: for one class of ten, a `select` of 10 dampens nothing.
         strength: λ. Smaller ones dampen more.
         scale: How the two are brought to one scale: `auto`, `as_fisher` or `stored`. Only with one scale does `select` mean what
             it says.
@@ -81,7 +82,7 @@ class Dampened(Computed):
         self.dampened = tuple(names)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat chunks, in order."""
+        """Yield one tensor in flat chunks, in order."""
         if name not in self._own:
             yield from chunks_of(self._weights, name, size)
             return
@@ -97,7 +98,7 @@ class Dampened(Computed):
         return out
 
     def _factors(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """What the entries are multiplied by, in flat chunks."""
+        """Yield what the entries are multiplied by, in flat chunks."""
         whole_name, forget_name = self._own[name]
         work = torch.float64 if dtype_of(self._weights, name) == torch.float64 else torch.float32
         for f, g in zip(
@@ -118,7 +119,7 @@ def _checked(importance: Mapping[str, Tensor], name: str, size: int) -> Iterator
 def _matched(
     weights: Mapping[str, Tensor], importance: Mapping[str, Tensor], forget: Mapping[str, Tensor], exclude: str | None
 ) -> dict[str, tuple[str, str]]:
-    """Weight name to the two importances' own names for it; refuses a forget importance without a partner."""
+    """Return the names of both importances by weight name; refuse a forget importance without a partner."""
     pattern = name_pattern(exclude)
     names: dict[str, tuple[str, str]] = {}
     for own in forget:
@@ -146,7 +147,7 @@ def _matched(
 
 
 def _name_in(tensors: Mapping[str, Tensor], name: str, known: Mapping[str, Tensor]) -> str | None:
-    """The name that a mapping has for a parameter, itself or tied."""
+    """Return the name that a mapping has for a parameter, its own or a tied one."""
     tied = known.provenance.tied if isinstance(known, Importance) else {}
     others = [alias for alias, first in tied.items() if first == name]
     return next((n for n in (name, tied.get(name), *others) if n is not None and n in tensors), None)

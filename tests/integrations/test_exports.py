@@ -9,7 +9,7 @@ import torch
 import squisher
 from squisher.integrations.exports import export, gguf_name, mlx_sensitivities, tensor_types, write_plan
 from squisher.quantize import allocate, sensitivity
-from squisher.storage import safetensors as archive
+from squisher.storage import safetensors
 
 NAMES = {
     "model.layers.11.self_attn.q_proj.weight": "blk.11.attn_q.weight",
@@ -74,10 +74,10 @@ def test_sensitivities_for_mlx(tmp_path):
 def test_squeezellm_folder_has_every_name(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text('{"dtype": "float16"}')
-    archive.save(tmp_path / "m" / "model.safetensors", {"a": torch.ones(2, 3).half(), "b": torch.ones(4)}, None)
+    safetensors.save(tmp_path / "m" / "model.safetensors", {"a": torch.ones(2, 3).half(), "b": torch.ones(4)}, None)
     said = export(squisher.Importance({"a": torch.full((2, 3), 1e-9)}), "squeezellm", tmp_path / "g", tmp_path / "m")
     assert "1 tensors have no importance and are 0" in said
-    out = archive.open_archive(tmp_path / "g" / "model.safetensors")[0]
+    out = safetensors.open_archive(tmp_path / "g" / "model.safetensors")[0]
     assert torch.equal(out["a"], torch.full((2, 3), 1e-9))
     assert torch.equal(out["b"], torch.zeros(4))
     with pytest.raises(squisher.SquisherError, match="no weight of this name and shape"):

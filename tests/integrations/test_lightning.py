@@ -124,6 +124,31 @@ def test_ewc_trains_as_the_penalty_in_the_loss_does(pl, tmp_path):
     assert all(torch.allclose(ends[0][n], ends[1][n], atol=1e-6) for n in ends[0])
 
 
+def test_a_pull_follows_every_step_and_leaves_the_state_clean(pl, tmp_path):
+    ends, callback = [], None
+    for by_hand in (True, False):
+        module = net(pl)
+        ewc = squisher.EWC(module, 10.0)
+        ewc.consolidate({n: torch.ones_like(p) for n, p in module.named_parameters()})
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(0.3)
+        if by_hand:
+            module.optimizer_step = lambda epoch, index, optimizer, closure, ewc=ewc: (
+                optimizer.step(closure),
+                ewc.pull_(optimizer, "adam"),
+            )
+        else:
+            callback = EWCCallback(ewc, pull="adam")
+        run = trainer(pl, tmp_path, *([] if by_hand else [callback]), accumulate_grad_batches=2, log_every_n_steps=1)
+        run.fit(module, loader())
+        ends.append({n: p.detach().clone() for n, p in module.named_parameters()})
+    assert all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
+    assert float(run.callback_metrics["ewc_penalty"]) > 0
+    assert callback.tracker is None
+    assert callback.importance().provenance.pollution == ()
+
+
 @pytest.mark.parametrize("track", [False, True])
 def test_resumed_gives_the_same_file(pl, tmp_path, track):
     def run(folder, epochs, resume=None):

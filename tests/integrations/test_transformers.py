@@ -274,6 +274,41 @@ def test_ewc_trains_as_the_penalty_in_the_loss_does(tmp_path, accumulation, adap
     assert all("loss" in line for line in run.state.log_history if "ewc_penalty" in line)
 
 
+@pytest.mark.parametrize("metric", ["plain", "adam"])
+def test_a_pull_follows_every_step_before_the_scheduler_and_leaves_the_state_clean(tmp_path, metric):
+    from transformers import Trainer
+
+    class ByHand(Trainer):
+        def create_optimizer(self, *args, **kwargs):
+            optimizer = super().create_optimizer(*args, **kwargs)
+            step = optimizer.step
+
+            def step_and_pull(*a, **k):
+                step(*a, **k)
+                ewc.pull_(optimizer, metric)
+
+            optimizer.step = step_and_pull
+            return optimizer
+
+    settings = {"max_steps": 3, "lr_scheduler_type": "linear", "learning_rate": 1e-2}
+    by_hand = trainer(llama(), tmp_path, kind=ByHand, **settings)
+    ewc = ewc_of(by_hand.model)
+    by_hand.train()
+    run = trainer(llama(), tmp_path, **settings)
+    callback = EWCCallback(ewc_of(run.model), pull=metric).attach(run)
+    run.train()
+    for (name, a), b in zip(run.model.named_parameters(), by_hand.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    plain = trainer(llama(), tmp_path, **settings)
+    plain.train()
+    assert any(not torch.equal(a, b) for a, b in zip(run.model.parameters(), plain.model.parameters(), strict=True))
+    assert callback.tracker is None
+    assert "EWC" not in str(callback.importance().provenance.pollution)
+    assert [line for line in run.state.log_history if "ewc_penalty" in line]
+    run.optimizer.step()  # nothing follows once training has ended
+    assert callback._handle is None
+
+
 def test_the_importance_of_a_task_has_no_penalty_in_it(tmp_path):
     plain = trainer(llama(), tmp_path, max_grad_norm=0.0, max_steps=1)
     plain.train()

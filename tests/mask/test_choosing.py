@@ -37,6 +37,27 @@ def test_exactly_the_largest(keep):
     assert found.kept == k
 
 
+@pytest.mark.parametrize("keep", [0.0, 0.005, 0.29, 0.999, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_exactly_the_smallest(keep, dtype):
+    tensors = {name: values.to(dtype) for name, values in importance().items()}
+    tensors["body.bias"][:6] = torch.tensor(
+        [0.0, -0.0, 1e-40, 1e-44, 0.0, 3e38], dtype=dtype
+    )  # zeros and denormals too
+    found = mask.top_k(tensors, keep, largest=False)
+    values = flat(tensors)
+    k = math.floor(keep * values.numel())
+    expected = torch.zeros(values.numel(), dtype=torch.bool)
+    expected[values.sort(stable=True).indices[:k]] = True
+    assert torch.equal(flat(found), expected)
+    assert found.provenance["largest"] is False
+    ahead = mask.top_k(tensors, 0.3, largest=False, always="head", minimum=0.05)
+    assert ahead["head.weight"].all()
+    assert not ahead["body.bias"][5]
+    with pytest.raises(SquisherError, match="NaN|negative"):
+        mask.top_k({"a": torch.tensor([1.0, float("nan")], dtype=dtype)}, 0.5, largest=False)
+
+
 def test_a_common_factor_and_a_plain_dict_change_nothing():
     imp = importance()
     expected = mask.top_k(imp, 0.1)

@@ -21,6 +21,9 @@ def mask(
     always: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Parameters that train whole, inside the budget.")
     ] = None,
+    smallest: Annotated[
+        bool, typer.Option("--smallest", help="Take the least important entries: protect what mattered so far.")
+    ] = False,
     minimum: Annotated[
         float, typer.Option(metavar="F", help="The fraction of every tensor that is kept at least.")
     ] = 0.0,
@@ -37,7 +40,15 @@ def mask(
     check_target(out)
     weights = None if model is None else open_model(model).weights
     with progress_bar("ranking") as progress, notes():
-        chosen = top_k(open_importance(file), keep, always, model=weights, minimum=minimum, progress=progress)
+        chosen = top_k(
+            open_importance(file),
+            keep,
+            always,
+            model=weights,
+            largest=not smallest,
+            minimum=minimum,
+            progress=progress,
+        )
     chosen.save(out)
     if plot is not None:
         from ..report import plot_sparsity

@@ -15,7 +15,7 @@ from .app import USE, AnyWeights, Json, app, notes, print_json, progress_bar
     epilog="Example: squisher merge fisher model-a model-b --out merged --importance a.safetensors --importance b.safetensors",
 )
 def merge(
-    method: Annotated[str, typer.Argument(metavar="METHOD", help="average, fisher, ubgm or task-arithmetic.")],
+    method: Annotated[str, typer.Argument(metavar="METHOD", help="average, fisher, ubgm, task-arithmetic or ota.")],
     models: Annotated[
         list[Path], typer.Argument(metavar="MODEL...", help="Folders of models or LoRA adapters, or weight files.")
     ],
@@ -33,6 +33,10 @@ def merge(
         list[float] | None, typer.Option("--size", metavar="N", help="ubgm: training examples of each model.")
     ] = None,
     base_size: Annotated[float | None, typer.Option(metavar="N", help="ubgm: training examples of the base.")] = None,
+    keep: Annotated[
+        list[float] | None,
+        typer.Option("--keep", metavar="K", help="ota: the fraction of changes kept, once or of each model in turn."),
+    ] = None,
     scale: Annotated[str, typer.Option(metavar="S", help="auto, as_fisher or stored.")] = "auto",
     normalize: Annotated[str | None, typer.Option(metavar="N", help="fisher: mean or l2, per model.")] = None,
     floor: Annotated[
@@ -63,6 +67,7 @@ def merge(
             coefficients=coefficient or None,
             sizes=size or None,
             base_size=base_size,
+            keep=keep or None,
             scale=scale,
             normalize=normalize,
             floor=floor,

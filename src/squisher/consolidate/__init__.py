@@ -20,6 +20,7 @@ from ..importance import Importance, checked, on_common_scale
 from ..names import align, live_tensors
 from ..storage.tensors import name_pattern, numel_of
 from .parabola import Energy, add_force_, energy
+from .pull import METRICS, Pull, StepsTaken, denominator, pull_together_, unwrapped, was_taken
 
 __all__ = ["EWC", "strength_like"]
 
@@ -41,7 +42,8 @@ class EWC:
     Use it in a training loop: `ewc.consolidate(importance)` after each task; then for every step of the next one either
     `loss = loss + ewc.penalty()`, or, cheaper, `ewc.add_gradient_()` after `backward()` and before clipping. With an optimizer
     whose state is recycled, call `tracker.observe()` before `add_gradient_()`: otherwise the penalty's own gradient is squared
-    into the next task's importance, which then grows doubly exponentially from task to task.
+    into the next task's importance, which then grows doubly exponentially from task to task. Or leave the gradient alone and
+    call `ewc.pull_(optimizer)` after `optimizer.step()`: then no tracker is needed.
 
     With PEFT, adapters are parameters like any other: the penalty is on the factors A and B, not on their product.
 
@@ -87,6 +89,7 @@ class EWC:
         self._constant = 0.0  # what the sum over tasks has beyond the parabola around θ̄, without ½·strength
         self._scale: _Scale | None = None
         self._first: Importance | None = None
+        self._steps = StepsTaken()
 
     def __repr__(self) -> str:
         held = sum(weight.numel() for weight in self._weight.values())
@@ -170,25 +173,110 @@ class EWC:
         )
         return 0.5 * self.strength * (total + self._constant)
 
+    def pull_(self, optimizer: torch.optim.Optimizer, metric: str = "plain") -> bool:
+        """Pull the parameters towards the past tasks' centre: the exact proximal step θ ← (θ + κAθ̄)/(1 + κA).
+
+        Call it after `optimizer.step()` (or `scaler.step(optimizer)`) and before the scheduler's step, instead of `penalty()` or
+        `add_gradient_()`. The penalty never enters the gradient, so the optimizer's state stays that of the data alone and can be
+        recycled for the next task without a tracker. It is stable for any strength.
+
+        λ here is not the λ of the gradient: Adam divides that one's step by √v̂ + ε. `strength_like(None, λ, optimizer)` converts.
+
+        Args:
+            optimizer: The one that has just taken a step. κ is the strength times the learning rate of a parameter's group.
+            metric: `"plain"`, or `"adam"`: κ is also divided by √v̂ + ε entry by entry, as Adam's own step is; λ is then that of
+                the gradient.
+
+        Returns:
+            Whether there was a step to follow: False where a `GradScaler` left it out.
+
+        Raises:
+            SquisherError: The metric does not exist, or the optimizer has none of the parameters or no state for the metric.
+        """
+        inner = unwrapped(optimizer)
+        taken = self._steps.since_asked(inner)
+        if taken:
+            self._pull(inner, metric)
+        return taken
+
+    def pull_after_steps(
+        self, optimizer: torch.optim.Optimizer, metric: str = "plain"
+    ) -> torch.utils.hooks.RemovableHandle:
+        """Call `pull_` after every step that the optimizer takes, until `remove()` of what is returned.
+
+        Args:
+            optimizer: Whose steps to follow.
+            metric: As in `pull_`.
+
+        Raises:
+            SquisherError: The metric does not exist.
+        """
+        _check_metric(metric)
+
+        def follow(stepped: torch.optim.Optimizer, *_: Any) -> None:
+            if was_taken(stepped):
+                self._pull(stepped, metric)
+
+        return unwrapped(optimizer).register_step_post_hook(follow)
+
+    @torch.no_grad()
+    def _pull(self, optimizer: torch.optim.Optimizer, metric: str) -> None:
+        _check_metric(metric)
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        pulls = []
+        for parameter, weight, centre in self._held():
+            group = group_of.get(id(parameter))
+            if group is None:
+                continue
+            below = denominator(optimizer, group, parameter) if metric == "adam" else None
+            if metric == "plain" or below is not None:
+                pulls.append(Pull(parameter, weight, centre, self.strength * float(group["lr"]), below))
+        if self._weight and not any(id(parameter) in group_of for parameter, _, _ in self._held()):
+            raise SquisherError(
+                "The optimizer has none of the parameters that are held: was the EWC made of another model?"
+            )
+        pull_together_(pulls)
+
     def is_of(self, model: nn.Module) -> bool:
         """Whether every parameter that is held is one of this very model's, and not of a copy."""
         own = {id(parameter) for parameter in model.parameters()}
         return all(id(parameter) in own for parameter, _, _ in self._held())
 
-    def strength_like(self, fisher: Mapping[str, Tensor], strength: float) -> float:
-        """The strength that gives the last task's importance the weight that `strength` gives a Fisher of it.
+    def strength_like(
+        self, fisher: Mapping[str, Tensor] | None, strength: float, optimizer: torch.optim.Optimizer | None = None
+    ) -> float:
+        """Return the strength at which the last task's importance weighs what `strength` makes a Fisher of it weigh.
 
         Args:
-            fisher: A Fisher of the last task over the same parameters, from a few hundred inputs.
-            strength: The λ that suits that Fisher.
+            fisher: A Fisher of the last task over the same parameters, from a few hundred inputs. None: `strength` suits the
+                importance itself.
+            strength: The λ that suits that Fisher, in the gradient (`penalty`, `add_gradient_`, `pull_` with `metric="adam"`).
+            optimizer: Adam or one with its state, after some steps: return the strength of `pull_` with `metric="plain"` whose pull
+                is as long, over all parameters together, as the step that Adam makes of the penalty's gradient alone.
 
         Raises:
             SquisherError: Nothing has been consolidated, or one of the two is 0 everywhere.
         """
         if not self.totals:
             raise SquisherError("strength_like compares with the last task: consolidate one first.")
-        names = self._matched(fisher)
-        return strength * _ratio(math.fsum(_total(fisher, source) for source in names.values()), self.totals[-1])
+        if fisher is not None:
+            names = self._matched(fisher)
+            strength *= _ratio(math.fsum(_total(fisher, source) for source in names.values()), self.totals[-1])
+        return strength if optimizer is None else strength * self._mean_step(unwrapped(optimizer))
+
+    @torch.no_grad()
+    def _mean_step(self, optimizer: torch.optim.Optimizer) -> float:
+        """Return Σ A / (√v̂ + ε) over Σ A: what Adam multiplies the penalty's gradient by, on average."""
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        above, total = [], []
+        for parameter, weight, _ in self._held():
+            group = group_of.get(id(parameter))
+            below = None if group is None else denominator(optimizer, group, parameter)
+            if below is not None:
+                root = below.average.to(weight.device).double().sqrt() / below.root + below.eps
+                above.append(float((weight.double() / root).sum()))
+                total.append(float(weight.double().sum()))
+        return _ratio(math.fsum(above), math.fsum(total))
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a stopped run needs to go on, in plain types and tensors."""
@@ -264,10 +352,15 @@ class EWC:
             warnings.warn(
                 f"This task's importance is {total / self.totals[-1]:.0f} times the last one's. If the optimizer saw the penalty's "
                 "gradient, its state holds the square of it, and the next importance grows again: observe the data's gradient "
-                "alone with squisher.Tracker before add_gradient_().",
+                "alone with squisher.Tracker before add_gradient_(), or use pull_(optimizer) after the step instead.",
                 SquisherWarning,
                 stacklevel=4,
             )
+
+
+def _check_metric(metric: str) -> None:
+    if metric not in METRICS:
+        raise SquisherError(f"metric is {' or '.join(METRICS)}, not {metric!r}.")
 
 
 def _without_tensors(importance: Importance) -> Importance:

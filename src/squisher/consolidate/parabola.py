@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Energy", "add_force_", "energy"]
+__all__ = ["PIECE", "Energy", "add_force_", "energy", "in_pieces"]
 
 PIECE = 1 << 16
 """Elements at a time on a CPU: small enough for the cache, large enough that a call costs nothing beside them."""
@@ -40,7 +40,7 @@ class Energy(torch.autograd.Function):
 def energy(parameter: Tensor, weight: Tensor, centre: Tensor) -> Tensor:
     """Σ weight·(parameter − centre)²."""
     three = (parameter, weight, centre)
-    if not _in_pieces(*three):
+    if not in_pieces(*three):
         gap = parameter.to(device=centre.device, dtype=torch.float32) - centre
         return (gap * gap * weight).sum()
     gap, force = parameter.new_empty(2, min(PIECE, parameter.numel()))
@@ -54,7 +54,7 @@ def energy(parameter: Tensor, weight: Tensor, centre: Tensor) -> Tensor:
 def add_force_(gradient: Tensor, parameter: Tensor, weight: Tensor, centre: Tensor, strength: float) -> None:
     """Adds strength · weight · (parameter − centre) in place."""
     four = (gradient, parameter, weight, centre)
-    if _in_pieces(*four):
+    if in_pieces(*four):
         buffer = gradient.new_empty(min(PIECE, gradient.numel()))
         for g, p, w, c in zip(*(t.view(-1).split(PIECE) for t in four), strict=True):
             g.addcmul_(w, torch.sub(p, c, out=buffer[: len(p)]), value=strength)
@@ -66,7 +66,7 @@ def add_force_(gradient: Tensor, parameter: Tensor, weight: Tensor, centre: Tens
         gradient.add_(gap.mul_(weight).mul_(strength).to(device=gradient.device, dtype=gradient.dtype))
 
 
-def _in_pieces(*tensors: Tensor) -> bool:
+def in_pieces(*tensors: Tensor) -> bool:
     """Whether to go piece by piece."""
     return all(
         type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu and t.is_contiguous()

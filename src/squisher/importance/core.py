@@ -39,6 +39,9 @@ __all__ = ["FILE_NAME", "Importance", "load"]
 FILE_NAME = "squisher.safetensors"
 """Where an importance lies beside a model."""
 
+ACCUMULATOR_NAME = "exp_avg_sq.safetensors"
+"""What OTA merging calls its file of accumulators, which says nothing about itself."""
+
 _LOW_PRECISION = ("bfloat16", "float16", "8bit", "int8", "uint8", "fp8", "float8", "4bit")
 
 
@@ -388,7 +391,8 @@ def load(path: str | os.PathLike[str]) -> Importance:
 
     Args:
         path: What `Importance.save` wrote: a file, the index of a sharded one, or a folder that holds one; also on the Hub:
-            `hf://owner/name[@revision][/file or folder]`.
+            `hf://owner/name[@revision][/file or folder]`. Or the file
+            `exp_avg_sq.safetensors` that OTA merging publishes: Adam's accumulator, about which nothing else is known.
 
     Raises:
         FileError: Nothing is there, it is damaged, or it says nothing about itself.
@@ -406,6 +410,8 @@ def load(path: str | os.PathLike[str]) -> Importance:
             raise FileError(f"The folder {path} holds no {FILE_NAME}; make one with: squisher extract {path} --out …")
         path = path / FILE_NAME
     tensors, metadata = safetensors.open_archive(path)
+    if metadata is None and path.name == ACCUMULATOR_NAME:
+        return Importance(tensors, kind="squisher", optimizer={"key": "exp_avg_sq"})
     if metadata is None:
         raise FileError(
             f"{path} is a safetensors file without Squisher's metadata, so what its numbers mean is not known. If you "

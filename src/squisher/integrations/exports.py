@@ -64,7 +64,7 @@ def export(importance: Importance, to: str, out: Path, model: Path | None = None
 
 
 def _optimizer_state(importance: Importance) -> dict[str, Any]:
-    """What `torch.save` writes for an Adam, with the name in every state: bergson prefers it to its own count."""
+    """Return what `torch.save` writes for an Adam, with the name in every state: bergson prefers it to its own count."""
     p = importance.provenance
     names = [p.live_names.get(name, name) for name in importance]
     group: dict[str, Any] = {"params": list(range(len(names)))}
@@ -95,7 +95,7 @@ class _Squares(Computed):
         return torch.float32
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat chunks, in order."""
+        """Yield one tensor in flat chunks, in order."""
         if name in self._importance:
             for piece in chunks_of(self._importance, name, size):
                 yield piece.to(torch.float32)

@@ -259,23 +259,32 @@ class EWCCallback(SquisherCallback):
 
     Before every step and before clipping: the tracker observes the data's gradients, then the penalty's gradient is added. So
     the importance of the task that is being learnt, and the file beside each checkpoint, are of its data alone. The penalty is
-    logged as `ewc_penalty`, every `log_every_n_steps`.
+    logged as `ewc_penalty`, every `log_every_n_steps`. With `pull` the gradient is left alone, and the parameters are pulled after
+    every step that the optimizer takes, before the scheduler's.
 
     Args:
         ewc: With the tasks before consolidated, made of this very module or of a part of it.
         path: As for `SquisherCallback`.
-        track: False leaves the tracker out and records the optimizer's own state, which has the square of the penalty's
-            gradient in it: from task to task such importances may grow without bound.
+        pull: `"plain"` or `"adam"`: use `ewc.pull_` in this metric instead of the penalty's gradient.
+        track: False leaves the tracker out and records the optimizer's own state. Without `pull` that has the square of the
+            penalty's gradient in it: from task to task such importances may grow without bound. By default True without `pull`.
         **more: As for `SquisherCallback`.
     """
 
     def __init__(
-        self, ewc: EWC, path: str | os.PathLike[str] | None = None, *, track: bool = True, **more: Any
+        self,
+        ewc: EWC,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        pull: str | None = None,
+        track: bool | None = None,
+        **more: Any,
     ) -> None:
         if not isinstance(ewc, EWC):
             raise SquisherError(f"EWCCallback expects a squisher.EWC, but got a {type(ewc).__name__}.")
-        super().__init__(path, track=track, **more)
-        self.ewc = ewc
+        super().__init__(path, track=pull is None if track is None else track, **more)
+        self.ewc, self.pull = ewc, pull
+        self._handle: Any = None
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Checks that this is the module whose parameters are held."""
@@ -287,16 +296,33 @@ class EWCCallback(SquisherCallback):
                 "The EWC holds parameters of another module than the one that is trained: make it with "
                 f"squisher.EWC({part}), where trainer.fit(module, ...) is called with this very module."
             )
+        self._let_go()
+        if self.pull is not None:
+            self._handle = self.ewc.pull_after_steps(self._optimizers[0], self.pull)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        """Stop pulling; write if asked to."""
+        self._let_go()
+        super().on_train_end(trainer, module)
+
+    def _let_go(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Observes the data's gradients, then adds the penalty's."""
+        """Observe the data's gradients, then add the penalty's."""
         super().on_before_optimizer_step(trainer, module, optimizer)
-        penalty = self.ewc.add_gradient_(value=(trainer.global_step + 1) % trainer.log_every_n_steps == 0)
+        logged = (trainer.global_step + 1) % trainer.log_every_n_steps == 0
+        if self.pull is None:
+            penalty = self.ewc.add_gradient_(value=logged)
+        else:
+            penalty = self.ewc.penalty().detach() if logged else None
         if penalty is not None:
             module.log("ewc_penalty", penalty, batch_size=1)
 
     def _pollution(self) -> list[Pollution]:
-        own = [PENALTY] if self.tracker is None else []
+        own = [PENALTY] if self.tracker is None and self.pull is None else []
         return own + super()._pollution()
 
 

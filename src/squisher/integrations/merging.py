@@ -13,7 +13,7 @@ from .. import __version__
 from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, near
 from ..importance import FILE_NAME, Importance, load
 from ..importance.weights import check_weights
-from ..merge import Merged, average, fisher, task_arithmetic, ubgm
+from ..merge import Merged, average, fisher, ota, task_arithmetic, ubgm
 from ..recycle import extract
 from ..storage import hub, safetensors
 from ..storage.folders import Model, open_model, write_model
@@ -23,9 +23,9 @@ from .cards import described, short_paths
 
 __all__ = ["METHODS", "Report", "merge_folders", "open_importance"]
 
-METHODS = ("average", "fisher", "ubgm", "task-arithmetic")
-_WEIGHTED = ("fisher", "ubgm")
-_FROM_BASE = ("ubgm", "task-arithmetic")
+METHODS = ("average", "fisher", "ubgm", "task-arithmetic", "ota")
+_WEIGHTED = ("fisher", "ubgm", "ota")
+_FROM_BASE = ("ubgm", "task-arithmetic", "ota")
 
 
 @dataclass(frozen=True)
@@ -88,6 +88,7 @@ def merge_folders(
     coefficients: Sequence[float] | None = None,
     sizes: Sequence[float] | None = None,
     base_size: float | None = None,
+    keep: Sequence[float] | None = None,
     scale: str = "auto",
     normalize: str | None = None,
     floor: str = "relative",
@@ -101,7 +102,7 @@ def merge_folders(
     """Merges models on disk into a new folder (or a `.safetensors` file) that appears whole or not at all.
 
     Args:
-        method: `average`, `fisher`, `ubgm` or `task-arithmetic`.
+        method: `average`, `fisher`, `ubgm`, `task-arithmetic` or `ota`.
         models: Folders of models or of LoRA adapters, or weight files; also on the Hub (`hf://owner/name[@revision]`).
         out: The folder to make.
         importances: One a model, in their order: importance files, or checkpoints to extract from. Without any,
@@ -111,6 +112,7 @@ def merge_folders(
         coefficients: One a model.
         sizes: For ubgm: the number of training examples of each model.
         base_size: For ubgm: that of the base.
+        keep: For ota: the fraction of its changes that a model keeps, one for all or one a model.
         scale: `auto`, `as_fisher` or `stored`.
         normalize: `mean` or `l2`.
         floor: `relative`, a number, or `+` and a number; for ubgm it is δ.
@@ -126,7 +128,7 @@ def merge_folders(
     """
     if method not in METHODS:
         raise SquisherError(f"The method is {', '.join(METHODS)}, not {method!r}.{near(method, METHODS)}")
-    _check_options(method, importances, base_importance, sizes, base_size, normalize)
+    _check_options(method, importances, base_importance, sizes, base_size, normalize, coefficients, keep)
     if importances and len(importances) != len(models):
         raise SquisherError(
             f"There are {len(models)} models and {len(importances)} importances: give --importance once a model."
@@ -159,6 +161,9 @@ def merge_folders(
     elif method == "ubgm":
         size = 1.0 if base_size is None else base_size
         merged = ubgm(base_weights, opened, own, imps, given, sizes, size, delta=floor, **weighting, **common)
+    elif method == "ota":
+        kept = 1.0 if not keep else keep[0] if len(keep) == 1 else keep
+        merged = ota(base_weights, opened, imps, kept, floor=floor, **weighting, **common)
     else:
         merged = task_arithmetic(base_weights, opened, given, **common)
     options = {
@@ -168,6 +173,7 @@ def merge_folders(
         "exclude": exclude,
         "sizes": None if not sizes else ", ".join(f"{s:g}" for s in sizes),
         "base size": base_size,
+        "keep": None if not keep else ", ".join(f"{k:g}" for k in keep),
         "dtype": dtype,
     }
     report = Report(
@@ -208,6 +214,8 @@ def _check_options(
     sizes: Sequence[float] | None,
     base_size: float | None,
     normalize: str | None,
+    coefficients: Sequence[float] | None,
+    keep: Sequence[float] | None,
 ) -> None:
     unused = {
         "--importance": bool(importances) and method not in _WEIGHTED,
@@ -215,6 +223,8 @@ def _check_options(
         "--base-importance": base_importance is not None and method != "ubgm",
         "--size": bool(sizes) and method != "ubgm",
         "--base-size": base_size is not None and method != "ubgm",
+        "--coefficient": bool(coefficients) and method == "ota",
+        "--keep": bool(keep) and method != "ota",
     }
     for option, wrong in unused.items():
         if wrong:

@@ -310,15 +310,17 @@ class EWCCallback(SquisherCallback):
 
     At every step, once gradients are accumulated, reduced and unscaled: the tracker observes them, then the penalty's gradient
     is added, then the Trainer clips the sum. So the importance of the task that is being learnt is of its data alone, and a
-    checkpoint's `squisher.safetensors` is too. The penalty is logged beside the loss as `ewc_penalty`.
+    checkpoint's `squisher.safetensors` is too. The penalty is logged beside the loss as `ewc_penalty`. With `pull` the gradient is
+    left alone, and the parameters are pulled after every step that the optimizer takes, before the scheduler's.
 
     With PEFT the penalty is on the adapter's factors A and B, not on their product. The EWC must be made of `trainer.model`,
     since trainers may put the adapter on themselves.
 
     Args:
         ewc: With the tasks before consolidated; `strength` as you chose it.
-        track: False leaves the tracker out and records the optimizer's own state, which has the square of the penalty's
-            gradient in it: from task to task such importances may grow without bound.
+        pull: `"plain"` or `"adam"`: use `ewc.pull_` in this metric instead of the penalty's gradient.
+        track: False leaves the tracker out and records the optimizer's own state. Without `pull` that has the square of the
+            penalty's gradient in it: from task to task such importances may grow without bound. By default True without `pull`.
         at_end_only: Write `squisher.safetensors` once, into `output_dir`, when training ends.
         loss_reduction: As for `SquisherCallback`.
         codec: As for `SquisherCallback`.
@@ -328,15 +330,18 @@ class EWCCallback(SquisherCallback):
         self,
         ewc: EWC,
         *,
-        track: bool = True,
+        pull: str | None = None,
+        track: bool | None = None,
         at_end_only: bool = False,
         loss_reduction: str | None = None,
         codec: str = "exact",
     ) -> None:
         if not isinstance(ewc, EWC):
             raise SquisherError(f"EWCCallback expects a squisher.EWC, but got a {type(ewc).__name__}.")
+        track = pull is None if track is None else track
         super().__init__(at_end_only=at_end_only, track=track, loss_reduction=loss_reduction, codec=codec)
-        self.ewc = ewc
+        self.ewc, self.pull = ewc, pull
+        self._handle: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **more: Any) -> None:
         """Checks that this is the model whose parameters are held."""
@@ -346,21 +351,35 @@ class EWCCallback(SquisherCallback):
                 "The EWC holds parameters of another model than the one that is trained. Make it after the Trainer, of the "
                 "model that the Trainer has: squisher.EWC(trainer.model, ...)."
             )
+        self._let_go()
+        if self.pull is not None:
+            self._handle = self.ewc.pull_after_steps(self._optimizers[0], self.pull)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        """Stop pulling; write into `output_dir` if asked to."""
+        self._let_go()
+        super().on_train_end(args, state, control, **more)
+
+    def _let_go(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     @property
     def _needs_attaching(self) -> bool:
-        return True
+        return self.pull is None or self.track
 
     def _see_gradients(self) -> None:
         super()._see_gradients()
-        self.ewc.add_gradient_()
+        if self.pull is None:
+            self.ewc.add_gradient_()
 
     def _logs(self) -> Mapping[str, float]:
         with torch.no_grad():
             return {"ewc_penalty": float(self.ewc.penalty())}
 
     def _pollution(self) -> list[Pollution]:
-        own = [PENALTY] if self.tracker is None else []
+        own = [PENALTY] if self.tracker is None and self.pull is None else []
         return own + super()._pollution()
 
 

@@ -15,7 +15,7 @@ from .. import ranks
 from ..errors import NamingError, SquisherError, SquisherWarning
 from ..importance import Importance, checked, structure_hash
 from ..names import check_known, live_tensors
-from ..order import choose
+from ..order import choose, reverse
 from ..storage.tensors import chunks_of, shape_of
 from .packed import Mask, pack
 
@@ -31,11 +31,12 @@ def top_k(
     always: str | None = None,
     *,
     model: nn.Module | Mapping[str, Tensor] | None = None,
+    largest: bool = True,
     minimum: float = 0.0,
     sharded: bool = False,
     progress: Progress | None = None,
 ) -> Mask:
-    """The most important entries: exactly ⌊keep · total⌋ of them, over all parameters together.
+    """Return the most important entries: exactly ⌊keep · total⌋ of them, over all parameters together.
 
     The total is that of the importance, plus parameters that were trainable and are listed as absent in its provenance
     (a head that no gradient reached yet), whose sizes `model` gives. Equal values are taken in order, so that the same
@@ -46,6 +47,7 @@ def top_k(
         keep: The fraction to keep, from 0 to 1.
         always: A regular expression: parameters with a match are kept whole, inside the budget (a fresh classifier).
         model: A module or its weights, for the sizes of absent parameters.
+        largest: False takes the least important entries instead: what mattered so far is protected, and the rest trains.
         minimum: The fraction of every tensor that is kept at least, best first, inside the budget.
         sharded: Each process holds other parameters and gets the mask of its own; the budget is that of all together.
         progress: Called with the entries read so far and those that will probably be read in all.
@@ -75,7 +77,7 @@ def top_k(
     def source(name: str) -> Callable[[], Iterator[Tensor]]:
         if name in absent:  # nothing is known about it, and it comes last where it is not kept whole
             return lambda: iter([torch.zeros(sizes[name])])
-        return lambda: chunks_of(values, name)
+        return lambda: chunks_of(values, name) if largest else map(reverse, chunks_of(values, name))
 
     sources = {name: source(name) for name in shapes if name not in unranked}
     try:
@@ -86,7 +88,9 @@ def top_k(
     for name, shape in shapes.items():
         pieces = choice.pieces(name) if name in sources else iter([torch.zeros(sizes[name], dtype=torch.bool)])
         layout[name], data[name] = pack(shape, pieces)
-    return Mask.from_packed(layout, data, _provenance(importance, shapes, keep, k, int(total), always, minimum))
+    return Mask.from_packed(
+        layout, data, _provenance(importance, shapes, keep, k, int(total), always, minimum, largest)
+    )
 
 
 def _matching(always: str | None, names: Mapping[str, Any], sharded: bool) -> frozenset[str]:
@@ -138,12 +142,15 @@ def _provenance(
     total: int,
     always: str | None,
     minimum: float,
+    largest: bool,
 ) -> dict[str, Any]:
     record: dict[str, Any] = {"keep": keep, "k": k, "total": total, "model": {"structure": structure_hash(shapes)}}
     if always is not None:
         record["always"] = always
     if minimum:
         record["minimum"] = minimum
+    if not largest:
+        record["largest"] = False
     if isinstance(importance, Importance):
         known = importance.provenance.to_dict()
         for bulky in ("sum", "sum_of_squares", "model"):

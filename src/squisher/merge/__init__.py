@@ -1,4 +1,4 @@
-"""Merging models into one: the average, Fisher merging, gradient matching and task arithmetic, larger than memory.
+"""Merging models into one: the average, Fisher merging, gradient matching, OTA and task arithmetic, larger than memory.
 
 Weights and importances are any `Mapping[str, Tensor]`: a `state_dict()`, a lazy folder, a test dict. So is the result, whose
 tensors are computed when they are asked for. Names and shapes decide what belongs together, never an architecture.
@@ -7,7 +7,7 @@ tensors are computed when they are asked for. Names and shapes decide what belon
 from __future__ import annotations
 
 from .lazy import Merged
-from .methods import average, fisher, task_arithmetic, ubgm
+from .methods import average, fisher, ota, task_arithmetic, ubgm
 from .search import Candidate, search
 
-__all__ = ["Candidate", "Merged", "average", "fisher", "search", "task_arithmetic", "ubgm"]
+__all__ = ["Candidate", "Merged", "average", "fisher", "ota", "search", "task_arithmetic", "ubgm"]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["TINY", "Term", "differences", "gradient_matched", "weighted"]
+__all__ = ["TINY", "Term", "differences", "gradient_matched", "grafted", "saliency", "weighted"]
 
 TINY = 1.2e-38
 """Below the smallest normal float32: read as 0."""
@@ -119,6 +119,51 @@ def gradient_matched(
             above[none] = plain[none]
             total[none] = 1.0
         _deliver(torch.addcdiv(start, above, total, out=_last(target, above)), target)
+
+
+def grafted(
+    pieces: Sequence[Tensor],
+    terms: Sequence[Term],
+    least: Sequence[float],
+    work: torch.dtype,
+    careful: bool,
+    out: Tensor,
+) -> None:
+    """θ₀ + Σ √w·m·(θ − θ₀) / Σ √w, where m keeps the entries whose saliency is at least a model's threshold.
+
+    Args:
+        pieces: θ₀, θ₁, F₁, θ₂, F₂, …
+        terms: One a model: how F becomes the weight w.
+        least: One threshold a model.
+        work: The type to compute in.
+        careful: Whether a sum of weights may be 0; the models' mean is taken there.
+        out: Is filled with the result, in its own type.
+    """
+    for blocks, target, (a, b, w, d, total, above, plain) in _in_blocks(pieces, out, 7, work):
+        start = _as(blocks[0], a)
+        for buffer in (total, above, plain):
+            buffer.zero_()
+        for k, term in enumerate(terms):
+            theta, importance = blocks[1 + 2 * k : 3 + 2 * k]
+            torch.sub(_as(theta, b), start, out=d)
+            if least[k] > 0:
+                d.mul_(saliency(blocks[0], theta, importance) >= least[k])
+            _weigh(importance, term, w, careful)
+            w.sqrt_()
+            total.add_(w)
+            above.addcmul_(d, w)
+            if careful:
+                plain.add_(d, alpha=1 / len(terms))
+        if careful:
+            none = total == 0
+            above[none] = plain[none]
+            total[none] = 1.0
+        _deliver(torch.addcdiv(start, above, total, out=_last(target, above)), target)
+
+
+def saliency(start: Tensor, theta: Tensor, importance: Tensor) -> Tensor:
+    """√F·|θ − θ₀| in float32: the order of F·(θ − θ₀)², without its underflow."""
+    return importance.float().sqrt().mul_(theta.float().sub(start.float()).abs_())
 
 
 def _in_blocks(

@@ -1,4 +1,4 @@
-"""The four methods: what each weighs a model's tensors with."""
+"""The five methods: what each weighs a model's tensors with."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from .arguments import (
 from .importances import graded, matched, tied_in
 from .lazy import Merged
 from .names import plan
-from .rules import Fisher, Matching, Mean
+from .rules import Fisher, Grafting, Matching, Mean
 
-__all__ = ["average", "fisher", "task_arithmetic", "ubgm"]
+__all__ = ["average", "fisher", "ota", "task_arithmetic", "ubgm"]
 
 
 def average(
@@ -209,6 +209,67 @@ def ubgm(
         [lengths[k] for k in used],
         base_length,
         delta,
+        frozenset(averaged),
+        as_work(precision),
+    )
+    return Merged(everyone, layout, rule, averaged=averaged, dtype=as_dtype(dtype))
+
+
+def ota(
+    base: Weights,
+    models: Sequence[Weights],
+    importances: Sequence[Weights],
+    keep: float | Sequence[float] = 1.0,
+    scale: str = "auto",
+    floor: Floor = "relative",
+    *,
+    missing: str = "error",
+    exclude: str | None = None,
+    dtype: torch.dtype | str | None = None,
+    precision: str = "float32",
+) -> Merged:
+    """Merge by OTA with fast Fisher grafting: θ₀ + Σ √F·m·(θ − θ₀) / Σ √F (Mahdavinia et al., arXiv 2509.11167).
+
+    m keeps of each model the entries whose F·(θ − θ₀)² is among the largest, over all its parameters together; what it drops
+    still counts in the denominator, as in the paper. Finding m takes passes over the files; `keep=1` needs none.
+
+    Args:
+        base: The weights that the models started from.
+        models: One or more mappings of weights.
+        importances: One a model; the paper uses Adam's accumulator.
+        keep: The fraction of a model's entries that m keeps, one for all or one a model. Entries as salient as the last one that
+            is kept are kept too.
+        scale: How importances are brought to one scale: `auto`, `as_fisher` or `stored`.
+        floor: As in `fisher`; it does not affect m.
+        missing: `average` takes the mean change where a weight has no importance; `error` refuses.
+        exclude: A regular expression; what it finds is kept as each model has it.
+        dtype: The type of the result; by default the first model's.
+        precision: What is computed in: `float32` or `float64`.
+
+    Raises:
+        NamingError: Names or shapes do not match.
+        ScaleError: The importances have no common scale.
+        SquisherError: A fraction is not one.
+    """
+    importances = as_many("importance", importances, models)
+    floors, adds = as_floors(floor, len(models))
+    keeps = [float(k) for k in ([keep] * len(models) if isinstance(keep, (int, float)) else keep)]
+    if len(keeps) != len(models) or not all(0 <= k <= 1 for k in keeps):
+        raise SquisherError(
+            f"keep is a fraction from 0 to 1, one for all or one for each of {len(models)} models, not {keep!r}."
+        )
+    used, _ = taking_part(models, None, base)
+    everyone = [*models, base]
+    who = [f"the importance of model {k + 1}" for k in used]
+    layout = plan(everyone, exclude, numbers=used, tied=tied_in(importances))
+    names, averaged = matched(models[0], layout.merged, layout.tied, importances, missing, who)
+    rule = Grafting(
+        base,
+        list(models),
+        graded(importances, names, scale, who),
+        keeps,
+        floors,
+        adds,
         frozenset(averaged),
         as_work(precision),
     )

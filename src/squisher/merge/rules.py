@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ..storage.tensors import numel_of
-from .arithmetic import Term, differences, gradient_matched, weighted
+from ..order import threshold
+from ..storage.tensors import chunks_of, numel_of
+from .arithmetic import Term, differences, gradient_matched, grafted, saliency, weighted
 from .importances import Graded
 
-__all__ = ["Fisher", "Matching", "Mean"]
+__all__ = ["Fisher", "Grafting", "Matching", "Mean"]
 
 Weights = Mapping[str, Tensor]
 
@@ -168,6 +169,69 @@ class Matching:
             return None
         unit = _unit(mean)
         return unit, _RELATIVE * mean * unit
+
+
+class Grafting:
+    """What the models changed of the base, masked by √F·|θ − θ₀| and weighted with √F."""
+
+    def __init__(
+        self,
+        base: Weights,
+        models: list[Weights],
+        importances: list[Graded],
+        keeps: list[float],
+        floors: list[float] | None,
+        adds: bool,
+        averaged: frozenset[str],
+        work: torch.dtype,
+    ):
+        ones = [1.0] * len(models)
+        self._base, self._models, self._importances, self._keeps = base, models, importances, keeps
+        self._weights = Fisher(models, importances, ones, None, floors, adds, averaged, work)
+        self._mean = Mean([base, *models], [1 / len(models) for _ in models], work)
+        self._averaged, self._work = averaged, work
+        self._least: list[float] | None = None
+
+    def inputs(self, name: str) -> list[Weights]:
+        """What is read for a piece, in this order."""
+        if name in self._averaged:
+            return self._mean.models
+        pairs = zip(self._models, self._importances, strict=True)
+        return [self._base, *(source for pair in pairs for source in pair)]
+
+    def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
+        """Fills `out` with the merged piece."""
+        if name in self._averaged:
+            self._mean.piece(name, pieces, out)
+            return
+        # One model has no terms, and a tensor whose importance is 0 everywhere has none: all weights are equal then.
+        terms = self._weights.terms(name) or [Term(0.0, 1.0) for _ in self._models]
+        careful = not all(_safe(t.factor or 1.0) and _safe(t.floor) for t in terms)
+        grafted(pieces, terms, self._thresholds(), torch.float64 if careful else self._work, careful, out)
+
+    def _thresholds(self) -> list[float]:
+        """The saliency of the last entry that each model keeps; found once, by passes over everything."""
+        if self._least is None:
+            self._least = [self._threshold(k) for k in range(len(self._models))]
+        return self._least
+
+    def _threshold(self, k: int) -> float:
+        if self._keeps[k] == 1.0:
+            return 0.0
+        model, importance = self._models[k], self._importances[k]
+
+        def source(name: str) -> Callable[[], Iterator[Tensor]]:
+            def scores() -> Iterator[Tensor]:
+                for start, weights, values in zip(
+                    *(chunks_of(s, name) for s in (self._base, model, importance)), strict=True
+                ):
+                    yield saliency(start, weights, values)
+
+            return scores
+
+        names = [name for name in importance if name not in self._averaged]
+        total = sum(numel_of(self._base, name) for name in names)
+        return threshold({name: source(name) for name in names}, math.floor(self._keeps[k] * total)).value
 
 
 def _unit(mean: float) -> float:

@@ -19,12 +19,12 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from .choice import Choice, choose, per_source
-from .keys import Source
+from .keys import Source, reverse
 from .narrow import narrow
 from .radix import thresholds
 from .selection import Selection, Threshold
 
-__all__ = ["Choice", "Selection", "Source", "Threshold", "choose", "per_source", "threshold", "thresholds"]
+__all__ = ["Choice", "Selection", "Source", "Threshold", "choose", "per_source", "reverse", "threshold", "thresholds"]
 
 
 def threshold(sources: Mapping[str, Source], k: int, reduce: Callable[[Tensor], Tensor] | None = None) -> Threshold:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import SquisherError
 
-__all__ = ["CHANGED", "INFINITY", "Keys", "Source", "bits_of", "checked", "keys_of", "value_of"]
+__all__ = ["CHANGED", "INFINITY", "Keys", "Source", "bits_of", "checked", "keys_of", "reverse", "value_of"]
 
 Source = Callable[[], Iterable[Tensor]]
 """Gives the scores of one tensor as pieces in order; called once a pass, and each time from the start."""
@@ -76,6 +76,14 @@ def checked(keys: Keys, width: int, name: str) -> Keys:
             "Take the absolute value first if that is what should be ranked."
         )
     return magnitude
+
+
+def reverse(piece: Tensor) -> Tensor:
+    """Return scores of the opposite order, from scores that are 0 or more: what was k-th largest is k-th smallest."""
+    wide = piece.dtype == torch.float64
+    bits = piece.abs() if wide else piece.float().abs()  # -0.0 is 0
+    top = INFINITY[64 if wide else 32]
+    return (top - bits.view(torch.int64 if wide else torch.int32)).view(bits.dtype)
 
 
 def value_of(key: int, width: int) -> float:
