@@ -2,11 +2,13 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 
 from squisher import patch
 from squisher.errors import FileError, NamingError, SquisherError
+from squisher.patch import applying, making
 from squisher.storage import safetensors as archive
 from squisher.storage.tensors import chunks_of
 
@@ -169,6 +171,50 @@ def test_a_damaged_patch(tmp_path, damage):
         metadata["names"].append("ghost")
     else:
         metadata["base"] = None
+    del data  # it would be read from the file that is replaced
     archive.save(path, tensors, metadata)
     with pytest.raises(FileError, match="damaged"):
         patch.apply(base, path)["a"]
+
+
+def test_chunks_without_a_change(tmp_path):
+    base = {"w": torch.zeros(3 * (1 << 18) + 5), "v": torch.zeros(2, 1 << 18)}
+    tuned = {name: tensor.clone() for name, tensor in base.items()}
+    tuned["w"][(1 << 18) + 3] = 1  # in the second of four chunks
+    tuned["v"][1, -1] = 1
+    assert check(base, tuned, tmp_path / "p.safetensors").changed == {"w": 1, "v": 1}
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.uint16, torch.float8_e4m3fn, torch.complex64, torch.bool])
+def test_types_that_torch_knows_little_about(tmp_path, dtype):
+    base = {"w": torch.tensor([0, 1, 0, 1, 0, 1, 1]).to(dtype)}
+    tuned = {"w": torch.tensor([0, 1, 0, 1, 0, 0, 1]).to(dtype)}
+    path = tmp_path / "p.safetensors"
+    assert patch.make(base, tuned, path).changed == {"w": 1}
+    back = patch.apply(base, path)
+    for size in (1, 7, 1 << 18):
+        bits = [piece.view(torch.uint8) for piece in chunks_of(back, "w", size)]
+        assert torch.equal(torch.cat(bits), tuned["w"].view(torch.uint8))
+
+
+def test_a_type_that_no_file_holds(tmp_path):
+    base = {"w": torch.zeros(3, dtype=torch.complex128)}
+    with pytest.raises(SquisherError, match="'w' has the type torch.complex128"):
+        patch.make(base, {"w": base["w"] + 1}, tmp_path / "p.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**40])
+def test_places_beyond_32_bits(size):
+    # As in a tensor of that many entries, which nobody has to hold: the last chunk of it, changed in its first and last entry.
+    start = size - 1000
+    indices = making._indices(np.array([0, 999]), start, size)
+    assert indices.tolist() == [start, size - 1]
+    assert indices.dtype == (torch.int32 if size < 2**31 else torch.int64)
+    earlier = torch.tensor([3], dtype=indices.dtype)
+    places = torch.cat([earlier, indices]).numpy()
+    chunk = applying._changed(torch.zeros(1000), start, places, torch.tensor([7.0, 8.0, 9.0]))
+    assert chunk.nonzero().flatten().tolist() == [0, 999]
+    assert (chunk[0], chunk[999]) == (8, 9)
+    before = torch.zeros(1000)
+    assert applying._changed(before, start - 1000, places, torch.tensor([7.0, 8.0, 9.0])) is before

@@ -23,7 +23,7 @@ from ..storage.tensors import (
     numel_of,
     shape_of,
 )
-from .content import FORMAT_VERSION, INDICES, VALUES, Digest, hash_of
+from .making import FORMAT_VERSION, INDICES, VALUES, Digest, bits, hash_of
 
 __all__ = ["apply"]
 
@@ -58,7 +58,7 @@ def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[s
 
 
 class _Patched(Computed):
-    """The base with a patch, read when asked for; every tensor of the base is checked before its last piece is out."""
+    """The base with a patch, read when asked for; every tensor of the base is checked before its last chunk is out."""
 
     def __init__(
         self,
@@ -92,19 +92,19 @@ class _Patched(Computed):
         changes = self._changes(name)
         held: Tensor | None = None
         start = 0
-        for piece in chunks_of(self._base, name, size):
-            digest.add(piece)
-            if held is not None:  # one piece late, so that the last one comes out only if the base is the right one
+        for chunk in chunks_of(self._base, name, size):
+            digest.add(chunk)
+            if held is not None:  # one chunk late, so that the last one comes out only if the base is the right one
                 yield held
-            held = changes(piece, start)
-            start += piece.numel()
+            held = changes(chunk, start)
+            start += chunk.numel()
         self._check(name, digest.text())
         if held is not None:
             yield held
 
     def _changes(self, name: str) -> Callable[[Tensor, int], Tensor]:
         if name not in self._entries:
-            return lambda piece, start: piece
+            return lambda chunk, start: chunk
         indices, values = self._data[INDICES + name].numpy(), self._data[VALUES + name]
         size = numel_of(self._base, name)
         rising = indices.size < 2 or bool((np.diff(indices) > 0).all())
@@ -115,15 +115,7 @@ class _Patched(Computed):
         ):
             raise FileError(f"{self._path}: the changes of {name!r} do not fit the tensor; the file is damaged.")
 
-        def change(piece: Tensor, start: int) -> Tensor:
-            first, last = np.searchsorted(indices, (start, start + piece.numel()))
-            if first == last:
-                return piece
-            piece = piece.clone()
-            piece[torch.from_numpy(indices[first:last].astype(np.int64) - start)] = values[int(first) : int(last)]
-            return piece
-
-        return change
+        return lambda chunk, start: _changed(chunk, start, indices, values)
 
     def _check(self, name: str, found: str) -> None:
         if found != self._hashes[name]:
@@ -131,3 +123,15 @@ class _Patched(Computed):
                 f"{self._path} was made from another base: {name!r} has other values here ({found[:19]}… instead of "
                 f"{self._hashes[name][:19]}…). Apply it to the weights that it was made from."
             )
+
+
+def _changed(chunk: Tensor, start: int, indices: np.ndarray[Any, Any], values: Tensor) -> Tensor:
+    """Return a chunk of a tensor that begins at entry `start`, with the new values in it."""
+    # In the type of the indices: with another one, all of them would be converted for each chunk.
+    ends = np.array([start, start + chunk.numel() - 1], indices.dtype)
+    first, last = int(np.searchsorted(indices, ends[0])), int(np.searchsorted(indices, ends[1], side="right"))
+    if first == last:
+        return chunk
+    new = bits(chunk).copy()
+    new[indices[first:last].astype(np.int64) - start] = bits(values[first:last])
+    return torch.from_numpy(new).view(chunk.dtype)

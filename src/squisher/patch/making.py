@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -17,9 +18,11 @@ from ..errors import NamingError, SquisherError, near
 from ..names import align
 from ..storage import safetensors
 from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
-from .content import FORMAT_VERSION, INDICES, VALUES, Digest, hash_of
 
-__all__ = ["Summary", "make"]
+__all__ = ["FORMAT_VERSION", "INDICES", "VALUES", "Digest", "Summary", "bits", "hash_of", "make"]
+
+FORMAT_VERSION = 1
+INDICES, VALUES = "indices/", "values/"
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -51,7 +54,7 @@ def make(
     drop_outside: bool = False,
     progress: Progress | None = None,
 ) -> Summary:
-    """Writes the difference of a fine-tuned model from its base; both are read in pieces.
+    """Write the difference of a fine-tuned model from its base; both are read chunk by chunk.
 
     Args:
         base: The weights that training started from.
@@ -117,6 +120,7 @@ def _check_names(base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: 
         example = next(iter(tuned), "")
         raise NamingError(f"No tensor of the tuned model is in the base, for example {example!r}.{near(example, base)}")
     for name in tuned:
+        safetensors.check_dtype(name, dtype_of(tuned, name))
         if name in base and dtype_of(tuned, name) != dtype_of(base, name):
             raise NamingError(
                 f"{name!r} is {dtype_of(base, name)} in the base and {dtype_of(tuned, name)} in the tuned model: every entry "
@@ -151,7 +155,7 @@ def _compare(
             done += size
             continue
         digest = Digest(base, name)
-        for old, differs, kept in _pieces(base, tuned, mask, name):
+        for old, differs, kept in _compared(base, tuned, mask, name):
             digest.add(old)
             count = int(np.count_nonzero(differs))
             inside = count if kept is None else int(np.count_nonzero(differs & kept))
@@ -169,31 +173,37 @@ def _compare(
     return found, hashes
 
 
-def _pieces(
+def _compared(
     base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None, name: str
 ) -> Iterator[tuple[Tensor, Any, Any]]:
-    """Pieces of the base, where the tuned bits differ, and where the mask allows it (None: everywhere)."""
+    """Yield chunks of the base, where the tuned bits differ, and where the mask allows it (None: everywhere)."""
     marks: Iterator[Any]
     if mask is None:
         marks = itertools.repeat(None)
     elif name in mask:
-        marks = (piece.numpy() for piece in chunks_of(mask, name))
+        marks = (chunk.numpy() for chunk in chunks_of(mask, name))
     else:
         marks = itertools.repeat(np.False_)
     for old, new in zip(chunks_of(base, name), chunks_of(tuned, name), strict=True):
-        yield old, _bits(old) != _bits(new), next(marks)
+        yield old, bits(old) != bits(new), next(marks)
 
 
-def _bits(piece: Tensor) -> Any:
-    return piece.contiguous().view(_INTEGERS[piece.dtype.itemsize]).numpy()
+def bits(chunk: Tensor) -> np.ndarray[Any, Any]:
+    """Return the bits of a chunk as integers, which every type can be compared by and moved as."""
+    return chunk.contiguous().view(-1).view(_INTEGERS[chunk.dtype.itemsize]).numpy()
 
 
-def _index_type(size: int) -> np.dtype[Any]:
-    return np.dtype(np.int32 if size <= np.iinfo(np.int32).max else np.int64)
+def _index_type(size: int) -> torch.dtype:
+    return torch.int32 if size <= torch.iinfo(torch.int32).max else torch.int64
+
+
+def _indices(places: np.ndarray[Any, Any], start: int, size: int) -> Tensor:
+    """Return places in a chunk that begins at entry `start` as places in a tensor of `size` entries."""
+    return torch.from_numpy(places + start).to(_index_type(size))
 
 
 class _Stored(Mapping[str, Tensor]):
-    """What goes into the file: found again piece by piece, so that nothing large is ever held."""
+    """What goes into the file: found again chunk by chunk, so that nothing large is ever held."""
 
     def __init__(
         self,
@@ -225,21 +235,44 @@ class _Stored(Mapping[str, Tensor]):
         kind, _, name = key.partition("/")
         if kind + "/" == VALUES:
             return dtype_of(self._tuned, name)
-        return torch.int32 if _index_type(numel_of(self._tuned, name)).itemsize == 4 else torch.int64
+        return _index_type(numel_of(self._tuned, name))
 
     def chunks(self, key: str, size: int = CHUNK) -> Iterator[Tensor]:
         kind, _, name = key.partition("/")
         if self._parts[name].whole:
             yield from chunks_of(self._tuned, name, size)
             return
-        index_type = _index_type(numel_of(self._tuned, name))
         start = 0
         for new, (old, differs, kept) in zip(
-            chunks_of(self._tuned, name), _pieces(self._base, self._tuned, self._mask, name), strict=True
+            chunks_of(self._tuned, name), _compared(self._base, self._tuned, self._mask, name), strict=True
         ):
             places = np.flatnonzero(differs if kept is None else differs & kept)
             if kind + "/" == VALUES:
-                yield new.contiguous().view(-1)[torch.from_numpy(places)]
+                yield torch.from_numpy(bits(new)[places]).view(new.dtype)
             else:
-                yield torch.from_numpy((places + start).astype(index_type))
+                yield _indices(places, start, numel_of(self._tuned, name))
             start += old.numel()
+
+
+class Digest:
+    """The hash of one tensor: of its type, its shape and its bytes."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
+        kind = str(dtype_of(tensors, name)).removeprefix("torch.")
+        self._hash = hashlib.sha256(f"{kind} {list(shape_of(tensors, name))}\n".encode())
+
+    def add(self, chunk: Tensor) -> None:
+        """Add the next chunk."""
+        self._hash.update(bits(chunk).view(np.uint8).data)
+
+    def text(self) -> str:
+        """Return the hash of all chunks."""
+        return "sha256:" + self._hash.hexdigest()[:40]
+
+
+def hash_of(tensors: Mapping[str, Tensor], name: str) -> str:
+    """Return the hash of a whole tensor, read chunk by chunk."""
+    digest = Digest(tensors, name)
+    for chunk in chunks_of(tensors, name):
+        digest.add(chunk)
+    return digest.text()

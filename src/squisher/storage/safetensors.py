@@ -30,8 +30,8 @@ from .json_files import no_duplicates, parse_json, read_json
 from .tensors import CHUNK, FileTensor, LazyTensors, chunks_of, dtype_of, shape_of
 
 __all__ = [
-    "KEY", "SHARD_BYTES", "WIDEST", "Progress", "SafetensorsWriter", "exists", "open_archive", "open_safetensors", "read_header",
-    "read_index", "rounded", "save", "sums_of",
+    "KEY", "SHARD_BYTES", "WIDEST", "Progress", "SafetensorsWriter", "check_dtype", "exists", "open_archive", "open_safetensors",
+    "read_header", "read_index", "rounded", "save", "sums_of",
 ]  # fmt: skip
 
 KEY = "squisher"
@@ -182,6 +182,18 @@ def exists(path: str | os.PathLike[str]) -> bool:
     return os.path.isfile(path) or os.path.isfile(_index_path(Path(path)))
 
 
+def check_dtype(name: str, dtype: torch.dtype) -> None:
+    """Refuse a tensor that the format has no type for.
+
+    Raises:
+        SquisherError: It is of such a type.
+    """
+    if dtype not in _DTYPE_NAMES:
+        raise SquisherError(
+            f"{name!r} has the type {dtype}, which a safetensors file cannot hold: convert it, or leave it out."
+        )
+
+
 class SafetensorsWriter:
     """Write one safetensors file front to back and the header last; it appears under its name whole or not at all.
 
@@ -195,8 +207,7 @@ class SafetensorsWriter:
         self._ends: dict[str, int] = {}
         end = 0
         for name, (dtype, shape) in self._layout.items():
-            if dtype not in _DTYPE_NAMES:
-                raise SquisherError(f"{name!r} has the type {dtype}, which a safetensors file cannot hold.")
+            check_dtype(name, dtype)
             end += math.prod(shape) * dtype.itemsize
             self._ends[name] = end
         self._total = end
