@@ -216,7 +216,7 @@ def broken(root, models):
         (["average", "a", "b", "--base", "base"], "--base has no meaning for average"),
         (["task-arithmetic", "a", "b"], "needs --base"),
         (["mean", "a", "b"], "The method is average"),
-        (["average", "a", "b", "--out", "a"], "exists already"),
+        (["average", "a", "b", "--out", "a"], "made from"),
         (["average", "a", "b", "--out", "no/such"], "There is no folder no"),
     ],
 )

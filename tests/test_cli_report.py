@@ -76,7 +76,7 @@ def test_names_are_the_shortest_that_tell_files_apart(tmp_path, monkeypatch):
     [
         ((), "--out report.html, or prints its data with --json"),
         (("--out", "report.txt"), "ends in .html"),
-        (("--out", "nowhere/report.html"), "there is no folder nowhere"),
+        (("--out", "nowhere/report.html"), "no folder nowhere"),
         (("--json", "--model", "a", "--model", "b", "--model", "c"), "2 importances and 3 models"),
         (("--json", "--model", "missing"), "There is no model missing"),
     ],

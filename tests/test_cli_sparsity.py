@@ -114,7 +114,7 @@ def test_refusals_are_one_sentence(place, tmp_path):
     assert not (tmp_path / "out").exists()
     done = run("patch", "make", folder / "base", folder / "tuned", "--drop-outside", "--out", patch)
     assert "needs --mask" in done.stderr
-    done = run("mask", folder / "base", "--keep", "0.05", "--always", "classifier", "--out", made)
+    done = run("mask", folder / "base", "--keep", "0.05", "--always", "classifier", "--out", made, "--overwrite")
     assert "160 are always kept" in done.stderr
     done = run("prune", folder / "base", "--out", tmp_path / "x")
     assert "either a sparsity" in done.stderr

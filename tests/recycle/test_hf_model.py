@@ -8,7 +8,8 @@ import pytest
 from torch import nn
 
 from squisher.errors import FileError, NamingError, SquisherError
-from squisher.recycle.naming.hf_model import built_by, meta_model, read_json
+from squisher.recycle.naming.hf_model import built_by, meta_model
+from squisher.storage.json_files import read_object
 
 
 class Pretrained(nn.Module):
@@ -85,9 +86,9 @@ def test_without_transformers_the_extra_is_named(monkeypatch, tmp_path):
 
 
 def test_what_is_no_json_object_is_refused(tmp_path):
-    for text, message in (("[1]", "must hold a JSON object"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON")):
+    for text, message in (("[1]", "is not a JSON object"), ("{", "is not JSON"), ("[" * 100_000, "is not JSON")):
         (tmp_path / "x.json").write_text(text)
         with pytest.raises(FileError, match=message):
-            read_json(tmp_path / "x.json")
-    with pytest.raises(FileError, match="Cannot read"):
-        read_json(tmp_path / "none.json")
+            read_object(tmp_path / "x.json")
+    with pytest.raises(FileError, match="cannot be read"):
+        read_object(tmp_path / "none.json")

@@ -26,6 +26,7 @@ __all__ = [
     "USE",
     "AnyWeights",
     "Json",
+    "Overwrite",
     "Plot",
     "app",
     "check_target",
@@ -125,6 +126,7 @@ def _picture(path: Path | None) -> Path | None:
     return path
 
 
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")]
 Plot = Annotated[
     Path | None,
     typer.Option("--plot", metavar="FILE", callback=_picture, help="Also draw it into this .svg or .png file."),
@@ -167,12 +169,23 @@ def distinct_names(files: list[Path]) -> list[str]:
     return names
 
 
-def check_target(path: Path) -> None:
-    """Refuses an output that cannot be written before hours of work, not after."""
-    if path.suffix != ".safetensors":
-        raise SquisherError(f"--out {path}: an importance file ends in .safetensors.")
-    if not path.parent.is_dir():
-        raise SquisherError(f"--out {path}: there is no folder {path.parent}.")
+def check_target(path: Path, overwrite: bool, *sources: str | Path | None, suffix: str | None = ".safetensors") -> None:
+    """Refuse an output that cannot or should not be written before hours of work, not after.
+
+    Args:
+        path: What `--out` says.
+        overwrite: Whether `--overwrite` was given.
+        sources: What the output is made from, which is never replaced.
+        suffix: How a file of this kind ends; None for a model, which may be a folder.
+    """
+    from ..storage.atomic import check_target as check
+
+    if suffix is not None and path.suffix != suffix:
+        raise SquisherError(f"--out {path}: the name of this file ends in {suffix}.")
+    given = [source for source in sources if source is not None]
+    check(path, overwrite=overwrite, sources=given)
+    if path.suffix == ".safetensors":
+        check(path.with_name(f"{path.name}.index.json"), overwrite=overwrite, sources=given)  # a set of shards
 
 
 def whole(number: float | None) -> float | int | None:

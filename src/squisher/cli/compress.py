@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import MAKE, Json, app, check_target, open_importance, print_json, progress_bar
+from .app import MAKE, Json, Overwrite, app, check_target, open_importance, print_json, progress_bar
 
 
 @app.command(
@@ -20,6 +20,7 @@ def compress(
         str, typer.Option(metavar="CODEC", help="log8 (a byte per entry), rank1 (two vectors per matrix) or exact.")
     ],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The importance to write (.safetensors).")],
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Write an importance with a codec, which makes it smaller, and say what that lost."""
@@ -27,7 +28,7 @@ def compress(
     from ..storage.codecs import check_codec
 
     check_codec(codec)
-    check_target(out)
+    check_target(out, overwrite, file)
     with progress_bar("writing") as progress:
         open_importance(file).save(out, codec=codec, progress=progress)
     written = load(out)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, app, check_target, open_importance, print_json
+from .app import USE, Json, Overwrite, app, check_target, open_importance, print_json
 
 
 @app.command(rich_help_panel=USE, epilog="Example: squisher embed squisher.safetensors --out task.safetensors --by row")
@@ -18,12 +18,13 @@ def embed(
     exclude: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Parameters to leave out, such as heads.")
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Sum an importance up into the vector of its task."""
     from ..embed import embedding
 
-    check_target(out)
+    check_target(out, overwrite, file)
     vector = embedding(open_importance(file), by=by, exclude=exclude)
     vector.save(out)
     numbers = sum(vector.shape(name).numel() for name in vector)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, app, open_importance, print_json
+from .app import USE, Json, Overwrite, app, check_target, open_importance, print_json
 
 
 @app.command(
@@ -21,11 +21,13 @@ def export(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="squeezellm: the model that the importance belongs to.")
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Write an importance as another tool reads it."""
     from ..integrations.exports import export as write
 
+    check_target(out, overwrite, file, model, suffix=None)
     written = write(open_importance(file), to, out, model)
     if as_json:
         print_json({"out": str(out), "format": to, "written": written})

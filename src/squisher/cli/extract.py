@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import MAKE, Json, app, check_target, console, print_json, progress_bar, whole
+from .app import MAKE, Json, Overwrite, app, check_target, console, print_json, progress_bar, whole
 
 if TYPE_CHECKING:
     from ..importance import Importance
@@ -57,6 +57,7 @@ def extract(
         str | None, typer.Option(metavar="hf://OWNER/NAME", help="Publish it beside the model on the Hub, too.")
     ] = None,
     allow_coarse: Annotated[bool, typer.Option("--allow-coarse", help="Accept states of four bits.")] = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Turn an optimizer state into a named, self-describing importance file.
@@ -70,7 +71,7 @@ def extract(
     from ..storage.codecs import check_codec
 
     target = out / FILE_NAME if out.is_dir() else out
-    check_target(target)
+    check_target(target, overwrite, source, model, base_model, names)
     check_codec(codec)
     if push is not None:
         hub.Address.read(push)

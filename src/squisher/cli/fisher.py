@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import MAKE, Json, app, check_target, print_json, progress_bar
+from .app import MAKE, Json, Overwrite, app, check_target, print_json, progress_bar
 
 
 @app.command(
@@ -43,6 +43,7 @@ def fisher(
         Path | None,
         typer.Option(metavar="DIR", help="For an adapter: its base, where the adapter does not name a folder."),
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Measure the Fisher diagonal of a Hugging Face model on a file of text."""
@@ -52,7 +53,7 @@ def fisher(
     from ..measure import fisher as measure
 
     target = out / FILE_NAME if out.is_dir() else out
-    check_target(target)
+    check_target(target, overwrite, model, data, base)
     loaded = load_text_model(model, device, base)
     batches = text_batches(
         data, loaded, batch_size=batch_size, max_length=max_length, max_examples=max_examples, labelled=labels == "data"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, Plot, app, check_target, notes, open_importance, print_json, progress_bar
+from .app import USE, Json, Overwrite, Plot, app, check_target, notes, open_importance, print_json, progress_bar
 
 
 @app.command(
@@ -30,6 +30,7 @@ def mask(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The model, where parameters without importance count.")
     ] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -37,7 +38,7 @@ def mask(
     from ..mask import top_k
     from ..storage.folders import open_model
 
-    check_target(out)
+    check_target(out, overwrite, file, model)
     weights = None if model is None else open_model(model).weights
     with progress_bar("ranking") as progress, notes():
         chosen = top_k(

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, AnyWeights, Json, app, notes, print_json, progress_bar
+from .app import USE, AnyWeights, Json, Overwrite, app, check_target, notes, print_json, progress_bar
 
 
 @app.command(
@@ -48,6 +48,7 @@ def merge(
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Names to keep as in the first model.")] = None,
     dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")] = None,
     any_weights: AnyWeights = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Merge models into one, piece by piece: no model has to fit into memory.
@@ -56,6 +57,7 @@ def merge(
     """
     from ..integrations.merging import merge_folders
 
+    check_target(out, overwrite, *models, *(importance or []), base, base_importance, suffix=None)
     with progress_bar("merging") as progress, notes():
         report = merge_folders(
             method,

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import USE, Json, app, check_target, print_json, progress_bar
+from .app import USE, Json, Overwrite, app, check_target, print_json, progress_bar
 
 patches = typer.Typer(
     help="A fine-tune as base + sparse difference, exact to the bit.",
@@ -31,6 +31,7 @@ def patch_make(
     drop_outside: Annotated[
         bool, typer.Option("--drop-outside", help="Leave them out instead: the patch gives another model.")
     ] = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Write what a fine-tune changed: the entries whose bits differ, and their new values."""
@@ -38,9 +39,9 @@ def patch_make(
     from ..patch import make
     from ..storage.folders import open_model
 
-    check_target(out)
     if drop_outside and mask is None:
         raise SquisherError("--drop-outside needs --mask: without one nothing is outside.")
+    check_target(out, overwrite, base, tuned, mask)
     allowed = None if mask is None else load(mask)
     with progress_bar("comparing") as progress:
         summary = make(
@@ -67,12 +68,14 @@ def patch_apply(
     base: Annotated[Path, typer.Argument(metavar="BASE", help="The model that the patch was made from.")],
     patch: Annotated[Path, typer.Argument(metavar="PATCH", help="What patch make wrote.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")],
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Give the fine-tuned model back from its base and a patch; another base is refused."""
     from ..patch import apply
     from ..storage.folders import open_model, write_model
 
+    check_target(out, overwrite, base, patch, suffix=None)
     patched = apply(open_model(base).weights, patch)
     with progress_bar("writing") as progress:
         write_model(out, patched, base if base.is_dir() else None, progress=progress)

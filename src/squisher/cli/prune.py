@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import USE, AnyWeights, Json, Plot, app, notes, open_importance, print_json, progress_bar
+from .app import (
+    USE,
+    AnyWeights,
+    Json,
+    Overwrite,
+    Plot,
+    app,
+    check_target,
+    notes,
+    open_importance,
+    print_json,
+    progress_bar,
+)
 
 if TYPE_CHECKING:
     from ..importance import Importance
@@ -32,6 +44,7 @@ def prune(
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors to leave as they are.")] = None,
     seed: Annotated[int, typer.Option(help="Of random scores.")] = 0,
     any_weights: AnyWeights = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
     plot: Plot = None,
 ) -> None:
@@ -46,6 +59,7 @@ def prune(
     from ..storage.folders import open_model, write_model
     from ..storage.tensors import tied_names
 
+    check_target(out, overwrite, model, importance, suffix=None)
     opened = open_model(model)
     label = hub.Address.read(model).repo if hub.is_hub_id(model) else opened.name
     model = opened.path

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import USE, AnyWeights, Json, app, notes, open_importance, print_json, progress_bar
+from .app import USE, AnyWeights, Json, Overwrite, app, check_target, notes, open_importance, print_json, progress_bar
 
 _BITS = {"json": "2,3,4,8", "llama.cpp": "2,3,4,5,6,8", "mlx": "4,5"}
 
@@ -39,6 +39,7 @@ def quantize(
     ] = None,
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors that are not quantised.")] = None,
     any_weights: AnyWeights = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Choose how many bits every tensor gets: the least total loss ½ Σ F·(w − Q(w))² within a budget.
@@ -52,8 +53,7 @@ def quantize(
 
     if to not in PLAN_FORMATS:
         raise SquisherError(f"--format is {', '.join(PLAN_FORMATS)}, not {to!r}.")
-    if not out.parent.is_dir():
-        raise SquisherError(f"--out {out}: there is no folder {out.parent}.")
+    check_target(out, overwrite, model, importance, suffix=None)
     try:
         widths = [int(b) for b in (bits or _BITS[to]).split(",")]
     except ValueError:

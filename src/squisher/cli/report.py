@@ -8,7 +8,19 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import LOOK, AnyWeights, Json, app, distinct_names, notes, open_importance, print_json, progress_bar
+from .app import (
+    LOOK,
+    AnyWeights,
+    Json,
+    Overwrite,
+    app,
+    check_target,
+    distinct_names,
+    notes,
+    open_importance,
+    print_json,
+    progress_bar,
+)
 
 
 @app.command(
@@ -29,6 +41,7 @@ def report(
         ),
     ] = None,
     any_weights: AnyWeights = False,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Show what importances are, how healthy they are, where they lie in the network, and how far they agree."""
@@ -38,6 +51,7 @@ def report(
         )
     if out is not None:
         _check_page(out)
+        check_target(out, overwrite, *files, *(model or []), suffix=None)
     models = _one_each(model or [], files)
 
     from ..importance.weights import check_weights
@@ -66,8 +80,6 @@ def report(
 def _check_page(out: Path) -> None:
     if out.suffix.lower() not in (".html", ".htm"):
         raise SquisherError(f"--out {out}: a report is a page and ends in .html.")
-    if not out.parent.is_dir():
-        raise SquisherError(f"--out {out}: there is no folder {out.parent}.")
     if out.is_dir():
         raise SquisherError(f"--out {out}: this is a folder; name a file in it.")
 

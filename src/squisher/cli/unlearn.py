@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, app, open_importance, print_json, progress_bar
+from .app import USE, Json, Overwrite, app, check_target, open_importance, print_json, progress_bar
 
 
 @app.command(
@@ -30,6 +30,7 @@ def unlearn(
     ] = 1.0,
     scale: Annotated[str, typer.Option(metavar="S", help="auto, as_fisher or stored.")] = "auto",
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors to leave as they are.")] = None,
+    overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Dampen the weights that matter far more to the data to forget than to all data (selective synaptic dampening)."""
@@ -37,6 +38,7 @@ def unlearn(
     from ..storage.tensors import tied_names
     from ..unlearn import dampen
 
+    check_target(out, overwrite, model, importance, forget, suffix=None)
     opened = open_model(model)
     dampened = dampen(
         opened.weights,

@@ -18,6 +18,7 @@ from ..storage.tensors import CHUNK, Computed
 __all__ = ["Checked", "check_all", "check_values", "checked_dtype", "short", "structure_hash", "tensors_only"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_READABLE = (*_DTYPES.values(), torch.float16)
 
 
 def check_all(tensors: Mapping[str, Tensor]) -> None:
@@ -53,10 +54,15 @@ def check_values(name: str, values: Tensor) -> None:
         SquisherError: A value is NaN, infinite or negative; the message names the parameter.
     """
     values = ranks.local_of(values)
-    if not values.dtype.is_floating_point:
+    if values.dtype not in _READABLE:
         raise SquisherError(
-            f"The importance of {name!r} has the type {values.dtype}; it must be a floating-point tensor."
+            f"The importance of {name!r} has the type {values.dtype}; it must be a floating-point tensor of 16 bits or more."
         )
+    if values.is_meta or values.layout != torch.strided:
+        what = (
+            "is on the meta device, so it has no values" if values.is_meta else "is sparse: make it dense (to_dense())"
+        )
+        raise SquisherError(f"The importance of {name!r} {what}.")
     if not values.numel() or _surely_valid(values):
         return
     low, high = (float(x) for x in torch.aminmax(values.detach()))

@@ -405,7 +405,7 @@ def load(path: str | os.PathLike[str]) -> Importance:
             )
         path = fetched
     path = Path(path)
-    if path.is_dir():
+    if os.path.isdir(path):
         if not safetensors.exists(path / FILE_NAME):
             raise FileError(f"The folder {path} holds no {FILE_NAME}; make one with: squisher extract {path} --out …")
         path = path / FILE_NAME
@@ -423,5 +423,5 @@ def load(path: str | os.PathLike[str]) -> Importance:
             f"{path} is kept with the codec {name!r}, and this version of squisher reads {', '.join(CODECS)}: update torch-squisher."
         )
     if "kind" not in metadata or metadata["kind"] not in KINDS:
-        raise FileError(f"{path} holds a {metadata.get('kind')!r}, not an importance ({' or '.join(KINDS)}).")
+        raise FileError(f"{path} holds a {str(metadata.get('kind'))[:80]!r}, not an importance ({' or '.join(KINDS)}).")
     return Importance(decoded(tensors, name), **metadata)

@@ -25,12 +25,15 @@ from ..importance import FILE_NAME, Importance, load
 from ..merge import average, fisher
 from ..merge.importances import graded, matched, tied_in
 from ..storage.atomic import new_folder
+from ..storage.byte_range import ByteRange
 from ..storage.folders import open_model
 from .cards import short_paths
 
 __all__ = ["METHOD", "register", "run"]
 
 METHOD = "squisher_fisher"
+_LONGEST = 1_000_000  # characters of a configuration
+_LARGEST = 100_000  # values in it, with every alias written out
 
 
 class _Settings(NamedTuple):
@@ -71,11 +74,10 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
         raise SquisherError("squisher mergekit takes mergekit: pip install 'torch-squisher[mergekit]'.") from error
     register()
     try:
-        source = config.read_text("utf-8")
+        source = ByteRange.of(config).read().decode("utf-8")
+        _check_yaml(source, yaml)
         merge_config = MergeConfiguration.model_validate(_beside(yaml.safe_load(source), config.parent))
-    except OSError as error:
-        raise FileError(f"Cannot read {config}: {error.strerror or error}.") from error
-    except (ValueError, yaml.YAMLError) as error:  # a ValidationError of pydantic is a ValueError
+    except (ValueError, RecursionError, yaml.YAMLError) as error:  # a ValidationError of pydantic is a ValueError
         raise FileError(f"{config} is not a mergekit configuration: {' '.join(str(error).split())}") from error
     if merge_config.merge_method == METHOD:
         _check(merge_config)
@@ -87,6 +89,29 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
         except (RuntimeError, ValueError, KeyError, OSError) as error:
             cause = error.__cause__ if isinstance(error.__cause__, SquisherError) else error
             raise SquisherError(f"mergekit could not merge: {' '.join(str(cause).split())}") from error
+
+
+def _check_yaml(source: str, yaml: Any) -> None:
+    """Refuse a configuration of a few lines whose aliases stand for more than anybody writes.
+
+    Raises:
+        ValueError: It is too long, or stands for too much.
+    """
+    if len(source) > _LONGEST:
+        raise ValueError(f"it is {len(source):,} characters long; more than {_LONGEST:,} are not read")
+    sizes: dict[int, int] = {}
+
+    def size(node: Any) -> int:
+        if id(node) not in sizes:
+            sizes[id(node)] = _LARGEST  # what it has if it stands inside itself
+            children = node.value if isinstance(node.value, list) else []
+            flat = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
+            sizes[id(node)] = 1 + sum(map(size, flat))
+        return sizes[id(node)]
+
+    root = yaml.compose(source, yaml.SafeLoader)
+    if root is not None and size(root) >= _LARGEST:
+        raise ValueError(f"with its aliases it stands for more than {_LARGEST:,} values")
 
 
 def _options(given: Sequence[str]) -> Any:

@@ -6,7 +6,6 @@ that is checked.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ..errors import FileError, NamingError, SquisherError, near
 from ..storage.folders import open_weights
+from ..storage.json_files import read_object
 from ..storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, tied_names
 from .cards import short_paths
 
@@ -66,10 +66,7 @@ def open_adapter(path: Path) -> Adapter:
         FileError: It is damaged or holds no weights.
         SquisherError: It is of a kind that is not merged; the message names it.
     """
-    try:
-        config = json.loads((path / CONFIG).read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise FileError(f"{path / CONFIG} cannot be read as JSON.") from error
+    config = read_object(path / CONFIG)
     kind = config.get("peft_type")
     if kind != "LORA":
         raise SquisherError(

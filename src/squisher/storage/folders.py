@@ -135,7 +135,7 @@ def open_model(path: str | os.PathLike[str]) -> Model:
     config = read_object(path / "config.json") if os.path.isfile(path / "config.json") else {}
     quantized = config.get("quantization_config")
     if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+        method = str(quantized.get("quant_method") or "")[:40] if isinstance(quantized, dict) else ""
         raise SquisherError(
             f"The weights of {path} are quantised ({method or 'an unknown method'}): take those from before quantisation."
         )

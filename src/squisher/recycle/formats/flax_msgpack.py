@@ -31,9 +31,8 @@ _CHUNKED = "__msgpack_chunked_array__"
 def is_msgpack(path: Path) -> bool:
     """Whether a file begins with a map that is not empty and whose first key is text."""
     try:
-        with open(path, "rb") as file:
-            head = file.read(6)
-    except OSError:
+        head = ByteRange.of(path).read(0, 6)
+    except FileError:
         return False
     after = {0xDE: 3, 0xDF: 5}.get(head[0] if head else 0, 1 if head and 0x81 <= head[0] <= 0x8F else 0)
     return bool(after) and len(head) > after and (0xA0 <= head[after] <= 0xBF or head[after] == 0xD9)

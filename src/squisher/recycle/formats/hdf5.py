@@ -14,6 +14,7 @@ import torch
 
 from ...errors import FileError, SquisherError
 from ...storage.byte_range import ByteRange
+from ...storage.hdf5_probe import probe
 from ...storage.tensors import FileTensor
 
 __all__ = ["attribute", "is_hdf5", "open_hdf5", "tensor_at"]
@@ -27,9 +28,8 @@ _DTYPES = {
 def is_hdf5(path: Path) -> bool:
     """Whether a file begins as HDF5 files do."""
     try:
-        with open(path, "rb") as file:
-            return file.read(8) == b"\x89HDF\r\n\x1a\n"
-    except OSError:
+        return ByteRange.of(path).read(0, 8) == b"\x89HDF\r\n\x1a\n"
+    except FileError:
         return False
 
 
@@ -46,6 +46,7 @@ def open_hdf5(span: ByteRange) -> Iterator[Any]:
     except ImportError as error:
         raise SquisherError("Keras files need h5py to be read: pip install 'torch-squisher[keras]'.") from error
     _check_heaps(span)
+    probe(span)
     with span.open() as raw:
         try:
             file = h5py.File(raw, "r")

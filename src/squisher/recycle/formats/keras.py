@@ -7,7 +7,6 @@ and the shapes must fit. A `.weights.h5` alone has no config.json, so its names 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
@@ -17,6 +16,7 @@ from typing import Any
 from ...errors import FileError, NoAccumulatorError
 from ...importance import Pollution, RunFacts, Spoiler
 from ...storage.byte_range import ByteRange
+from ...storage.json_files import parse_json
 from ...storage.torch_files import zip_entries
 from ..states import Candidate, Entry, Found, OptimizerState, Options
 from .hdf5 import attribute, is_hdf5, open_hdf5, tensor_at
@@ -78,10 +78,7 @@ def read_keras(path: Path, options: Options) -> Found:
 
 
 def _json(text: bytes | str, what: str) -> dict[str, Any]:
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{what} cannot be read: {error}.") from error
+    value = parse_json(text, what)
     return value if isinstance(value, dict) else {}
 
 

@@ -10,8 +10,9 @@ from torch import nn
 
 from ...errors import FileError, NamingError
 from ...storage.folders import Weights, open_weights
+from ...storage.json_files import read_object
 from ..naming.candidates import Candidates, candidates_of_module
-from ..naming.hf_model import MissingPackage, built_by, meta_model, read_json
+from ..naming.hf_model import MissingPackage, built_by, meta_model
 from ..naming.transformers4 import in_file_order, in_order_of_version_4
 from ..states import Found, Options
 from .torch_file import candidates_of
@@ -79,7 +80,7 @@ def _registered_before(
     path: Path, model: nn.Module, found: Sequence[Candidates], beside: Weights | None
 ) -> tuple[str, list[Candidates]] | None:
     """Return the parameters in the order of the version of transformers that saved them, where that is known."""
-    saved = str(read_json(path / "config.json").get("transformers_version"))
+    saved = str(read_object(path / "config.json").get("transformers_version"))
     tensors = {} if beside is None else beside.tensors
     if beside is not None and beside.in_module_order:
         how = f"in the order of {beside.label}"

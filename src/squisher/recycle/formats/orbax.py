@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...errors import FileError, SquisherError
+from ...storage.json_files import read_object
 
 __all__ = ["StoreTensor", "is_orbax", "read_orbax"]
 
@@ -131,7 +131,7 @@ def _tree(folder: Path) -> dict[str, Any]:
     try:
         if file.stat().st_size > _SIZE:
             raise FileError(f"{file} is too long to be read.")
-        metadata = json.loads(file.read_text("utf-8"))
+        metadata = read_object(file)
         leaves = metadata["tree_metadata"].values()
         ocdbt = metadata.get("use_ocdbt", (folder / "manifest.ocdbt").is_file())
         zarr3 = bool(metadata.get("use_zarr3"))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import FileError
 from ...importance import FILE_NAME
+from ...storage.byte_range import ByteRange, shown
 from ..states import Found, Options
 from .accelerate import is_accelerate_folder, read_accelerate
 from .dcp import is_dcp, read_dcp
@@ -63,8 +65,10 @@ def read_source(path: Path, options: Options) -> Found:
     Raises:
         FileError: Nothing is there, or it is of no format that is read.
     """
-    if not path.exists():
-        raise FileError(f"There is no file or folder {path}.")
+    if not os.path.exists(path):
+        raise FileError(f"There is no file or folder {shown(str(path))}.")
+    if not os.path.isdir(path):
+        ByteRange.of(path)  # says what is wrong with a pipe or a device, which nobody should wait for
     for reader in READERS:
         if reader.accepts(path):
             return reader.read(path, options)

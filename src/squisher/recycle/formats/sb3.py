@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,6 +15,7 @@ from typing import Any
 from ...errors import FileError
 from ...importance import Pollution, RunFacts
 from ...storage.byte_range import ByteRange
+from ...storage.json_files import parse_json
 from ...storage.torch_files import read, zip_entries
 from ..states import Candidate, Found, OptimizerState, Options
 from .torch_file import candidates_of, find_optimizers, optimizer_state
@@ -27,12 +27,9 @@ _LARGEST = 1 << 28  # bytes of settings
 
 def is_sb3(path: Path) -> bool:
     """Whether a file is a zip archive with a policy in it."""
-    if not path.is_file():
-        return False
     try:
-        with open(path, "rb") as file:
-            return file.read(4) == b"PK\x03\x04" and "policy.pth" in zip_entries(path)
-    except (OSError, FileError):
+        return ByteRange.of(path).read(0, 4) == b"PK\x03\x04" and "policy.pth" in zip_entries(path)
+    except FileError:
         return False
 
 
@@ -100,8 +97,8 @@ def _settings(entries: Mapping[str, ByteRange]) -> dict[str, Any]:
     if "data" not in entries or entries["data"].length > _LARGEST:
         return {}
     try:
-        data = json.loads(entries["data"].read())
-    except (ValueError, RecursionError):
+        data = parse_json(entries["data"].read(), "data")
+    except FileError:
         return {}
     return data if isinstance(data, dict) else {}
 

@@ -10,10 +10,11 @@ from pathlib import Path
 
 from ...errors import FileError, NamingError
 from ...storage.folders import Weights, has_weights, open_weights
+from ...storage.json_files import read_object
 from ..naming.adapters import adapter_orders
 from ..naming.candidates import Candidates, candidates_of_module
 from ..naming.frozen import by_evidence
-from ..naming.hf_model import MissingPackage, adapted_model, built_by, meta_model, read_json
+from ..naming.hf_model import MissingPackage, adapted_model, built_by, meta_model
 from ..naming.hf_rules import galore_rule, trainer_rules
 from ..naming.solver import RULES, Rule, fitting, matching
 from ..optimizers.accumulators import step_of
@@ -192,7 +193,7 @@ def _adapter_proposals(folder: Path, options: Options, weights: Weights | None) 
 
 def _recorded_base(folder: Path) -> Path | None:
     """Return the folder of the base model, where the adapter names one that is on this disk."""
-    name = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    name = read_object(folder / "adapter_config.json").get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         return None
     places = [Path(name), folder / name, folder.parent / name]

@@ -8,8 +8,8 @@ from typing import Any
 
 from ...errors import FileError
 from ...importance import Pollution, RunFacts, Spoiler
+from ...storage.json_files import read_object
 from ...storage.torch_files import Record, read
-from ..naming.hf_model import read_json
 
 __all__ = ["facts_of", "reduction_of", "target_modules", "training_args"]
 
@@ -55,7 +55,7 @@ def facts_of(folder: Path, args: Record | None, steps: int | None) -> tuple[RunF
         args: Its training arguments.
         steps: How many steps the optimizer's own count says.
     """
-    state = read_json(folder / "trainer_state.json") if (folder / "trainer_state.json").is_file() else {}
+    state = read_object(folder / "trainer_state.json") if (folder / "trainer_state.json").is_file() else {}
     batch_size = loss_reduction = unit = clipped = None
     assume_mean = True
     pollution = []
@@ -132,8 +132,8 @@ def _batches_a_step(folder: Path, args: Record) -> int:
 def _averages(folder: Path) -> bool:
     """Whether the loss of a step of several batches is certainly their mean."""
     if (folder / "adapter_config.json").is_file():
-        return read_json(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM"
-    config = read_json(folder / "config.json")
+        return read_object(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM"
+    config = read_object(folder / "config.json")
     version = re.match(r"(\d+)\.(\d+)", str(config.get("transformers_version", "")))
     if version and (int(version[1]), int(version[2])) < _LEAVES_DIVISION:
         return True
@@ -160,8 +160,8 @@ def _reduction(folder: Path, args: Record) -> tuple[str, str] | None:
         return None
     try:
         if (folder / "adapter_config.json").is_file():
-            return _TASKS.get(str(read_json(folder / "adapter_config.json").get("task_type")))
-        names = read_json(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
+            return _TASKS.get(str(read_object(folder / "adapter_config.json").get("task_type")))
+        names = read_object(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
     except FileError:
         return None
     return reduction_of(str(names[0]) if isinstance(names, list) and names else "")

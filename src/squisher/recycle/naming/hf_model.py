@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from collections.abc import Iterator
@@ -13,32 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...errors import FileError, NamingError, SquisherError
+from ...errors import NamingError, SquisherError
+from ...storage.json_files import read_object
 
-__all__ = ["MissingPackage", "adapted_model", "built_by", "meta_model", "read_json"]
+__all__ = ["MissingPackage", "adapted_model", "built_by", "meta_model"]
 
 _LAYERS = 10_000  # more than any model has; a hostile config may not keep us building for hours
 
 
 class MissingPackage(SquisherError):  # noqa: N818
     """An extra that would name the parameters is not installed."""
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
-
-    Raises:
-        FileError: It cannot be read, or holds something else.
-    """
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except OSError as error:
-        raise FileError(f"Cannot read {path}: {error.strerror or error}.") from error
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} is not JSON; the file is damaged.") from error
-    if not isinstance(content, dict):
-        raise FileError(f"{path} must hold a JSON object.")
-    return content
 
 
 def meta_model(folder: Path) -> nn.Module:
@@ -50,7 +33,7 @@ def meta_model(folder: Path) -> nn.Module:
     """
     transformers = _imported("transformers")
     config_file = folder / "config.json"
-    content = read_json(config_file)
+    content = read_object(config_file)
     _check_size(content, config_file)
     names = content.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else None
@@ -101,7 +84,7 @@ def adapted_model(base: nn.Module, folder: Path) -> nn.Module:
 def built_by(folder: Path) -> str:
     """A clause that says so where another major version of transformers trained the model: the order may have changed."""
     transformers = _imported("transformers")
-    saved = str(read_json(folder / "config.json").get("transformers_version") or "")
+    saved = str(read_object(folder / "config.json").get("transformers_version") or "")
     if not saved or saved.split(".")[0] == transformers.__version__.split(".")[0]:
         return ""
     return f" (built by transformers {transformers.__version__}, saved by {saved})"

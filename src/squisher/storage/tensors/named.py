@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ...errors import NamingError, near
+from ...errors import NamingError, SquisherError, near
 from ...ranks import whole
 
 __all__ = ["CHUNK", "Computed", "chunks_of", "dtype_of", "name_pattern", "numel_of", "one_thread", "shape_of"]
@@ -23,7 +23,7 @@ CHUNK = 1 << 18
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
     """The shape of one tensor of any mapping; reads no data from a lazy one."""
     shape = getattr(tensors, "shape", None)
-    return torch.Size(shape(name)) if callable(shape) else tensors[name].shape
+    return torch.Size(shape(name)) if callable(shape) else _tensor(tensors, name).shape
 
 
 def numel_of(tensors: Mapping[str, Tensor], name: str) -> int:
@@ -34,7 +34,7 @@ def numel_of(tensors: Mapping[str, Tensor], name: str) -> int:
 def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
     """The data type of one tensor of any mapping; reads no data from a lazy one."""
     dtype = getattr(tensors, "dtype", None)
-    return cast(torch.dtype, dtype(name)) if callable(dtype) else tensors[name].dtype
+    return cast(torch.dtype, dtype(name)) if callable(dtype) else _tensor(tensors, name).dtype
 
 
 def chunks_of(tensors: Mapping[str, Tensor], name: str, size: int = CHUNK) -> Iterator[Tensor]:
@@ -46,9 +46,22 @@ def chunks_of(tensors: Mapping[str, Tensor], name: str, size: int = CHUNK) -> It
     if callable(chunks):
         yield from chunks(name, size)
         return
-    flat = whole(tensors[name].detach()).reshape(-1)
+    tensor = _tensor(tensors, name)
+    if tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided:
+        what = "on the meta device" if tensor.is_meta else "quantised" if tensor.is_quantized else "sparse"
+        raise SquisherError(
+            f"{name!r} is {what}, so its values cannot be read one by one: give a dense tensor that has some."
+        )
+    flat = whole(tensor.detach()).reshape(-1)
     for start in range(0, flat.numel(), size):
         yield flat[start : start + size].cpu()
+
+
+def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    value = tensors[name]
+    if not isinstance(value, Tensor):
+        raise SquisherError(f"{name!r} is a {type(value).__name__}; a tensor was expected.")
+    return value
 
 
 def name_pattern(pattern: str | None) -> re.Pattern[str] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from ..byte_range import ByteRange
 from .known import StorageType
 from .machine import Machine
 from .values import Storage, shortened
-from .zips import STORED, Archive
+from .zips import Archive, Places
 
 __all__ = ["read", "unpickle", "zip_entries"]
 
@@ -53,12 +53,11 @@ def unpickle(data: bytes, persistent_load: Callable[[Any], Any] | None = None, n
     return Machine(data, name, persistent_load=persistent_load, nested_load=_nested(name, 0)).run()
 
 
-def zip_entries(source: str | os.PathLike[str] | ByteRange) -> dict[str, ByteRange]:
+def zip_entries(source: str | os.PathLike[str] | ByteRange) -> Mapping[str, ByteRange]:
     """Where each entry of a zip archive is; nothing is unpacked, and compressed entries are left out."""
     span = source if isinstance(source, ByteRange) else ByteRange.of(source)
     with span.open() as file:
-        archive = Archive(span, file)
-        return {name: archive.place(name) for name, entry in archive.entries.items() if entry.method == STORED}
+        return Places(Archive(span, file))
 
 
 def _read(span: ByteRange, nesting: int) -> Any:

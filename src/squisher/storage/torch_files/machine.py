@@ -21,6 +21,13 @@ from .values import Array, Global, Record, Storage, StoredTensor
 __all__ = ["Machine"]
 
 MAX_OPCODES = 20_000_000  # a state of 400,000 tensors
+# Memory is bounded by the length of the pickle: what torch writes has 2.5 bytes and more for each instruction, while an empty
+# dict takes one byte in the file and 64 in memory.
+FREE_OPCODES = 1_000_000
+BYTES_PER_OPCODE = 2
+MAX_MEMO = 5_000_000
+MAX_MARKS = 100_000
+_CHECKED = 1 << 15  # instructions between two looks at the memory in use
 MAX_LONG_BYTES = 4096
 MAX_LINE = 4096
 MAX_KEY_LENGTH = 1 << 16
@@ -72,15 +79,19 @@ class Machine:
     def run(self) -> Any:
         """The object; `position` then stands behind its pickle."""
         data, table = self.data, TABLE
+        allowed = min(MAX_OPCODES, FREE_OPCODES + len(data) // BYTES_PER_OPCODE)
         try:
-            for _ in range(MAX_OPCODES):
-                opcode = data[self.position]
-                self.position += 1
-                if opcode == 0x2E:  # STOP
-                    if self.below:
-                        self.fail("a mark is left open at its end")
-                    return self.stack.pop()
-                table[opcode](self)
+            for _ in range(0, allowed, _CHECKED):
+                for _ in range(_CHECKED):
+                    opcode = data[self.position]
+                    self.position += 1
+                    if opcode == 0x2E:  # STOP
+                        if self.below:
+                            self.fail("a mark is left open at its end")
+                        return self.stack.pop()
+                    table[opcode](self)
+                if len(self.memo) > MAX_MEMO or len(self.below) > MAX_MARKS:
+                    self.fail("it keeps more than any state has")
         except FileError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
@@ -89,7 +100,7 @@ class Machine:
             if self.position >= len(data):
                 what = "it ends too early"
             self.fail(what, error)
-        self.fail(f"it has more than {MAX_OPCODES} instructions")
+        self.fail(f"it has more than {allowed} instructions")
 
     def fail(self, what: str, cause: Exception | None = None) -> NoReturn:
         """Refuse the file."""

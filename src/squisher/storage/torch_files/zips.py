@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import struct
 import zlib
-from dataclasses import dataclass
-from typing import BinaryIO
+from collections.abc import Iterator, Mapping
+from typing import BinaryIO, NamedTuple
 
 from ...errors import FileError
 from ..byte_range import ByteRange
 from .values import shortened
 
-__all__ = ["Archive", "Entry"]
+__all__ = ["Archive", "Entry", "Places"]
 
 LOCAL, CENTRAL, END, END64, LOCATOR64 = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _end = struct.Struct("<4s4H2LH")
@@ -23,12 +23,12 @@ STORED, DEFLATED = 0, 8
 ENCRYPTED = 1 | 1 << 6 | 1 << 13
 UNKNOWN32 = 0xFFFFFFFF
 MAX_COMMENT = 65535
-MAX_DIRECTORY = 1 << 28  # bytes: two million entries
+MAX_DIRECTORY = 1 << 28  # bytes
+MAX_ENTRIES = 500_000  # of a state that the pickle machine would still read; each takes some microseconds
 MAX_INFLATED = 1 << 24
 
 
-@dataclass(frozen=True)
-class Entry:
+class Entry(NamedTuple):
     """One entry as the central directory describes it."""
 
     name: str
@@ -46,12 +46,13 @@ class Archive:
     Args:
         span: Where it is.
         file: The same, open; it stays the caller's to close.
+        entries: Its directory, if it has been read.
     """
 
-    def __init__(self, span: ByteRange, file: BinaryIO) -> None:
+    def __init__(self, span: ByteRange, file: BinaryIO, entries: dict[str, Entry] | None = None) -> None:
         self.span = span
         self._file = file
-        self.entries = {entry.name: entry for entry in self._directory()}
+        self.entries = self._directory() if entries is None else entries
 
     def place(self, name: str) -> ByteRange:
         """The bytes of a stored entry."""
@@ -98,9 +99,9 @@ class Archive:
             raise self._damaged(f"{shortened(entry.name)} reaches into what follows it")
         return self.span.part(start, entry.compressed, entry.name)
 
-    def _directory(self) -> list[Entry]:
+    def _directory(self) -> dict[str, Entry]:
         start, length, count = self._locate()
-        if length > MAX_DIRECTORY:
+        if length > MAX_DIRECTORY or count > MAX_ENTRIES:
             raise FileError(f"{self.span.label}: the directory of the zip archive is too long to be read.")
         self._file.seek(start)
         data = self._file.read(length)
@@ -115,13 +116,13 @@ class Archive:
         entries: dict[str, Entry] = {}
         limits = [*(row[-1] for row in rows), start][1:]
         for row, limit in zip(rows, limits, strict=True):
-            entry = Entry(*row, limit=limit)
+            entry = Entry(*row, limit)
             if entry.header + _local.size + entry.compressed > limit:
                 raise self._damaged(f"{shortened(entry.name)} overlaps with what follows it")
             if entry.name in entries:
                 raise self._damaged(f"{shortened(entry.name)} is in it twice")
             entries[entry.name] = entry
-        return list(entries.values())
+        return entries
 
     def _row(self, data: bytes, position: int) -> tuple[tuple[str, int, int, int, int, int], int]:
         if position + _central.size > len(data) or data[position : position + 4] != CENTRAL:
@@ -190,3 +191,25 @@ class Archive:
 
     def _damaged(self, what: str) -> FileError:
         return FileError(f"{self.span.label} is a damaged zip archive: {what}. Get it again.")
+
+
+class Places(Mapping[str, ByteRange]):
+    """Where the stored entries of an archive are; each is looked up when it is asked for, since there may be many."""
+
+    def __init__(self, archive: Archive) -> None:
+        self._span = archive.span
+        self._entries = {name: entry for name, entry in archive.entries.items() if entry.method == STORED}
+
+    def __getitem__(self, name: str) -> ByteRange:
+        self._entries[name]  # a KeyError for what is not there
+        with self._span.open() as file:
+            return Archive(self._span, file, self._entries).place(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
