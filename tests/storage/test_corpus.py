@@ -11,6 +11,8 @@ AUDITED = """
 import json, os, sys, tempfile, warnings
 from pathlib import Path
 warnings.simplefilter("ignore")
+for extra in ("transformers", "peft", "h5py", "orbax", "tensorstore", "jax", "huggingface_hub"):
+    sys.modules[extra] = None  # what we would import ourselves to name parameters
 import torch, squisher
 from squisher import patch
 from squisher.storage import safetensors, torch_files
