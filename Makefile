@@ -4,6 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TEST_WORKERS ?= 2
+FUZZ_SEED ?= 1
 # One OpenMP thread a worker: two workers with two threads each only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
@@ -12,7 +13,7 @@ FRAMEWORK_VENV := .venv-formats
 FRAMEWORKS := $(FRAMEWORK_VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-slow test-formats test-stories test-browser fuzz lint format bench results docs clean
+.PHONY: help install demo test test-slow test-formats test-stories test-browser test-crash fuzz lint format bench results docs clean
 
 help: ## this list
 	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,10 +51,13 @@ test-browser: $(INSTALLED) ## look at the report in a system Chromium (CHROMIUM=
 	@$(BIN)/python -m tests.browser.chromium
 	$(TEST_ENV) $(BIN)/python -m pytest -m browser tests/browser
 
+test-crash: $(INSTALLED) ## every command that writes: killed, without room, two at a time
+	$(TEST_ENV) $(BIN)/python -m tests.crash --rounds 30
+
 fuzz: $(INSTALLED) ## 200,000 damaged checkpoints against every reader, 10,000 random networks against the loop
 	$(TEST_ENV) $(BIN)/python -m tests.fuzz_fisher --count 10000
-	$(TEST_ENV) $(BIN)/python -m tests.fuzz_pickles --count 100000 tests/fixtures/pickles/*
-	$(TEST_ENV) $(BIN)/python -m tests.fuzz_readers --count 100000 $(filter-out %.py,$(wildcard tests/fixtures/*/*))
+	$(TEST_ENV) $(BIN)/python -m tests.fuzz_pickles --count 100000 --seed $(FUZZ_SEED) --counts tests/fuzz_counts.json tests/fixtures/pickles/*
+	$(TEST_ENV) $(BIN)/python -m tests.fuzz_readers --count 100000 --first $(FUZZ_SEED)00000 --counts tests/fuzz_counts.json $(filter-out %.py,$(wildcard tests/fixtures/*/*))
 
 lint: $(INSTALLED) ## ruff (rules, format, docstrings) and mypy
 	$(BIN)/ruff check .

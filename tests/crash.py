@@ -42,6 +42,7 @@ COMMANDS: dict[str, list[str]] = {
     "unlearn": ["unlearn", "base", "--importance", "imp.safetensors", "--forget", "forget.safetensors", "--out", "out"],
     "quantize": ["quantize", "base", "--importance", "imp.safetensors", "--bits-per-weight", "5", "--out", "plan.json"],
     "export": ["export", "imp.safetensors", "--format", "ota", "--out", "out.safetensors"],
+    "compress": ["compress", "imp.safetensors", "--codec", "log8", "--out", "out.safetensors"],
     "report": ["report", "imp.safetensors", "--out", "out.html"],
     "shards": [],  # a set of files, written from Python
 }  # fmt: skip
@@ -140,7 +141,8 @@ def twice(name: str, folder: Path, chance: random.Random, seconds: float) -> str
     """Start the command twice at once."""
     children = [started(name, folder), started(name, folder)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-    assert 0 in statuses and set(statuses) <= {0, 1}, f"statuses {statuses}"
+    assert 0 in statuses, f"statuses {statuses}"
+    assert set(statuses) <= {0, 1}, f"statuses {statuses}"
     return "both" if statuses == [0, 0] else "one"
 
 

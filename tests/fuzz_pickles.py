@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import io
+import json
 import pickle
 import random
 import resource
@@ -301,7 +302,26 @@ def attempt(data: bytes) -> str:
     return "read"
 
 
-def fuzz(count: int, seed: int, samples: dict[str, bytes], keep: Path, report: Callable[[str], None]) -> int:
+def add_counts(path: Path, what: str, seed: int, outcomes: dict[str, int]) -> None:
+    """Add the outcomes of a run to the counts in a JSON file; a seed counts once."""
+    counts = json.loads(path.read_text()) if path.exists() else {}
+    runs = counts.setdefault(what, {"inputs": 0, "failures": 0, "seeds": {}})
+    runs["seeds"][str(seed)] = dict(sorted(outcomes.items()))
+    runs["failures"] = sum(run["failures"] for run in runs["seeds"].values())
+    runs["inputs"] = (
+        sum(n for run in runs["seeds"].values() for key, n in run.items() if key != "failures") + runs["failures"]
+    )
+    path.write_text(json.dumps(counts, indent=2, sort_keys=True) + "\n")
+
+
+def fuzz(
+    count: int,
+    seed: int,
+    samples: dict[str, bytes],
+    keep: Path,
+    report: Callable[[str], None],
+    counts: Path | None = None,
+) -> int:
     """Run; returns the number of failures."""
     source, ways = random.Random(seed), list(makers(samples))
     outcomes: collections.Counter[str] = collections.Counter()
@@ -315,11 +335,11 @@ def fuzz(count: int, seed: int, samples: dict[str, bytes], keep: Path, report: C
     def alarm(*_: object) -> None:
         raise TooSlow(f"an input took more than {SECONDS} seconds")
 
-    signal.signal(signal.SIGALRM, alarm)
+    signal.signal(signal.SIGPROF, alarm)
     for number in range(count):
         data = source.choice(ways)(source)
-        started = time.perf_counter()
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
+        started = time.process_time()  # a busy machine is not a slow reader
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
         try:
             outcomes[attempt(data)] += 1
         except KeyboardInterrupt:
@@ -328,8 +348,8 @@ def fuzz(count: int, seed: int, samples: dict[str, bytes], keep: Path, report: C
             failures += 1
             failed(number, data, "".join(traceback.format_exception(error)[-6:]))
         finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        slowest = max(slowest, time.perf_counter() - started)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        slowest = max(slowest, time.process_time() - started)
         highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if number <= WARM_UP:
             memory = highest
@@ -342,6 +362,8 @@ def fuzz(count: int, seed: int, samples: dict[str, bytes], keep: Path, report: C
             )
             memory = highest
     seconds = time.perf_counter() - began
+    if counts is not None:
+        add_counts(counts, "torch files", seed, {**outcomes, "failures": failures})
     report(
         f"{count} inputs in {seconds:.0f} s ({count / max(seconds, 1e-9):.0f} per second): {outcomes['refused']} refused, "
         f"{outcomes['read']} read, {failures} failures; slowest {slowest:.2f} s"
@@ -355,13 +377,14 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep", type=Path, help="folder for inputs that fail (default: a new one)")
+    parser.add_argument("--counts", type=Path, help="a JSON file to add the counts to")
     options = parser.parse_args()
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     keep = options.keep or Path(tempfile.mkdtemp(prefix="fuzz-pickles-"))
     keep.mkdir(parents=True, exist_ok=True)
     samples = made() | {str(path): path.read_bytes() for path in options.files}
-    return int(fuzz(options.count, options.seed, samples, keep, print) > 0)
+    return int(fuzz(options.count, options.seed, samples, keep, print, options.counts) > 0)
 
 
 if __name__ == "__main__":

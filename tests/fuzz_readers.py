@@ -22,6 +22,7 @@ from pathlib import Path
 
 import squisher
 from squisher.errors import NamingError, SquisherError
+from tests.fuzz_pickles import add_counts
 
 SECONDS = 10
 MEMORY = 200 << 20
@@ -101,20 +102,22 @@ def main() -> int:
     parser.add_argument("sources", nargs="+", type=Path)
     parser.add_argument("--count", type=int, default=20_000)
     parser.add_argument("--seed", type=int, help="run this one input alone")
+    parser.add_argument("--first", type=int, default=0, help="the first of the seeds, one for each input")
+    parser.add_argument("--counts", type=Path, help="a JSON file to add the counts to")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    signal.signal(signal.SIGALRM, lambda *_: (_ for _ in ()).throw(TooSlow()))
+    signal.signal(signal.SIGPROF, lambda *_: (_ for _ in ()).throw(TooSlow()))
     outcomes: dict[str, int] = {}
     failures = 0
     before = 0
     start = time.perf_counter()
-    seeds = [options.seed] if options.seed is not None else range(options.count)
+    seeds = [options.seed] if options.seed is not None else range(options.first, options.first + options.count)
     for number, seed in enumerate(seeds):
         chance = random.Random(seed)
         source = chance.choice(options.sources)
         with tempfile.TemporaryDirectory() as folder:
             path = damaged_copy(source, options.sources, Path(folder), chance)
-            signal.alarm(SECONDS)
+            signal.setitimer(signal.ITIMER_PROF, SECONDS)
             try:
                 outcome = try_one(path)
             except BaseException as error:
@@ -126,7 +129,7 @@ def main() -> int:
                 if failures <= 5 or options.seed is not None:
                     traceback.print_exc()
             finally:
-                signal.alarm(0)
+                signal.setitimer(signal.ITIMER_PROF, 0)
         outcomes[outcome] = outcomes.get(outcome, 0) + 1
         if number == min(500, len(seeds) // 2):
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -140,6 +143,9 @@ def main() -> int:
         failures += 1
         print(f"memory grew by {grown >> 20} MiB")
     print(f"{len(seeds)} inputs, {failures} failures: {outcomes}")
+    if options.counts is not None:
+        whole = {key: n for key, n in outcomes.items() if not key.startswith("FAILED")}
+        add_counts(options.counts, "every reader", options.first, {**whole, "failures": failures})
     return 1 if failures else 0
 
 
