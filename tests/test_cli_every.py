@@ -41,6 +41,8 @@ COMMANDS = {
                  "--out", "{tmp}/plan.json", "--json"],
     "unlearn": ["run-a/final", "--importance", "run-a/final", "--forget", "run-a/final", "--out", "{tmp}/forgot", "--json"],
     "export": ["run-a/final", "--format", "ota", "--out", "{tmp}/ota.safetensors", "--json"],
+    "compress": ["run-a/final", "--codec", "log8", "--out", "{tmp}/c.safetensors", "--json"],
+    "push": ["run-a/final", "hf://owner/name", "--dry-run", "--json"],
     "report": ["run-a/final", "run-b/final", "--out", "{tmp}/r.html", "--json"],
 }  # fmt: skip
 ELSEWHERE = {"extract": "test_cli", "fisher": "integrations/test_text", "mergekit": "integrations/test_mergekit"}

@@ -97,7 +97,7 @@ def test_tracked_gradients_are_those_before_clipping_and_without_a_penalty(pl, t
     for callback in (tracked, penalised):
         imp = callback.importance()
         assert all(torch.allclose(imp[n], v / (1 - 0.999), rtol=1e-4, atol=1e-12) for n, v in expected.items())
-        assert imp.provenance.pollution == []
+        assert imp.provenance.pollution == ()
     ewc.consolidate(penalised.live_importance(), scale="stored")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import MAKE, app
+from .app import MAKE, Json, app, print_json
 
 
 @app.command(
@@ -25,6 +25,7 @@ def push(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be put there, and ask nothing of the Hub.")
     ] = False,
+    as_json: Json = False,
 ) -> None:
     """Publish an importance beside its model on the Hub, with one section of the model card that says what it is.
 
@@ -34,6 +35,11 @@ def push(
 
     publication = prepare(file, address)
     names = ", ".join(publication.files)
+    if as_json:
+        document = {"address": str(publication.address), "files": list(publication.files), "bytes": publication.size}
+        document["pushed"] = None if dry_run else str(publication.push())
+        print_json({**document, "section": publication.section})
+        return
     if dry_run:
         typer.echo(f"{publication.address} would get {names} ({publication.size:,} bytes) and in its README.md:\n")
         typer.echo(publication.section)

@@ -238,9 +238,9 @@ class EWC:
         pull_together_(pulls)
 
     def is_of(self, model: nn.Module) -> bool:
-        """Whether every parameter that is held is one of this very model's, and not of a copy."""
-        own = {id(parameter) for parameter in model.parameters()}
-        return all(id(parameter) in own for parameter, _, _ in self._held())
+        """Return whether every parameter that is held is this very model's, not a copy's, and has the same name there."""
+        own, _ = live_tensors(model)
+        return all(own.get(name) is self._parameters[name] for name in self._weight)
 
     def strength_like(
         self, fisher: Mapping[str, Tensor] | None, strength: float, optimizer: torch.optim.Optimizer | None = None

@@ -9,44 +9,26 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..consolidate import EWC
 from ..errors import SquisherError
-from ..importance import FILE_NAME, Importance, Pollution, RunFacts
-from ..importance.facts import LOSS_REDUCTIONS
-from ..mask import train_only
-from ..recycle import Tracker
-from ..recycle.states import Candidate
-from ..storage.codecs import check_codec
-from .batch_counts import BatchCounts, examples_in, over_processes, tokens_in
-from .recording import (
-    PENALTY,
-    beta2_of,
-    check_accumulator,
-    inner_optimizers,
-    recorded,
-    stored_candidates,
-    written_by_one,
-)
+from ..importance import Pollution, RunFacts
+from .batch_counts import examples_in, over_processes, tokens_in
+from .recording import PENALTY, Events, Recorder, Restrainer, inner_optimizers
 
 __all__ = ["EWCCallback", "MaskCallback", "SquisherCallback"]
 
 _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 
 
-class _Hooks:
-    """Answers every hook of a Lightning Trainer; those that a class does not define do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("on_") or name in ("setup", "teardown"):
-            return _nothing
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+class _Hooks(Events):
+    """What Lightning asks of every callback."""
 
     @property
     def state_key(self) -> str:
@@ -63,11 +45,7 @@ class _Hooks:
         """Nothing to take up."""
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-class SquisherCallback(_Hooks):
+class SquisherCallback(_Hooks, Recorder):
     """Writes an importance beside every checkpoint: `step=100.squisher.safetensors` beside `step=100.ckpt`.
 
     The number of examples per step is counted, over micro-batches and processes. Lightning does not know the loss: it is taken
@@ -88,6 +66,8 @@ class SquisherCallback(_Hooks):
         codec: How files keep the values: `exact`, `log8` or `rank1`; see `Importance.save`.
     """
 
+    _first = "fit(...)"
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -98,36 +78,15 @@ class SquisherCallback(_Hooks):
         submodule: str | None = None,
         codec: str = "exact",
     ) -> None:
-        self.codec = check_codec(codec)
-        if loss_reduction is not None and loss_reduction not in LOSS_REDUCTIONS:
-            raise SquisherError(f"loss_reduction is one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}.")
+        super().__init__(track=track, loss_reduction=loss_reduction, codec=codec)
         self.path = None if path is None else Path(path)
-        self.track, self.loss_reduction, self.submodule = track, loss_reduction, submodule
-        self.tracker: Tracker | None = None
-        self.counts = BatchCounts()
+        self.submodule = submodule
         self._tokens = tokens
         self._trainer: Any = None
-        self._model: nn.Module | None = None
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._candidates: Sequence[Candidate] = ()
         self._pending: list[tuple[int | None, Tensor | int | None]] = []
         self._resumed: Mapping[str, Any] = {}
         self._step = 0
-        self._checked = False
         self._written: dict[Path, Path] = {}
-
-    def importance(self) -> Importance:
-        """What has been accumulated up to now, under the names that the module's weight file has.
-
-        Raises:
-            SquisherError: Training has not begun.
-            NoAccumulatorError: No step has been taken, or the optimizer keeps no squared gradient.
-        """
-        return self._recorded(self._candidates)
-
-    def live_importance(self) -> Importance:
-        """The same under the names of the running module, which is what `EWC.consolidate` and `mask.train_only` know."""
-        return self._recorded(None)
 
     def state_dict(self) -> dict[str, Any]:
         """Counts, and the tracker's average if there is one."""
@@ -152,16 +111,14 @@ class SquisherCallback(_Hooks):
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Begins, or goes on counting where a checkpoint stopped."""
-        self._model = module.get_submodule(self.submodule) if self.submodule else module
-        self._optimizers = inner_optimizers(list(trainer.optimizers))
-        self._candidates = stored_candidates(self._model)
-        self._pending, self._step, self._checked = [], trainer.global_step, False
-        self.counts = BatchCounts.from_state(self._resumed.get("counts"))
+        model = module.get_submodule(self.submodule) if self.submodule else module
+        self._begin(model, list(trainer.optimizers), self._resumed.get("counts"))
+        self._pending, self._step = [], trainer.global_step
         if self.track:
             (optimizer,) = _only(self._optimizers, type(self).__name__)
-            self.tracker = Tracker(self._model, optimizer, beta2=beta2_of(optimizer))
+            tracker = self._new_tracker(model, optimizer)
             if "tracker" in self._resumed:
-                self.tracker.load_state_dict(self._resumed["tracker"])
+                tracker.load_state_dict(self._resumed["tracker"])
         self._resumed = {}
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
@@ -172,9 +129,8 @@ class SquisherCallback(_Hooks):
         self._pending.append((examples_in(batch), tokens))
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """Sees gradients that are accumulated, reduced and unscaled, and not yet clipped."""
-        if self.tracker is not None:
-            self.tracker.observe()
+        """See gradients that are accumulated, reduced and unscaled, and not yet clipped."""
+        self._observe()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Counts the step, if this batch ended one."""
@@ -185,14 +141,12 @@ class SquisherCallback(_Hooks):
         if step is not None:
             self.counts.add(*step, full=None)
         self._pending = []
-        if not self._checked and self.tracker is None:
-            check_accumulator(self._optimizers)
-            self._checked = True
+        self._check_once()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Writes if that is when to."""
+        """Write to the path that was given."""
         if self.path is not None:
-            self._write(self.path)
+            self._save(self.path, trainer.is_global_zero)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """Nothing is saved any more."""
@@ -205,7 +159,7 @@ class SquisherCallback(_Hooks):
         if self._model is not None and self.counts.steps:  # none yet if somebody saves before training
             checkpoint = Path(filepath)
             beside = checkpoint.with_name(checkpoint.name.removesuffix(".ckpt") + ".squisher.safetensors")
-            self._write(beside)
+            self._save(beside, self._trainer.is_global_zero)
             self._written[beside] = checkpoint
             self._tidy()
         return out
@@ -224,7 +178,7 @@ class SquisherCallback(_Hooks):
         how = str(self._trainer.gradient_clip_algorithm or "norm").rpartition(".")[2].lower()
         return [Pollution.clipping(clip, how)]
 
-    def _facts(self) -> RunFacts:
+    def _facts(self) -> tuple[RunFacts, float]:
         trainer, counts, reduction = self._trainer, self.counts, self.loss_reduction
         training = {
             "trainer": "lightning",
@@ -233,7 +187,7 @@ class SquisherCallback(_Hooks):
             "precision": str(trainer.precision),
             "counted": counts.state(),
         }
-        return RunFacts(
+        facts = RunFacts(
             batch_size=counts.largest or None,
             batch_tokens=counts.mean_tokens if reduction == "token_mean" else None,
             loss_reduction=reduction,
@@ -242,16 +196,7 @@ class SquisherCallback(_Hooks):
             pollution=tuple(self._pollution()),
             training=training,
         )
-
-    def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
-        if self._model is None:
-            raise SquisherError("There is no importance yet: call trainer.fit(...) first.")
-        source = self.tracker if self.tracker is not None else self._optimizers
-        return recorded(source, self._model, self._facts(), candidates)
-
-    def _write(self, path: Path) -> None:
-        file = path if path.suffix == ".safetensors" else path / FILE_NAME
-        written_by_one(self.importance, file, self._trainer.is_global_zero, self.codec)
+        return facts, 1.0
 
 
 class EWCCallback(SquisherCallback):
@@ -326,8 +271,8 @@ class EWCCallback(SquisherCallback):
         return own + super()._pollution()
 
 
-class MaskCallback(_Hooks):
-    """Lets training move only the entries that a mask keeps; all others stay as they are to the bit, weight decay or not.
+class MaskCallback(_Hooks, Restrainer):
+    """Let training move only the entries that a mask keeps; all others stay as they are to the bit, weight decay or not.
 
     Args:
         mask: As `squisher.mask.top_k` makes it: True where training may move an entry.
@@ -335,26 +280,18 @@ class MaskCallback(_Hooks):
     """
 
     def __init__(self, mask: Mapping[str, Tensor], submodule: str | None = None) -> None:
-        self.mask, self.submodule = mask, submodule
-        self._handle: Any = None
+        super().__init__(mask)
+        self.submodule = submodule
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Masks gradients and steps, before the first one."""
+        """Mask gradients and steps, before the first one."""
         _refuse_sharding(trainer, type(self).__name__)
         (optimizer,) = _only(inner_optimizers(list(trainer.optimizers)), type(self).__name__)
-        self.remove()
-        model = module.get_submodule(self.submodule) if self.submodule else module
-        self._handle = train_only(model, optimizer, self.mask)
+        self._restrain(module.get_submodule(self.submodule) if self.submodule else module, optimizer)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Takes the mask away."""
+        """Take the mask away."""
         self.remove()
-
-    def remove(self) -> None:
-        """Takes the mask away now."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
 
 
 def _only(optimizers: list[torch.optim.Optimizer], who: str) -> list[torch.optim.Optimizer]:

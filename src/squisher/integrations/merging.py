@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -303,8 +304,16 @@ def _base_importance(base: Path | None, given: Path | None, size: float | None) 
     return None if base is None or size == 0 else _importance(base, (), 0, option)
 
 
-def open_importance(path: Path) -> Importance:
-    """Return an importance file as it is, here or on the Hub; anything else is extracted on the fly."""
+def open_importance(path: str | os.PathLike[str]) -> Importance:
+    """Return an importance file as it is, here or on the Hub; anything else is extracted on the fly.
+
+    Args:
+        path: An importance file, a folder with one beside the model, or a checkpoint with an optimizer state.
+
+    Raises:
+        SquisherError: It is none of them.
+    """
+    path = Path(path)
     if hub.is_hub_id(path):
         found = hub.fetch_file(path, FILE_NAME)
         return extract(path) if found is None else load(found)

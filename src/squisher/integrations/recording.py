@@ -1,39 +1,167 @@
-"""The importance that a running training holds, with everything that its trainer knows, under the names of the weight file."""
+"""Recording the importance that a running training holds, under the names of the weight file: what all trainers' callbacks share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import SquisherError
-from ..importance import Importance, Pollution, RunFacts, Spoiler, structure_hash
+from ..importance import FILE_NAME, Importance, Pollution, RunFacts, Spoiler, structure_hash
+from ..importance.facts import LOSS_REDUCTIONS
+from ..mask import train_only
 from ..ranks import agree
 from ..recycle import Tracker
 from ..recycle.live import from_optimizers, from_tracker, unwrapped
 from ..recycle.naming.candidates import candidates_of_module
 from ..recycle.states import Candidate, Entry, OptimizerState, Piece, check_usable
+from ..storage.codecs import check_codec
 from ..storage.tensors import live_parameters
+from .batch_counts import BatchCounts
 
 __all__ = [
     "PENALTY",
-    "beta2_of",
-    "check_accumulator",
+    "Events",
+    "Recorder",
+    "Restrainer",
     "inner_optimizers",
-    "recorded",
-    "stored_candidates",
     "under_file_names",
-    "written_by_one",
 ]
 
 
 PENALTY = Pollution(Spoiler.PENALTY, note="The gradient of an EWC penalty was squared with the data's.")
 """What an optimizer's own average has in it where EWC adds its gradient."""
+
+
+class Events:
+    """Answer every event of a trainer; those that a class does not define do nothing.
+
+    Trainers call by name, so that no base class of theirs is needed and nothing of them is imported.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("on_") or name in ("setup", "teardown"):
+            return _nothing
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    return None
+
+
+class Recorder(Events):
+    """What every callback that records an importance does, whatever the trainer.
+
+    A trainer's callback says when training begins (`_begin`), when gradients are complete and not yet clipped (`_observe`) and when
+    a step has been taken (`_check_once`), and what it knows about the run (`_facts`).
+
+    Args:
+        track: Keep an average of the gradient beside the optimizer, instead of recording what the optimizer has.
+        loss_reduction: `mean`, `sum` or `token_mean`; None if it is none of them, or found out.
+        codec: How files keep the values: `exact`, `log8` or `rank1`.
+
+    Attributes:
+        tracker: Keeps the average, if there is one.
+        counts: Examples, tokens and steps up to now.
+    """
+
+    _first = "train"
+    """What to call before there is an importance."""
+
+    def __init__(self, *, track: bool, loss_reduction: str | None, codec: str = "exact") -> None:
+        self.codec = check_codec(codec)
+        if loss_reduction is not None and loss_reduction not in LOSS_REDUCTIONS:
+            raise SquisherError(f"loss_reduction is one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}.")
+        self.track, self.loss_reduction = track, loss_reduction
+        self.tracker: Tracker | None = None
+        self.counts = BatchCounts()
+        self._model: nn.Module | None = None
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._candidates: Sequence[Candidate] = ()
+        self._checked = False
+
+    def importance(self) -> Importance:
+        """Return what has been accumulated up to now, under the names that the model's weight file has.
+
+        Raises:
+            SquisherError: Training has not begun.
+            NoAccumulatorError: No step has been taken, or the optimizer keeps no squared gradient.
+        """
+        return self._recorded(self._candidates)
+
+    def live_importance(self) -> Importance:
+        """Return the same under the names of the running model, which is what `EWC.consolidate` and `mask.train_only` know."""
+        return self._recorded(None)
+
+    def _begin(self, model: nn.Module, optimizers: Any, counted: Any) -> None:
+        """Take the model and its optimizers, and go on counting where a checkpoint stopped."""
+        self._model, self._optimizers = model, inner_optimizers(optimizers)
+        self._candidates, self._checked = stored_candidates(model), False
+        self.counts = BatchCounts.from_state(counted)
+
+    def _new_tracker(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tracker:
+        self.tracker = Tracker(model, optimizer, beta2=beta2_of(optimizer))
+        return self.tracker
+
+    def _observe(self) -> None:
+        if self.tracker is not None:
+            self.tracker.observe()
+
+    def _check_once(self) -> None:
+        """Refuse an optimizer that keeps no squared gradient, after its first step and not at the first checkpoint."""
+        if not self._checked and self.tracker is None:
+            check_accumulator(self._optimizers)
+            self._checked = True
+
+    def _facts(self) -> tuple[RunFacts, float]:
+        """Return what is known about the run, and by how much gradients were larger than those of its loss."""
+        raise NotImplementedError
+
+    def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
+        if self._model is None:
+            raise SquisherError(f"There is no importance yet: call trainer.{self._first} first.")
+        source = self.tracker if self.tracker is not None else self._optimizers
+        facts, factor = self._facts()
+        return recorded(source, self._model, facts, candidates, factor)
+
+    def _save(self, path: Path, here: bool) -> None:
+        """Write to a file or folder, in the process that writes; if it fails there, all of them stop."""
+        file = path if path.suffix == ".safetensors" else path / FILE_NAME
+        error: BaseException | None = None
+        if here:
+            try:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                self.importance().save(file, codec=self.codec)
+            except Exception as problem:
+                error = problem
+        agree(error)
+
+
+class Restrainer(Events):
+    """What every callback that trains under a mask does, whatever the trainer.
+
+    Args:
+        mask: As `squisher.mask.top_k` makes it: True where training may move an entry.
+    """
+
+    def __init__(self, mask: Mapping[str, Tensor]) -> None:
+        self.mask = mask
+        self._handle: Any = None
+
+    def _restrain(self, model: nn.Module, optimizer: Any) -> None:
+        self.remove()
+        self._handle = train_only(model, optimizer, self.mask)
+
+    def remove(self) -> None:
+        """Take the mask away now."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
 
 def recorded(
@@ -94,7 +222,7 @@ def check_accumulator(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def beta2_of(optimizer: torch.optim.Optimizer) -> float:
-    """The decay of the optimizer's own average, so that a tracker's is the like of it; 0.999 if it has none."""
+    """Return the decay of the optimizer's own average, for a tracker that is to be like it; 0.999 if it has none."""
     betas = optimizer.param_groups[0].get("betas")
     beta2 = betas[1] if isinstance(betas, (list, tuple)) and len(betas) > 1 else None
     return float(beta2) if isinstance(beta2, (int, float)) and 0 < beta2 < 1 else 0.999
@@ -161,22 +289,3 @@ def _as_stored(found: Importance, model: nn.Module, candidates: Sequence[Candida
 
 def _renamed(values: Mapping[str, Any], pieces: Mapping[str, Sequence[Piece]]) -> dict[str, Any]:
     return {piece.name: value for name, value in values.items() for piece in pieces[name]}
-
-
-def written_by_one(importance: Callable[[], Importance], file: Path, here: bool, codec: str = "exact") -> None:
-    """Saves an importance in the process that writes; if it fails there, all of them stop.
-
-    Args:
-        importance: Makes it.
-        file: Where to; its folder is made if need be.
-        here: Whether this is the process that writes.
-        codec: How the file keeps the values.
-    """
-    error: BaseException | None = None
-    if here:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            importance().save(file, codec=codec)
-        except Exception as problem:
-            error = problem
-    agree(error)

@@ -9,31 +9,17 @@ They are told events by name and need no base class, so that this module imports
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..consolidate import EWC
 from ..errors import FileError, SquisherError
 from ..importance import FILE_NAME, Importance, Pollution, RunFacts, load
-from ..importance.facts import LOSS_REDUCTIONS
-from ..mask import train_only
-from ..recycle import Tracker
-from ..recycle.states import Candidate
-from ..storage.codecs import check_codec
-from .batch_counts import BatchCounts
-from .recording import (
-    PENALTY,
-    beta2_of,
-    check_accumulator,
-    inner_optimizers,
-    recorded,
-    stored_candidates,
-    written_by_one,
-)
+from .recording import PENALTY, Recorder, Restrainer, inner_optimizers
 from .trainer_facts import batch_size, loss_of, pollution, precision, refuse_sharding
 from .trainer_watch import TrainerWatch
 
@@ -47,28 +33,8 @@ _READ_LATER = (
     "checkpoint-N --out squisher.safetensors"
 )
 
-Self = TypeVar("Self", bound="_Events")
 
-
-class _Events:
-    """Answers every event of a Trainer; those that a class does not define do nothing."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("on_"):
-            return _nothing
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def attach(self: Self, trainer: Any) -> Self:
-        """Adds the callback to a Trainer, before `trainer.train()`."""
-        trainer.add_callback(self)
-        return self
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-class SquisherCallback(_Events):
+class SquisherCallback(Recorder):
     """Writes `squisher.safetensors` into every checkpoint, before the optimizer is thrown away (`save_only_model` too).
 
     Batch size, tokens, loss reduction, clipping and precision go into the file. `trainer.add_callback(SquisherCallback())`
@@ -91,6 +57,8 @@ class SquisherCallback(_Events):
         codec: How files keep the values: `exact`, `log8` or `rank1`; see `Importance.save`.
     """
 
+    _first = "train()"
+
     def __init__(
         self,
         *,
@@ -99,19 +67,11 @@ class SquisherCallback(_Events):
         loss_reduction: str | None = None,
         codec: str = "exact",
     ) -> None:
-        self.codec = check_codec(codec)
-        if loss_reduction is not None and loss_reduction not in LOSS_REDUCTIONS:
-            raise SquisherError(f"loss_reduction is one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}.")
-        self.at_end_only, self.track, self.loss_reduction = at_end_only, track, loss_reduction
-        self.tracker: Tracker | None = None
-        self.counts = BatchCounts()
+        super().__init__(track=track, loss_reduction=loss_reduction, codec=codec)
+        self.at_end_only = at_end_only
         self._watch: TrainerWatch | None = None
         self._args: Any = None
         self._local_batch: int | None = None
-        self._model: nn.Module | None = None
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._candidates: Sequence[Candidate] = ()
-        self._checked = False
         self._best: Path | None = None
 
     def attach(self: Any, trainer: Any) -> Any:
@@ -139,7 +99,7 @@ class SquisherCallback(_Events):
         return self
 
     def importance(self) -> Importance:
-        """What has been accumulated up to now, under the names that the model's weight file has.
+        """Return what has been accumulated up to now, under the names that the model's weight file has.
 
         Once the Trainer has loaded its best model, it is that of the best checkpoint: the optimizer's last state is not.
 
@@ -147,12 +107,12 @@ class SquisherCallback(_Events):
             SquisherError: Training has not begun, or the best checkpoint has no file any more.
             NoAccumulatorError: No step has been taken, or the optimizer keeps no squared gradient.
         """
-        return self._recorded(self._candidates) if self._best is None else self._of_best(self._best)
+        return super().importance() if self._best is None else self._of_best(self._best)
 
     def live_importance(self) -> Importance:
-        """The same under the names of the running model, which is what `EWC.consolidate` and `mask.train_only` know."""
+        """Return the same under the names of the running model, which is what `EWC.consolidate` and `mask.train_only` know."""
         if self._best is None:
-            return self._recorded(None)
+            return super().live_importance()
         found = self._of_best(self._best)
         names = found.provenance.live_names
         live = [names.get(name, name) for name in found]
@@ -180,12 +140,9 @@ class SquisherCallback(_Events):
                 f"The Trainer clips gradients before callbacks see them: use {type(self).__name__}(...).attach(trainer) "
                 "instead of trainer.add_callback(...)."
             )
-        self._best = None
-        self._args, self._model, self._optimizers = args, model, inner_optimizers(optimizer)
-        self._candidates, self._checked = stored_candidates(model), False
+        self._args, self._best = args, None
         self._local_batch = state.train_batch_size or args.train_batch_size
-        resumed = (state.stateful_callbacks or {}).get(STATE) if state.global_step else None
-        self.counts = BatchCounts.from_state(resumed)
+        self._begin(model, optimizer, (state.stateful_callbacks or {}).get(STATE) if state.global_step else None)
         if self._watch is not None:
             self._watch.begin()
 
@@ -197,24 +154,24 @@ class SquisherCallback(_Events):
     def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
         """Counts the step; in the Trainer's own state, so that every checkpoint has it."""
         pending = self._watch.pending if self._watch is not None else None
-        if pending is not None and not getattr(optimizer, "step_was_skipped", False):
+        skipped = getattr(optimizer, "step_was_skipped", False)
+        if pending is not None and not skipped:
             self.counts.add(*pending, full=batch_size(args, self._local_batch))
         state.stateful_callbacks[STATE] = self.counts.state()
-        if not self._checked and self.tracker is None and not getattr(optimizer, "step_was_skipped", False):
-            check_accumulator(self._optimizers)
-            self._checked = True
+        if not skipped:
+            self._check_once()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Writes into the checkpoint that the Trainer has just saved."""
         if not self.at_end_only:
-            self._write(Path(args.output_dir) / f"checkpoint-{state.global_step}")
+            self._save(Path(args.output_dir) / f"checkpoint-{state.global_step}", args.should_save)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remember which checkpoint the model is from now, and write into `output_dir` with `at_end_only`."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._best = Path(state.best_model_checkpoint)
         if self.at_end_only:
-            self._write(Path(args.output_dir))
+            self._save(Path(args.output_dir), args.should_save)
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -227,7 +184,7 @@ class SquisherCallback(_Events):
         (inner,) = inner_optimizers(optimizer)
         if not self.track or (self.tracker is not None and self.tracker.optimizer is inner):
             return
-        tracker = self.tracker = Tracker(model, inner, beta2=beta2_of(inner))
+        tracker = self._new_tracker(model, inner)
 
         def save(_: Any, state: dict[str, Any]) -> None:
             state[STATE] = tracker.state_dict()
@@ -240,8 +197,7 @@ class SquisherCallback(_Events):
         inner.register_load_state_dict_pre_hook(load)
 
     def _see_gradients(self) -> None:
-        if self.tracker is not None:
-            self.tracker.observe()
+        self._observe()
 
     def _logs(self) -> Mapping[str, float]:
         return {}
@@ -279,21 +235,11 @@ class SquisherCallback(_Events):
         )
         return facts, factor
 
-    def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
-        if self._model is None:
-            raise SquisherError("There is no importance yet: call trainer.train() first.")
-        source = self.tracker if self.tracker is not None else self._optimizers
-        facts, factor = self._facts()
-        return recorded(source, self._model, facts, candidates, factor)
-
-    def _write(self, folder: Path) -> None:
-        written_by_one(self.importance, folder / FILE_NAME, self._args.should_save, self.codec)
-
     def _write_beside(self, folder: Path) -> None:
         """Write beside a model that `save_model` has saved, if there is anything to write."""
         same = self._best is not None and folder.resolve() == self._best.resolve()
         if self._model is not None and self.counts.steps and not same:
-            self._write(folder)
+            self._save(folder, self._args.should_save)
 
     def _of_best(self, checkpoint: Path) -> Importance:
         try:
@@ -383,31 +329,25 @@ class EWCCallback(SquisherCallback):
         return own + super()._pollution()
 
 
-class MaskCallback(_Events):
-    """Lets a Trainer move only the entries that a mask keeps; all others stay as they are to the bit, weight decay or not.
+class MaskCallback(Restrainer):
+    """Let a Trainer move only the entries that a mask keeps; all others stay as they are to the bit, weight decay or not.
 
     Args:
         mask: As `squisher.mask.top_k` makes it: True where training may move an entry.
     """
 
-    def __init__(self, mask: Mapping[str, Tensor]) -> None:
-        self.mask = mask
-        self._handle: Any = None
+    def attach(self, trainer: Any) -> MaskCallback:
+        """Add the callback to a Trainer, before `trainer.train()`."""
+        trainer.add_callback(self)
+        return self
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
-        """Masks gradients and steps, before the first one."""
+        """Mask gradients and steps, before the first one."""
         refuse_sharding(args, optimizer, "MaskCallback", "Train with one process, or with DDP.")
-        self.remove()
-        self._handle = train_only(model, optimizer, self.mask)
+        self._restrain(model, optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Takes the mask away."""
+        """Take the mask away."""
         self.remove()
-
-    def remove(self) -> None:
-        """Takes the mask away now."""
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
