@@ -45,7 +45,12 @@ COMMANDS = {
     "push": ["run-a/final", "hf://owner/name", "--dry-run", "--json"],
     "report": ["run-a/final", "run-b/final", "--out", "{tmp}/r.html", "--json"],
 }  # fmt: skip
-ELSEWHERE = {"extract": "test_cli", "fisher": "integrations/test_text", "mergekit": "integrations/test_mergekit"}
+ELSEWHERE = {
+    "shrink": "prune",
+    "extract": "test_cli",
+    "fisher": "integrations/test_text",
+    "mergekit": "integrations/test_mergekit",
+}
 
 
 def test_no_command_is_forgotten():

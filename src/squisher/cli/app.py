@@ -134,7 +134,7 @@ Plot = Annotated[
 
 
 def open_importance(path: Path) -> Importance:
-    """An importance file as it is; anything else is extracted on the fly."""
+    """Return an importance file as it is; anything else is extracted on the fly."""
     from ..integrations.merging import open_importance as opened
 
     return opened(path)
@@ -189,12 +189,12 @@ def check_target(path: Path, overwrite: bool, *sources: str | Path | None, suffi
 
 
 def whole(number: float | None) -> float | int | None:
-    """A number as it was meant: 32 rather than 32.0."""
+    """Return a number as it was meant: 32 rather than 32.0."""
     return int(number) if number is not None and float(number).is_integer() else number
 
 
 def print_json(document: Any) -> None:
-    """The one document of `--json`."""
+    """Print the one document of `--json`."""
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 

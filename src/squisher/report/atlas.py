@@ -38,7 +38,7 @@ class Place:
 
 
 def place(name: str) -> Place:
-    """The place of the parameter of this name."""
+    """Return the place of the parameter of this name."""
     parts = name.split(".")
     for position, part in enumerate(parts):
         if part.isdecimal() and part.isascii():

@@ -47,7 +47,7 @@ class Held:
 def concentration(
     values: Mapping[str, Tensor], ks: Sequence[int] = (), shares: Sequence[float] = ()
 ) -> tuple[list[Held], list[Held]]:
-    """What the largest entries of several tensors hold together.
+    """Return what the largest entries of several tensors hold together.
 
     Args:
         values: Non-negative tensors; lazy ones are read in pieces, twice.
@@ -94,13 +94,13 @@ class _Around:
         self.total = total
 
     def held_by(self, k: int, number: int, values: _Array, counts: _Array) -> Held:
-        """The k largest, the last of which is in this bin."""
+        """Return the k largest, the last of which is in this bin."""
         left = k - int(self.count_above[number])
         place = int(np.searchsorted(np.cumsum(counts), left))
         return self._held(number, place, left - int(counts[:place].sum()), values, counts)
 
     def holding(self, goal: float, number: int, values: _Array, counts: _Array) -> Held:
-        """The fewest that hold `goal`, the last of which is in this bin."""
+        """Return the fewest that hold `goal`, the last of which is in this bin."""
         upto = float(self.sum_above[number]) + np.cumsum(values * counts)
         place = min(int(np.searchsorted(upto, goal)), int((values > 0).sum()) - 1)
         before = float(upto[place - 1]) if place else float(self.sum_above[number])

@@ -179,7 +179,7 @@ def _budget(importance: Importance, numel: int) -> dict[str, Any]:
 
 
 def _overview(found: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """A row for each importance."""
+    """Return a row for each importance."""
     return {
         "name": [item["name"] for item in found],
         "kind": [item["provenance"]["kind"] for item in found],

@@ -55,11 +55,11 @@ class Chart:
         return 14 + (20 if self.legend else 0)
 
     def across(self, value: float) -> float:
-        """The horizontal place of a value."""
+        """Return the horizontal place of a value."""
         return self.left + self.x.part(value) * (self.width - self.left - self.right)
 
     def up(self, value: float) -> float:
-        """The vertical place of a value."""
+        """Return the vertical place of a value."""
         return self.height - self.bottom - self.y.part(value) * (self.height - self.bottom - self.top)
 
     def add(self, part: str) -> None:
@@ -67,7 +67,7 @@ class Chart:
         self.parts.append(part)
 
     def svg(self, *, x_ticks: Sequence[tuple[float, str]] | None = None, turned: bool = False) -> str:
-        """The finished chart."""
+        """Return the finished chart."""
         base, end = self.height - self.bottom, self.width - self.right
         out = [opening(self.title, self.description, self.width, self.height)]
         for value, text in self.y.ticks():
@@ -97,7 +97,7 @@ class Chart:
 
 
 def opening(title: str, description: str, width: float, height: float) -> str:
-    """The beginning of an `<svg>`, with its name and description for screen readers."""
+    """Return the beginning of an `<svg>`, with its name and description for screen readers."""
     # A <title> would also pop up as the browser's own tooltip, on top of ours.
     wide = ' class="scrolls"' if width > PAGE_WIDTH else ' class="full"' if width > WIDTH + 140 else ""
     return (
@@ -112,7 +112,7 @@ def attribute(text: str) -> str:
 
 
 def px(value: float) -> str:
-    """A coordinate: two places are finer than a screen."""
+    """Return a coordinate: two places are finer than a screen."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value else "0"
 
 
@@ -128,6 +128,6 @@ def slanted(x: float, y: float, text: str) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """A name that fits; the middle goes, because the ends tell names apart."""
+    """Return a name that fits; the middle goes, because the ends tell names apart."""
     head = (width - 1) // 2
     return name if len(name) <= width else name[:head] + "…" + name[len(name) - (width - 1 - head) :]

@@ -181,7 +181,7 @@ def _written(
 
 
 def _legend(scale: Axis, left: float) -> str:
-    """The colours and what they stand for."""
+    """Draw the colours and what they stand for."""
     step = 7.0
     out = [f'<g transform="translate({px(left)} 4)">']
     out += [f'<rect class="q{k}" x="{px(k * step)}" width="{px(step + 0.3)}" height="9"/>' for k in range(STEPS)]

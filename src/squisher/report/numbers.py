@@ -41,7 +41,7 @@ def fixed(value: float | None, places: int = 3) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share in percent, with three digits; never 0% or 100% unless it is."""
+    """Return a share in percent, with three digits; never 0% or 100% unless it is."""
     if value is None or not math.isfinite(value):
         return MISSING
     if 0.9995 <= value < 1:  # what is missing to the whole is what matters
@@ -52,12 +52,12 @@ def share(value: float | None) -> str:
 
 
 def whole(value: int | None) -> str:
-    """A count, with commas between thousands."""
+    """Return a count, with commas between thousands."""
     return MISSING if value is None else f"{value:,}"
 
 
 def formatted(value: Any, kind: str) -> str:
-    """A value of a table's column: `text`, `whole`, `number`, `fixed` or `share`."""
+    """Return a value of a table's column: `text`, `whole`, `number`, `fixed` or `share`."""
     if kind == "text":
         return "" if value is None else str(value)
     write: dict[str, Callable[[Any], str]] = {"whole": whole, "number": number, "fixed": fixed, "share": share}

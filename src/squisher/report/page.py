@@ -65,7 +65,7 @@ class Part:
 
 
 def page(title: str, lead: str, parts: Sequence[Part], data: Mapping[str, Any], eyebrow: str = "") -> str:
-    """A whole page.
+    """Return a whole page.
 
     Args:
         title: Its heading.
@@ -125,7 +125,7 @@ def section(anchor: str, heading: str, *parts: str) -> Part:
 
 
 def figure(drawing: str, heading: str, caption: str = "", *, wide: bool = False) -> str:
-    """A drawing with its heading and caption; one that is wider than the page scrolls in its own box."""
+    """Return a drawing with its heading and caption; one that is wider than the page scrolls in its own box."""
     hint = f"{heading}: arrow keys read the values"
     return (
         f'<figure class="{"wide" if wide else "half"}"><h3>{escape(heading)}</h3>'
@@ -135,7 +135,7 @@ def figure(drawing: str, heading: str, caption: str = "", *, wide: bool = False)
 
 
 def note(text: str, kind: str = "info") -> str:
-    """A sentence that is set apart: `info`, `warning` or `problem`."""
+    """Return a sentence that is set apart: `info`, `warning` or `problem`."""
     return f'<p class="note {escape(kind)}">{escape(text)}</p>'
 
 
@@ -203,7 +203,7 @@ def _row(columns: Sequence[Column], values: Sequence[Any]) -> str:
 
 
 def dumped(data: Mapping[str, Any]) -> str:
-    """The data as JSON, in one line, as the page embeds them before it escapes them."""
+    """Return the data as JSON, in one line, as the page embeds them before it escapes them."""
     try:
         return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except (TypeError, ValueError) as error:

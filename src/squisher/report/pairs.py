@@ -58,7 +58,7 @@ def agreement_data(agreement: Agreement, a: Importance, b: Importance) -> dict[s
 
 
 def _alike(importances: Sequence[Importance]) -> tuple[set[str], list[str]]:
-    """The names that all have in the same shape, and the others (heads of different tasks, mostly)."""
+    """Return the names that all have in the same shape, and the others (heads of different tasks, mostly)."""
     names = list(dict.fromkeys(name for importance in importances for name in importance))
     shared = {
         name
@@ -71,7 +71,7 @@ def _alike(importances: Sequence[Importance]) -> tuple[set[str], list[str]]:
 
 @one_thread()
 def _per_layer(a: Importance, b: Importance, places: Sequence[Place], names: Sequence[str]) -> dict[str, list[Any]]:
-    """The rank correlation of all entries of each layer; of values rounded to 16 bits, in two passes."""
+    """Return the rank correlation of all entries of each layer; of values rounded to 16 bits, in two passes."""
     members: dict[str, list[str]] = {}
     for name, one in zip(names, places, strict=True):
         members.setdefault(one.layer, []).append(name)

@@ -66,7 +66,7 @@ class Axis:
 
 
 def domain_of(values: Iterable[float | None], log: bool = False) -> tuple[float, float]:
-    """The smallest and the largest of the values that an axis can show; a little room where they are one."""
+    """Return the smallest and the largest of the values that an axis can show; a little room where they are one."""
     shown = [v for v in values if v is not None and math.isfinite(v) and (v > 0 or not log)]
     if not shown:
         return (0.1, 1.0) if log else (0.0, 1.0)
@@ -92,7 +92,7 @@ _ANCHORS = (
 
 
 def colour_steps() -> list[str]:
-    """The colours of the scale on a light page, from low to high."""
+    """Return the colours of the scale on a light page, from low to high."""
     colours = []
     for step in range(STEPS):
         at = step / (STEPS - 1) * (len(_ANCHORS) - 1)
@@ -103,7 +103,7 @@ def colour_steps() -> list[str]:
 
 
 def _hex(lightness: float, chroma: float, hue: float) -> str:
-    """An sRGB colour from OKLab; what the screen cannot show is cut."""
+    """Return an sRGB colour from OKLab; what the screen cannot show is cut."""
     a, b = chroma * math.cos(hue), chroma * math.sin(hue)
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3

@@ -34,7 +34,7 @@ _OVERVIEW = (
 
 
 def report_page(data: Mapping[str, Any]) -> str:
-    """The page of a report.
+    """Return the page of a report.
 
     Args:
         data: What `collect` returned; the page embeds it whole.

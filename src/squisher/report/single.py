@@ -65,7 +65,7 @@ _PRUNING = (
 
 
 def importance_parts(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]:
-    """The sections of the only importance, or one section of one of several."""
+    """Return the sections of the only importance, or one section of one of several."""
     prefix = f"importances.{k}"
     anchor = f"importance-{k + 1}"
     blocks = [
@@ -274,7 +274,7 @@ KEPT_CAPTION = "The largest entries first. If all mattered alike, the line would
 
 
 def kept_chart(items: Sequence[Mapping[str, Any]]) -> str:
-    """What share of the importance the largest entries hold, a line for each importance."""
+    """Draw what share of the importance the largest entries hold, a line for each importance."""
     kept = [item["budget"]["kept"] for item in items]
     fractions = kept[0]["fraction"]
     series = [
@@ -337,6 +337,6 @@ def _model(model: Mapping[str, Any] | None, prefix: str, anchor: str) -> str:
 
 
 def padded(values: Sequence[float | None]) -> tuple[float, float]:
-    """The ends of a logarithmic axis that leave a little room."""
+    """Return the ends of a logarithmic axis that leave a little room."""
     low, high = domain_of(values, log=True)
     return low / 1.6, high * 1.6

@@ -105,7 +105,7 @@ def lines(
 def bars_with_error_bars(
     series: Sequence[Series], categories: Sequence[str], y: Axis, *, title: str, description: str, label: str = ""
 ) -> str:
-    """A group of bars for each category, one of each series, with error bars where the series has them.
+    """Draw a group of bars for each category, one of each series, with error bars where the series has them.
 
     Args:
         series: Its `y` has a value for each category; `x` is not used.
@@ -151,7 +151,7 @@ def points_with_error_bars(
 
 
 def scatter(series: Sequence[Series], x: Axis, y: Axis, *, title: str, description: str) -> str:
-    """A point for each pair of values; each series has a colour and a shape of its own."""
+    """Draw a point for each pair of values; each series has a colour and a shape of its own."""
     chart = Chart(title, description, x, y, legend=_legend(series))
     for k, one in enumerate(series):
         _error_bars(chart, one, k)
@@ -282,7 +282,7 @@ def _error_bars(chart: Chart, one: Series, series: int) -> None:
 
 
 def _columns(chart: Chart, series: Sequence[Series], categories: Sequence[str]) -> None:
-    """What lies under the pointer in each category, whichever mark it is nearest to."""
+    """Return what lies under the pointer in each category, whichever mark it is nearest to."""
     for k, name in enumerate(categories):
         left, right = chart.across(k - 0.5), chart.across(k + 0.5)
         tips = []

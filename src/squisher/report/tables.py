@@ -54,7 +54,7 @@ def compare_json(agreement: Agreement) -> dict[str, Any]:
 
 
 def inspect_tables(importance: Importance, health: Health, max_rows: int = MAX_ROWS) -> RenderableType:
-    """What an importance is, what is wrong with it, and its parameters."""
+    """Return what an importance is, what is wrong with it, and its parameters."""
     known = _list()
     for label, value in facts(importance, health):
         known.add_row(Text(label, style="dim"), Text(value))
@@ -137,7 +137,7 @@ def similarity_table(names: Sequence[str], distances: Tensor) -> RenderableType:
 
 
 def facts(importance: Importance, health: Health) -> list[tuple[str, str]]:
-    """What an importance is, as pairs of a label and a few words; what is not known is left out."""
+    """Return what an importance is, as pairs of a label and a few words; what is not known is left out."""
     p = importance.provenance
     optimizer, steps = p.optimizer or {}, p.steps or {}
     known: list[tuple[str, str | None]] = []
@@ -208,7 +208,7 @@ def _table(first: str, *others: str, title: str | None = None) -> Table:
 
 
 def _shortened(rows: Sequence[T], max_rows: int, table: Table) -> Iterator[T]:
-    """The rows, or the first and last of them with a line in the table between that says how many are left out."""
+    """Return the rows, or the first and last of them with a line in the table between that says how many are left out."""
     if len(rows) <= max_rows:
         yield from rows
         return
@@ -247,7 +247,7 @@ def _fixed(value: float) -> str:
 
 
 def _share(value: float) -> str:
-    """A share in percent, never shown as 0% or 100% unless it is."""
+    """Return a share in percent, never shown as 0% or 100% unless it is."""
     if math.isnan(value):
         return "–"
     if 0 < value < 0.0005:

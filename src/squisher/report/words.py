@@ -20,7 +20,7 @@ _REDUCTIONS = {"mean": "averaged over examples", "sum": "summed over examples", 
 
 
 def in_words(p: Provenance) -> list[str]:
-    """What an importance is: one sentence for each thing that is known."""
+    """Return what an importance is: one sentence for each thing that is known."""
     return _squisher(p) if p.kind == "squisher" else _fisher(p)
 
 
@@ -68,7 +68,7 @@ def _fisher(p: Provenance) -> list[str]:
 
 
 def summary(document: Mapping[str, Any]) -> str:
-    """The one line at the top of a report."""
+    """Return the one line at the top of a report."""
     importances, agreements = document["importances"], document["agreements"]
     first = importances[0]
     entries = f"{whole(first['totals']['numel'])} entries in {counted(first['tensors'], 'parameter')}"
@@ -132,7 +132,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def listed(names: list[str], count: int = 4) -> str:
-    """The first few of some names, and how many more there are."""
+    """Return the first few of some names, and how many more there are."""
     more = f" and {whole(len(names) - count)} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
 
