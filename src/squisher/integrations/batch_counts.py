@@ -36,7 +36,7 @@ class BatchCounts:
     largest: int = 0
 
     def add(self, examples: int, tokens: int | None, full: int | None) -> None:
-        """Counts one optimizer step.
+        """Count one optimizer step.
 
         Args:
             examples: In all its micro-batches, on all processes.
@@ -60,7 +60,7 @@ class BatchCounts:
 
     @classmethod
     def from_state(cls, state: Any) -> BatchCounts:
-        """What `state` returned; a fresh count if it is something else."""
+        """Return what `state` returned; a fresh count if it is something else."""
         fresh = cls()
         if not isinstance(state, Mapping) or set(state) != set(fresh.state()):
             return fresh

@@ -89,7 +89,7 @@ class SquisherCallback(_Hooks, Recorder):
         self._written: dict[Path, Path] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Counts, and the tracker's average if there is one."""
+        """Return the counts, and the tracker's average if there is one."""
         state: dict[str, Any] = {"counts": self.counts.state()}
         if self.tracker is not None:
             state["tracker"] = self.tracker.state_dict()
@@ -122,7 +122,7 @@ class SquisherCallback(_Hooks, Recorder):
         self._resumed = {}
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        """Counts a micro-batch."""
+        """Count a micro-batch."""
         tokens: Tensor | int | None = None
         if self.loss_reduction == "token_mean":
             tokens = tokens_in(batch, shifted=True) if self._tokens is None else self._tokens(batch)
@@ -133,7 +133,7 @@ class SquisherCallback(_Hooks, Recorder):
         self._observe()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Counts the step, if this batch ended one."""
+        """Count the step, if this batch ended one."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
@@ -165,7 +165,7 @@ class SquisherCallback(_Hooks, Recorder):
         return out
 
     def _tidy(self) -> None:
-        """Removes files whose checkpoints Lightning has removed, which it does after it has saved the next one."""
+        """Remove files whose checkpoints Lightning has removed, which it does after it has saved the next one."""
         for old in [f for f, owner in self._written.items() if not owner.exists()]:
             del self._written[old]
             if self._trainer.is_global_zero:
@@ -232,7 +232,7 @@ class EWCCallback(SquisherCallback):
         self._handle: Any = None
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Checks that this is the module whose parameters are held."""
+        """Check that this is the module whose parameters are held."""
         super().on_train_start(trainer, module)
         _only(self._optimizers, type(self).__name__)
         if not self.ewc.is_of(self._model):  # type: ignore[arg-type]  # set by super

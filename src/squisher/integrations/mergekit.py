@@ -172,7 +172,7 @@ def _check(config: Any) -> None:
 
 
 def register() -> None:
-    """Makes `squisher_fisher` known to mergekit; harmless when repeated.
+    """Make `squisher_fisher` known to mergekit; harmless when repeated.
 
     Raises:
         SquisherError: mergekit is missing, or is a release without `register`.
@@ -242,7 +242,7 @@ def _merged(name: str, tensors: Sequence[Tensor], weights: Sequence[float], sett
 
 @lru_cache(maxsize=4)
 def _prepared(settings: _Settings) -> _Ready:
-    """Checks names and scale for the whole models once, reading nothing but headers."""
+    """Check names and scale for the whole models once, reading nothing but headers."""
     models = [open_model(path).weights for path in settings.models]
     given = zip(settings.models, settings.importances, strict=True)
     importances = [_load(model, importance) for model, importance in given]

@@ -52,7 +52,7 @@ class Report:
         return {key: value for key, value in vars(self).items() if value not in (None, [], {})}
 
     def card(self) -> str:
-        """A model card: method, inputs, importances, coefficients; no path, host or date."""
+        """Return a model card: method, inputs, importances, coefficients; no path, host or date."""
         lines = ["---", "tags:", "- merge", "- squisher", "---", "", "# Merged model", ""]
         lines += [f"Merged with torch-squisher {__version__}, method `{self.method}`.", ""]
         if self.adapters:
@@ -100,7 +100,7 @@ def merge_folders(
     shard_bytes: int = safetensors.SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Merges models on disk into a new folder (or a `.safetensors` file) that appears whole or not at all.
+    """Merge models on disk into a new folder (or a `.safetensors` file) that appears whole or not at all.
 
     Args:
         method: `average`, `fisher`, `ubgm`, `task-arithmetic` or `ota`.
@@ -235,7 +235,7 @@ def _check_options(
 def _open(
     method: str, models: Sequence[Path], base: Path | None, coefficients: Sequence[float]
 ) -> tuple[list[Mapping[str, Tensor]], Model | peft.Adapter, Mapping[str, Tensor] | None, str | None]:
-    """The weights to merge, whose folder the result is to be like, the base, and how adapters were merged."""
+    """Return the weights to merge, whose folder the result is to be like, the base, and how adapters were merged."""
     adapted = [peft.is_adapter(path) for path in models]
     if not any(adapted):
         opened = [open_model(path) for path in models]
@@ -323,5 +323,5 @@ def open_importance(path: str | os.PathLike[str]) -> Importance:
 
 
 def _label(path: Path, name: str) -> str:
-    """What a model is called in a report: no path."""
+    """Return what a model is called in a report: no path."""
     return hub.Address.read(path).repo if hub.is_hub_id(path) else name

@@ -60,7 +60,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def open_adapter(path: Path) -> Adapter:
-    """Opens an adapter folder, lazily.
+    """Open an adapter folder, lazily.
 
     Raises:
         FileError: It is damaged or holds no weights.
@@ -197,7 +197,7 @@ _ROLE = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_mag
 
 
 def _split(name: str) -> tuple[str, str]:
-    """The name in the model, and what the tensor is there: a factor, or a whole tensor that replaces the base's."""
+    """Return the name in the model, and what the tensor is there: a factor, or a whole tensor that replaces the base's."""
     bare = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     match = _ROLE.search(bare)
     return (bare[: match.start()] + ".weight", match[1]) if match else (bare, "whole")

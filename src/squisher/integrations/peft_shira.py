@@ -24,7 +24,7 @@ __all__ = ["shira_mask_fn"]
 
 
 def shira_mask_fn(importance: Mapping[str, Tensor], model: nn.Module) -> Callable[..., Tensor]:
-    """A `mask_fn` for `peft.ShiraConfig`: the r · (inputs + outputs) most important entries of each layer.
+    """Return a `mask_fn` for `peft.ShiraConfig`: the r · (inputs + outputs) most important entries of each layer.
 
     Args:
         importance: By parameter name; only the layers that SHiRA asks for are read.

@@ -171,7 +171,7 @@ def recorded(
     candidates: Sequence[Candidate] | None = None,
     factor: float = 1.0,
 ) -> Importance:
-    """What a tracker or the optimizers hold now, copied.
+    """Return what a tracker or the optimizers hold now, copied.
 
     Args:
         source: A tracker, or unwrapped optimizers.
@@ -194,7 +194,7 @@ def recorded(
 
 
 def inner_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """The torch optimizers inside whatever a trainer holds.
+    """Return the torch optimizers inside whatever a trainer holds.
 
     Raises:
         SquisherError: One of them is no torch optimizer.
@@ -247,7 +247,7 @@ def under_file_names(found: Importance, model: nn.Module) -> Importance:
 
 
 def _as_stored(found: Importance, model: nn.Module, candidates: Sequence[Candidate]) -> Importance:
-    """The same importance under the names of the weight file, in the pieces that the file has."""
+    """Return the same importance under the names of the weight file, in the pieces that the file has."""
     names = {p.live_name: p.name for p in live_parameters(model)}
     pieces: dict[str, list[Piece]] = {}
     live: dict[str, str] = {}

@@ -42,7 +42,7 @@ class TrainerWatch:
         extra_logs: Callable[[], Mapping[str, float]],
         on_saved: Callable[[Path], None] = lambda _: None,
     ) -> None:
-        """Wraps the Trainer's methods.
+        """Wrap the Trainer's methods.
 
         Args:
             trainer: A `transformers.Trainer`, or one that is made of it.
@@ -74,7 +74,7 @@ class TrainerWatch:
                 _wrap(trainer, name, getattr(self, f"_{name}"))
 
     def begin(self) -> None:
-        """A run begins: forgets the last one."""
+        """Forget the last run, because another one begins."""
         self.pending, self.divides, self.counts_items, self._seen = None, None, False, False
         self._shifted = _shifts_labels(self.trainer)
         if self._accelerator is not self.trainer.accelerator:  # a search over hyperparameters makes a new one

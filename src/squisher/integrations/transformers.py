@@ -75,7 +75,7 @@ class SquisherCallback(Recorder):
         self._best: Path | None = None
 
     def attach(self: Any, trainer: Any) -> Any:
-        """Adds the callback to a Trainer, before `trainer.train()`, and lets it see what callbacks are not told.
+        """Add the callback to a Trainer, before `trainer.train()`, and let it see what callbacks are not told.
 
         Raises:
             SquisherError: This is no Trainer, or it has such a callback already.
@@ -128,7 +128,7 @@ class SquisherCallback(Recorder):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
-        """Checks what can be checked before hours of training, and goes on counting where a checkpoint stopped."""
+        """Check what can be checked before hours of training, and go on counting where a checkpoint stopped."""
         refuse_sharding(args, optimizer, type(self).__name__, _READ_LATER)
         if self.at_end_only and args.load_best_model_at_end:
             raise SquisherError(
@@ -152,7 +152,7 @@ class SquisherCallback(Recorder):
             self.tracker.after_clipping = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
-        """Counts the step; in the Trainer's own state, so that every checkpoint has it."""
+        """Count the step; in the Trainer's own state, so that every checkpoint has it."""
         pending = self._watch.pending if self._watch is not None else None
         skipped = getattr(optimizer, "step_was_skipped", False)
         if pending is not None and not skipped:
@@ -162,7 +162,7 @@ class SquisherCallback(Recorder):
             self._check_once()
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Writes into the checkpoint that the Trainer has just saved."""
+        """Write into the checkpoint that the Trainer has just saved."""
         if not self.at_end_only:
             self._save(Path(args.output_dir) / f"checkpoint-{state.global_step}", args.should_save)
 
@@ -180,7 +180,7 @@ class SquisherCallback(Recorder):
         return self.track
 
     def _take_optimizer(self, optimizer: Any, model: nn.Module) -> None:
-        """Makes the tracker as soon as there is an optimizer, and lets it travel with the optimizer's state."""
+        """Make the tracker as soon as there is an optimizer, and let it travel with the optimizer's state."""
         (inner,) = inner_optimizers(optimizer)
         if not self.track or (self.tracker is not None and self.tracker.optimizer is inner):
             return
@@ -290,7 +290,7 @@ class EWCCallback(SquisherCallback):
         self._handle: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **more: Any) -> None:
-        """Checks that this is the model whose parameters are held."""
+        """Check that this is the model whose parameters are held."""
         super().on_train_begin(args, state, control, model=model, **more)
         if not self.ewc.is_of(model):
             raise SquisherError(
