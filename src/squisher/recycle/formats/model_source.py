@@ -84,7 +84,7 @@ def _registered_before(
     tensors = {} if beside is None else beside.tensors
     if beside is not None and beside.in_module_order:
         how = f"in the order of {beside.label}"
-        orders = [in_file_order(one.parameters, tensors) for one in found]
+        orders = [in_file_order(one.parameters, tensors, one.tied) for one in found]
     elif saved.startswith("4."):
         how = f"in the order of transformers 4 (saved by {saved})"
         orders = [in_order_of_version_4(type(model).__name__, one.parameters, tensors) for one in found]
