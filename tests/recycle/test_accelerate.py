@@ -47,7 +47,7 @@ def test_two_models_that_fit_one_optimizer_are_refused(ordered):
     shutil.copy(ordered / "optimizer.bin", ordered / "optimizer_1.bin")
     weights = torch.load(ordered / "pytorch_model.bin", weights_only=True)
     torch.save({f"twin.{name}": t for name, t in weights.items()}, ordered / "pytorch_model_1.bin")
-    with pytest.raises(NamingError, match=r"give different names: parameter 0 is '0.weight' .* and 'twin.0.weight'"):
+    with pytest.raises(NamingError, match=r"Several assignments fit.*parameter 0 is '0.weight' .* and 'twin.0.weight'"):
         squisher.extract(ordered)
 
 

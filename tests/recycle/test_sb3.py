@@ -125,3 +125,12 @@ def test_a_dqn_whose_optimizer_was_given_the_target_network_too(tmp_path):
     importance = squisher.extract(changed(tmp_path, "dqn", with_targets), bias_correction=False)
     assert_same(importance, truth(SB3, "dqn"))
     assert all("target" in name for name in importance.provenance.absent)
+
+
+def test_an_entropy_coefficient_that_nothing_names_does_not_block_actor_and_critic(tmp_path):
+    def drop(content):
+        return {name: value for name, value in content.items() if name != "pytorch_variables.pth"}
+
+    with pytest.warns(squisher.SquisherWarning, match="each is a single number .an entropy coefficient"):
+        imp = squisher.extract(changed(tmp_path, "sac", drop))
+    assert {name.partition(".")[0] for name in imp} == {"actor", "critic"}

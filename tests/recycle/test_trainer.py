@@ -57,7 +57,9 @@ def test_a_folder_with_config_and_sorted_weights(bert):
     imp = squisher.extract(bert, bias_correction=False)
     same(imp, bert / "reference.safetensors")
     p = imp.provenance
-    assert str(p.naming) == "convention: the model of config.json, the Trainer's groups since transformers 4.53"
+    assert str(p.naming) == (
+        "convention: the model of config.json, registration order inside each of 2 groups, the only division that fits"
+    )
     assert p.steps == {"min": 3, "max": 3}
     assert (p.batch_size, p.loss_reduction) == (4, None)  # two batches a step, which BERT's loss does not average
     assert p.optimizer["beta2"] == 0.999
@@ -184,7 +186,8 @@ def other_weights(folder, target, changed):
 def test_what_was_frozen_is_asked_for(bert):
     freeze(bert, trained)
     with pytest.raises(
-        NamingError, match=r"--trainable REGEX .* or give the weights that training started from with --base-model"
+        NamingError,
+        match=r"--trainable REGEX .* weights that training started from may decide: give them with --base-model",
     ):
         squisher.extract(bert)
 

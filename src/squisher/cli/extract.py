@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -62,7 +63,8 @@ def extract(
 ) -> None:
     """Turn an optimizer state into a named, self-describing importance file.
 
-    No code in the source is ever executed. Names are proven, or the command says what would settle them.
+    No code in the source is ever executed. Names are recorded, proven by the values, or by the one convention that fits, and the
+    file says which; otherwise the command says what would settle them.
     """
     from ..importance import FILE_NAME
     from ..integrations.publishing import prepare
@@ -111,6 +113,8 @@ def extract(
 
 
 def _extracted(importance: Importance, target: Path) -> str:
+    from ..importance import Level
+
     p = importance.provenance
     optimizer = p.optimizer or {}
     names = list({g.get("class"): None for g in optimizer.get("groups", [])} or {optimizer.get("class"): None})
@@ -122,6 +126,17 @@ def _extracted(importance: Importance, target: Path) -> str:
         f"{target}: {len(importance)} tensors of {' and '.join(str(optimizer.get('class') or n) for n in names)} after {count} steps"
         f" (names: {p.naming})."
     ]
+    levels = Counter(str(p.naming.of(name).level) for name in importance) if p.naming else Counter()
+    if levels[Level.PROVEN]:
+        margin = min(m for m in (p.naming.of(name).margin for name in importance) if m is not None) if p.naming else 0
+        lines.append(
+            f"{levels[Level.PROVEN]} names are proven by the values, the next best by {margin:.2f} in correlation behind."
+        )
+    if levels[Level.CONVENTION]:
+        lines.append(
+            f"{levels[Level.CONVENTION]} names are by order and shapes alone. The weights that training started from (--base-model), "
+            "an earlier checkpoint beside this one, or the weights themselves (--model) may prove them."
+        )
     if p.absent:
         example, why = next(iter(p.absent.items()))
         lines.append(f"{len(p.absent)} parameters have no importance, for example {example!r} ({why}).")

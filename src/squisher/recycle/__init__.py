@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..errors import NamingError, NoAccumulatorError, SquisherError
+from ..errors import NamingError, NoAccumulatorError, SquisherError, SquisherWarning
 from ..importance import Absence, Importance, Naming, Reason, RunFacts
 from ..importance.weights import HASHED_BYTES, content_of
 from ..storage.folders import open_weights
@@ -20,6 +22,7 @@ from .assembly import assemble
 from .formats.registry import read_source
 from .live import from_optimizers, from_tracker, unwrapped
 from .naming.candidates import candidates_of_module
+from .naming.frozen import with_earlier
 from .naming.hf_rules import trainer_rules
 from .naming.solver import RULES, given_names, matching, resolve
 from .optimizers.accumulators import GIVEN_BETA2, rows_of_class
@@ -63,14 +66,15 @@ def extract(
         source: A live optimizer (or several), a `Tracker`, or a file or folder that training saved (or
             `hf://owner/name[@revision][/folder]`). No file is ever executed.
         model: The live model, for a live optimizer. For a file that records no names: the model it belongs to.
-        names: Names in the optimizer's order, or a file of them, where nothing proves them.
+        names: Names in the optimizer's order, or a file of them, where nothing tells them; shapes and values are checked.
         batch_size: Examples per optimizer step: per device × accumulation × data-parallel processes.
         bias_correction: False gives the accumulator as it is stored.
         loss_reduction: `mean`, `sum` or `token_mean`; taken as `mean` if a batch size is given and the source does not tell.
         batch_tokens: Mean number of loss-bearing tokens per optimizer step, for `token_mean`.
         unit: What the loss is a mean of: `example`, `sequence` or `token`.
         trainable: A regular expression: only matching parameters of the model were trained.
-        base_model: Folder of the weights that training started from: what is bit-equal to them was frozen.
+        base_model: Folder of the weights that training started from: what is bit-equal to them was frozen, and how the rest
+            moved is evidence for names.
         optimizer: Which optimizer, counted from 0, where a source holds several over the same names.
         allow_coarse: Accept states of four bits, which keep little more than the order of magnitude.
         beta2: Decay of the squared-gradient average, for sources that do not record it (optax, MLX, `.weights.h5`).
@@ -83,7 +87,7 @@ def extract(
 
     Raises:
         NoAccumulatorError: The optimizer keeps no average of the squared gradient, or has taken no step.
-        NamingError: Names cannot be proven.
+        NamingError: Nothing tells the names, several answers fit, or the values contradict the only one.
         FileError: The source cannot be read safely, or holds no optimizer state.
     """
     known = RunFacts(batch_size=batch_size, loss_reduction=loss_reduction, batch_tokens=batch_tokens, unit=unit)
@@ -156,6 +160,9 @@ def _from_file(
         whole = candidates_of_module(model, frozen_too=True)
         models = [("the model", candidates_of_module(model).parameters)]
         parameters, tied = whole.parameters, whole.tied
+    if options.base_model is not None and not isinstance(model, nn.Module):
+        before = open_weights(options.base_model)
+        models = [(label, with_earlier(candidates, before)) for label, candidates in models] if before else models
     if options.trainable is not None:
         models = [(label, matching(candidates, options.trainable)) for label, candidates in models]
     every = {c.name: c for c in parameters}
@@ -170,16 +177,27 @@ def _from_file(
         optimizers = [replace(one, class_name=options.optimizer_class) for one in optimizers]
     optimizers = _usable(optimizers)
     given = None if names is None else given_names(names)
+    later: Iterable[Sequence[tuple[str, Sequence[Candidate]]]] = () if options.named else found.later
+    if options.trainable is not None:
+        pattern = options.trainable
+        later = ([(label, matching(candidates, pattern)) for label, candidates in tier] for tier in later)
     named: list[tuple[str, Entry, str | None]] = []
     namings: dict[str, Naming] = {}
     for one in optimizers:
         check_precision(one.entries, options.allow_coarse)
     for one in optimizers:
-        naming = resolve(one, models if one.models is None or options.named else one.models, given, rules)
-        for name in naming.names:
+        own = models if one.models is None or options.named else one.models
+        try:
+            solution = resolve(one, own, given, rules, later, found.hint)
+        except NamingError as error:
+            if len(optimizers) == 1 or not _single_numbers(one):
+                raise
+            warnings.warn(f"{one.place or 'One optimizer'} is left out: {error}", SquisherWarning, stacklevel=4)
+            continue
+        for name, naming in zip(solution.names, solution.how, strict=True):
             pieces = every[name].pieces if name in every else ()
-            namings.update(dict.fromkeys([piece.name for piece in pieces] or [name], naming.how))
-        named += [(name, entry, one.class_name) for name, entry in zip(naming.names, one.entries, strict=True)]
+            namings.update(dict.fromkeys([piece.name for piece in pieces] or [name], naming))
+        named += [(name, entry, one.class_name) for name, entry in zip(solution.names, one.entries, strict=True)]
     _disjoint(named, optimizers)
     if options.beta2 is not None:
         said = {GIVEN_BETA2: options.beta2}
@@ -199,6 +217,11 @@ def _from_file(
     )
     facts = _completed(facts, assume_mean=found.assume_mean or known.batch_size is not None)
     return assemble(named, facts, shapes, bias_correction=bias_correction)
+
+
+def _single_numbers(optimizer: OptimizerState) -> bool:
+    """Whether an optimizer has no layers, only numbers beside them: SAC's entropy coefficient, a temperature."""
+    return all(entry.shape is not None and math.prod(entry.shape) <= 1 for entry in optimizer.entries)
 
 
 def _as_stored(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -144,6 +144,8 @@ class Found:
         rules: Grouping conventions of the framework that wrote it, as `naming.Rule` with a label, beside the general ones.
         parameters: All parameters of the model, frozen ones too, where they are known and the models leave some out.
         assume_mean: Whether a loss whose reduction is not recorded may be taken as a mean over examples, torch's default.
+        later: Other models, to be tried one after the other where the first leave names open.
+        hint: What would settle the names, in this format's own terms, where they stay open.
     """
 
     optimizers: Sequence[OptimizerState]
@@ -152,6 +154,8 @@ class Found:
     rules: Sequence[tuple[str, Callable[[Candidate], int | None]]] = ()
     parameters: Sequence[Candidate] = ()
     assume_mean: bool = True
+    later: Iterable[Sequence[tuple[str, Sequence[Candidate]]]] = ()
+    hint: str = ""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,11 @@ def pinned(optimizer: OptimizerState, weights: Sequence[Weights]) -> list[tuple[
         count = Counter(tuple(tensor.shape) for tensor in one.tensors.values())
         names = {tuple(tensor.shape): name for name, tensor in one.tensors.items()}
         if len(set(shapes)) == len(shapes) and all(shape is not None and count[shape] == 1 for shape in shapes):
-            order = [Candidate(names[shape], shape) for shape in shapes if shape is not None]
+            order = [
+                Candidate(names[shape], shape, weight=one.tensors[names[shape]])
+                for shape in shapes
+                if shape is not None
+            ]
             sources.append((f"{one.label}, in which every shape occurs once", order))
     return sources
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from ...errors import FileError
 from ...importance import RunFacts
 from ...storage.folders import Weights, open_weights
-from ..naming.hf_rules import trainer_rules
-from ..naming.solver import RULES, exact, matching
+from ..naming.solver import matching
 from ..states import Candidate, Found, OptimizerState, Options
 from ..weights import pinned, sorted_by_name
 from .model_source import with_model
@@ -88,11 +87,10 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _own_models(optimizer: OptimizerState, ordered: Sources, by_name: Sequence[Weights], options: Options) -> Sources:
-    """Where an optimizer's names may come from: the models that have just its parameters before those that have more."""
+    """Where an optimizer's names may come from: every model beside it."""
     if options.trainable is not None:
         ordered = [(label, matching(candidates, options.trainable)) for label, candidates in ordered]
-    every = [c for _, candidates in ordered for c in candidates]
-    models = [*exact(optimizer, ordered, [*RULES, *trainer_rules(every)]), *pinned(optimizer, by_name)] or ordered
+    models = [*ordered, *pinned(optimizer, by_name)]
     if not models and by_name and not all(entry.name is not None for entry in optimizer.entries):
         raise sorted_by_name(by_name[0], optimizer.place)
     return models

@@ -48,6 +48,12 @@ _REFUSED = {
 }
 
 
+_HINT = (
+    "Give the names in the optimizer's order with --names FILE (names=[...]), or the whole model as Keras saves it "
+    "(model.save('model.keras')), whose config lists the layers."
+)
+
+
 def is_keras(path: Path) -> bool:
     """Whether a file is a Keras archive or an HDF5 file."""
     return path.is_file() and (path.suffix == ".keras" or is_hdf5(path))
@@ -100,7 +106,7 @@ def _numbered(span: ByteRange, file: Any, config: Mapping[str, Any]) -> Found:
     steps = _steps(int(iteration.load()), settings)
     entries = [Entry(_state(str(name), source, steps), _group(str(name), settings)) for source in chosen]
     models = [("the layers in config.json", candidates)] if (candidates := candidates_of_config(config, file)) else []
-    return Found([OptimizerState(entries, str(name), "optimizer")], models, _facts(settings))
+    return Found([OptimizerState(entries, str(name), "optimizer")], models, _facts(settings), hint=_HINT)
 
 
 def _class_by_name(name: str) -> str:
@@ -180,7 +186,7 @@ def _legacy(span: ByteRange, file: Any) -> Found:
         pairs = zip(slots.tensors, slots.names, strict=True)
         entries = [Entry(_state(name, source, slots.steps), group, 0, path) for source, path in pairs]
         models = [("the layers of the file", slots.candidates)] if slots.candidates else []
-        return Found([OptimizerState(entries, name, "optimizer_weights")], models, _facts(settings))
+        return Found([OptimizerState(entries, name, "optimizer_weights")], models, _facts(settings), hint=_HINT)
     weights = file.get("model_weights", {})
     paths = [text(path) for layer in weights for path in attribute(weights[layer], "weight_names", ())]
     by_stem = {path.replace("/", "_"): path for path in paths}
@@ -199,7 +205,7 @@ def _legacy(span: ByteRange, file: Any) -> Found:
         )
     group, steps = _group(str(name), settings), _steps(steps, settings)
     entries = [Entry(_state(str(name), source, steps), group, 0, path) for path, source in found.items()]
-    return Found([OptimizerState(entries, str(name), "optimizer_weights")], (), _facts(settings))
+    return Found([OptimizerState(entries, str(name), "optimizer_weights")], (), _facts(settings), hint=_HINT)
 
 
 def _steps(iteration: int | None, settings: Mapping[str, Any]) -> int | None:

@@ -11,8 +11,9 @@ from torch import nn
 from ...errors import FileError, NamingError
 from ...storage.folders import Weights, open_weights
 from ...storage.json_files import read_object
-from ..naming.candidates import Candidates, candidates_of_module
+from ..naming.candidates import Candidates, candidates_of_module, surplus
 from ..naming.hf_model import MissingPackage, built_by, meta_model
+from ..naming.partitions import sorted_as_text
 from ..naming.transformers4 import in_file_order, in_order_of_version_4
 from ..states import Found, Options
 from .torch_file import candidates_of
@@ -69,11 +70,17 @@ def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, C
     trained = candidates_of_module(model, weights)
     note = f" ({every.note})" if every.note else ""
     by = built_by(path)
-    older = _registered_before(path, model, [every, trained], beside) if by else None
+    label = f"the model of config.json{by}{note}"
+    ordered = beside is not None and beside.in_module_order
+    if ordered and beside is not None and sorted_as_text(list(beside.tensors)):
+        beside, ordered = None, False
+    older = _registered_before(path, model, [every, trained], beside) if by or ordered else None
     if older is not None:
         how, (every, trained) = older
-        return f"the model of config.json, {how}", trained, every
-    return f"the model of config.json{by}{note}", trained, every
+        label = f"the model of config.json, {how}"
+    others = surplus(model, every, weights)
+    trained, every = (one._replace(parameters=[*one.parameters, *others]) for one in (trained, every))
+    return label, trained, every
 
 
 def _registered_before(

@@ -64,7 +64,11 @@ def read_sb3(path: Path, options: Options) -> Found:
         raise FileError(
             f"{path} holds a policy but no optimizer: it was saved with exclude=['policy.optimizer'] or the like."
         )
-    return Found(optimizers, [("policy.pth", trained)], replace(_facts(settings), tied=tied))
+    hint = (
+        "Give the names in the optimizer's order with --names FILE (names=[...]) and say which optimizer is meant with "
+        "--optimizer K (optimizer=K)."
+    )
+    return Found(optimizers, [("policy.pth", trained)], replace(_facts(settings), tied=tied), hint=hint)
 
 
 def _has_targets(state: OptimizerState, every: list[Candidate], trained: list[Candidate]) -> bool:

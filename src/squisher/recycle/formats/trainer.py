@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -12,11 +13,10 @@ from ...errors import FileError, NamingError
 from ...storage.folders import Weights, has_weights, open_weights
 from ...storage.json_files import read_object
 from ..naming.adapters import adapter_orders
-from ..naming.candidates import Candidates, candidates_of_module
-from ..naming.frozen import by_evidence
+from ..naming.candidates import Candidates, candidates_of_module, loose
+from ..naming.frozen import by_evidence, with_earlier
 from ..naming.hf_model import MissingPackage, adapted_model, built_by, meta_model
-from ..naming.hf_rules import galore_rule, trainer_rules
-from ..naming.solver import RULES, Rule, fitting, matching
+from ..naming.hf_rules import galore_rule
 from ..optimizers.accumulators import step_of
 from ..states import Candidate, Found, OptimizerState, Options
 from ..weights import pinned, sorted_by_name
@@ -75,33 +75,30 @@ def read_trainer(folder: Path, options: Options) -> Found:
     targets = target_modules(args)
     special = [galore_rule(targets)] if targets else []
     if options.named or all(entry.name is not None for entry in optimizer.entries):
-        return Found([optimizer], facts=facts, rules=special, assume_mean=assume_mean)
-    sources, model = _settled(optimizer, folder, options, special)
-    rules = [*special, *trainer_rules(model.parameters)]
-    return Found([optimizer], sources, replace(facts, tied=model.tied), rules, model.parameters, assume_mean)
+        return Found([optimizer], _to_check_with(folder), facts, special, assume_mean=assume_mean)
+    tiers = _tiers(optimizer, folder, options)
+    sources, model = next(tiers, ([], Candidates([], {})))
+    later = (others for others, _ in tiers)
+    hint = _ADAPTED if (folder / "adapter_config.json").is_file() and not (options.base_model or options.model) else ""
+    known = replace(facts, tied=model.tied)
+    return Found([optimizer], sources, known, special, model.parameters, assume_mean, later, hint)
 
 
-def _settled(
-    optimizer: OptimizerState, folder: Path, options: Options, special: Sequence[tuple[str, Rule]]
-) -> tuple[Sources, Candidates]:
-    """Return the first source of names that fits at all: plain assumptions before those that need evidence."""
-    first: tuple[Sources, Candidates] | None = None
-    for sources, model in _proposals(optimizer, folder, options):
-        if options.trainable is not None:
-            sources = [(label, matching(candidates, options.trainable)) for label, candidates in sources]
-        if len(fitting(optimizer, sources, [*RULES, *trainer_rules(model.parameters), *special])) == 1:
-            return sources, model
-        first = first or (sources, model)
-    if (folder / "adapter_config.json").is_file() and (options.base_model or options.model) is None:
-        raise NamingError(
-            "The adapter's file sorts its names, and the order of its parameters cannot be told from them alone. Give the "
-            "folder of the model that was adapted with --base-model DIR (base_model=...; its config.json is enough), or the "
-            "names in the optimizer's order with --names."
-        )
-    return first or ([], Candidates([], {}))
+def _to_check_with(folder: Path) -> Sources:
+    """The weights beside a state whose names are known: what has another shape there, or moved otherwise, contradicts them."""
+    weights = open_weights(folder)
+    return [] if weights is None else [(weights.label, candidates_of(weights.tensors)[0])]
 
 
-def _proposals(optimizer: OptimizerState, folder: Path, options: Options) -> Iterator[tuple[Sources, Candidates]]:
+_ADAPTED = (
+    "The adapter's file sorts its names, and the order of its parameters cannot be told from them alone. Give the "
+    "folder of the model that was adapted with --base-model DIR (base_model=...; its config.json is enough), or the "
+    "names in the optimizer's order with --names."
+)
+
+
+def _tiers(optimizer: OptimizerState, folder: Path, options: Options) -> Iterator[tuple[Sources, Candidates]]:
+    """Where names may come from: plain assumptions before those that need evidence of what was frozen."""
     weights = open_weights(folder)
     if (folder / "adapter_config.json").is_file():
         yield from _adapter_proposals(folder, options, weights)
@@ -116,6 +113,14 @@ def _proposals(optimizer: OptimizerState, folder: Path, options: Options) -> Ite
                 raise
             missing = error  # transformers is not installed, but the weights may keep the order
         else:
+            modules = _sentence_modules(folder)
+            before = _before(folder, options)
+            trained, every = (
+                c._replace(
+                    parameters=with_earlier([*c.parameters, *modules], before) if before else [*c.parameters, *modules]
+                )
+                for c in (trained, every)
+            )
             yield [(label, trained.parameters)], every
             if len(every.parameters) > len(trained.parameters):
                 yield [(label, every.parameters)], every
@@ -156,6 +161,37 @@ def _evidence(
             continue
         for candidates in by_evidence(model.parameters, weights, before):
             yield [(f"{label}, trained where the weights differ from {name}", candidates)], model
+
+
+def _sentence_modules(folder: Path) -> list[Candidate]:
+    """The parameters of what sentence-transformers puts behind the model: its Dense layers, each in a folder of its own."""
+    file = folder / "modules.json"
+    try:
+        listed = json.loads(file.read_text("utf-8")) if file.is_file() else []
+    except (OSError, ValueError, RecursionError):
+        return []
+    found: list[Candidate] = []
+    for module in listed if isinstance(listed, list) else []:
+        path, name = (module.get("path"), module.get("name")) if isinstance(module, dict) else (None, None)
+        if isinstance(path, str) and path and Path(path).name == path and (folder / path).is_dir():
+            weights = open_weights(folder / path)
+            found += loose(weights.tensors if weights is not None else {}, f"{name}.")
+    return found
+
+
+def _before(folder: Path, options: Options) -> Weights | None:
+    """The weights that training started from, or those of the last checkpoint before this one."""
+    if options.base_model is not None:
+        return open_weights(options.base_model)
+    number = re.fullmatch(r"checkpoint-(\d+)", folder.absolute().name)
+    numbers = [
+        re.fullmatch(r"checkpoint-(\d+)", p.name) for p in folder.absolute().parent.glob("checkpoint-*") if p.is_dir()
+    ]
+    earlier = [int(m[1]) for m in numbers if m and number and int(m[1]) < int(number[1])]
+    try:
+        return open_weights(folder.absolute().parent / f"checkpoint-{max(earlier)}") if earlier else None
+    except FileError:  # it may be half written
+        return None
 
 
 def _siblings(folder: Path) -> list[Path]:

@@ -50,7 +50,7 @@ def adapter_orders(weights: Weights) -> list[list[Candidate]]:
 
 
 def _candidate(name: str, weights: Weights) -> Candidate:
-    return Candidate(name, tuple(weights.tensors[name].shape))
+    return Candidate(name, tuple(weights.tensors[name].shape), weight=weights.tensors[name])
 
 
 def _key(node: Tree, path: str) -> tuple[str, tuple[str, ...]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -12,10 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import NamingError
 from ...storage.folders import Weights
-from ...storage.tensors import LiveParameter, live_parameters
+from ...storage.tensors import LiveParameter, TensorSource, live_parameters
 from ..states import Candidate, Piece
 
-__all__ = ["Candidates", "candidates_of_module"]
+__all__ = ["Candidates", "candidates_of_module", "loose", "surplus"]
 
 
 class Candidates(NamedTuple):
@@ -60,6 +61,42 @@ def candidates_of_module(model: nn.Module, weights: Weights | None = None, *, fr
         )
     note = f"{kept} parameters under their running names, since the weight file stores them rearranged" if kept else ""
     return Candidates(out, tied, note)
+
+
+def surplus(model: nn.Module, candidates: Candidates, weights: Weights | None) -> list[Candidate]:
+    """Return the tensors of a weight file that the model lacks and that may be parameters: another class was trained then.
+
+    Args:
+        model: What config.json describes.
+        candidates: All its parameters.
+        weights: The weight file.
+    """
+    if weights is None:
+        return []
+    own = {name for name, _ in model.named_buffers()} | set(candidates.tied)
+    own |= {
+        name for c in candidates.parameters for name in (c.name, c.live_name or c.name, *(p.name for p in c.pieces))
+    }
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    left = {n: t for n, t in weights.tensors.items() if n not in own and t.dtype.is_floating_point}
+    known = [name for name in left if _BUFFER.search(name) or any(re.search(pattern, name) for pattern in ignored)]
+    return loose({name: t for name, t in left.items() if name not in known})
+
+
+def loose(tensors: Mapping[str, TensorSource], prefix: str = "") -> list[Candidate]:
+    """Return the tensors of a file that no model describes as parameters, each module's weight before its bias.
+
+    Args:
+        tensors: Often sorted by name, which puts a bias first.
+        prefix: What to put before their names.
+    """
+    modules = list(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
+    names = sorted(tensors, key=lambda n: (modules.index(n.rpartition(".")[0]), not n.endswith("weight")))
+    return [Candidate(prefix + n, tuple(tensors[n].shape), live_name=prefix + n, weight=tensors[n]) for n in names]
+
+
+# What versions of transformers have saved as buffers and no longer do.
+_BUFFER = re.compile(r"(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids|running_\w+|\.weights)$")
 
 
 def _is_name(alias: str, parameter: LiveParameter) -> bool:

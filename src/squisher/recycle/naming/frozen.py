@@ -12,7 +12,22 @@ from ...storage.folders import Weights
 from ...storage.tensors import CHUNK, TensorSource
 from ..states import Candidate
 
-__all__ = ["by_evidence"]
+__all__ = ["by_evidence", "with_earlier"]
+
+
+def with_earlier(candidates: Sequence[Candidate], before: Weights) -> list[Candidate]:
+    """Return the candidates with their values at an earlier moment, unread.
+
+    Args:
+        candidates: The model's parameters in registration order.
+        before: Weights of the same model from that moment.
+    """
+    bare = _without_prefix(before.tensors)
+    known = [c.pieces or c.before is not None for c in candidates]
+    return [
+        c if there else replace(c, before=_earlier(c.name, c.shape, before, bare))
+        for c, there in zip(candidates, known, strict=True)
+    ]
 
 
 def by_evidence(candidates: Sequence[Candidate], after: Weights, before: Weights) -> list[list[Candidate]]:
@@ -33,7 +48,7 @@ def by_evidence(candidates: Sequence[Candidate], after: Weights, before: Weights
         verdicts = [_changed(name, after, before, bare) for name in names]
         changed = True if True in verdicts else None if None in verdicts else False
         earlier = None if c.pieces else _earlier(c.name, c.shape, before, bare)
-        marked.append((replace(c, required=changed is True, before=earlier), changed))
+        marked.append((replace(c, required=changed is True, before=c.before or earlier), changed))
     likely = [c for c, changed in marked if changed is not False]
     return [likely, [c for c, _ in marked]]
 

@@ -1,119 +1,220 @@
-"""State index to parameter name, with proof, or a refusal.
+"""State index to parameter name: conventions propose, shapes and values decide, or the answer is a refusal.
 
-An optimizer numbers its parameters in the order of its groups; the names are somewhere else. Every convention that is known
-makes one proposal of how a model's parameters, in registration order, were put into groups. A proposal counts only if it
-fits every group's size and every known shape. If all that count say the same, that is the answer; if they differ, nobody
-can know, and the user is asked. A wrong name is worse than none.
+An optimizer numbers its parameters in the order of its groups; the names are somewhere else. Every source of names proposes
+every division of its parameters into the groups whose shapes fit. If there is one, it is the answer, unless the values
+contradict it. If there are several, the values decide, or a framework's own convention that fits to the last parameter; else
+nobody can know, and the user is asked. A wrong name is worse than none.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-
-import numpy as np
+from typing import NamedTuple
 
 from ...errors import FileError, NamingError
-from ...importance import Level
-from ...importance import Naming as How
+from ...importance import Level, Naming
 from ...storage.tensors import adapter_file_name
 from ..states import Candidate, OptimizerState
+from .evidence import Evidence, weigh
+from .partitions import sorted_as_text, ways
 
-__all__ = [
-    "RULES",
-    "Naming",
-    "Rule",
-    "clean_names",
-    "exact",
-    "fitting",
-    "given_names",
-    "matching",
-    "recorded_name",
-    "resolve",
-]
+__all__ = ["RULES", "Rule", "Solution", "clean_names", "given_names", "matching", "recorded_name", "resolve"]
 
-Shape = tuple[int, ...]
+Source = tuple[str, Sequence[Candidate]]
 
 
-@dataclass(frozen=True)
-class Naming:
-    """Names in the optimizer's order, and how they were found."""
+class Solution(NamedTuple):
+    """Names in the optimizer's order, and how each was found."""
 
     names: list[str]
-    how: How
+    how: list[Naming]
 
 
 def resolve(
     optimizer: OptimizerState,
-    sources: Sequence[tuple[str, Sequence[Candidate]]],
+    sources: Sequence[Source],
     given: Sequence[str] | None = None,
     rules: Sequence[tuple[str, Rule]] | None = None,
-) -> Naming:
-    """The names of an optimizer's parameters.
+    later: Iterable[Sequence[Source]] = (),
+    hint: str = "",
+) -> Solution:
+    """Return the names of an optimizer's parameters.
 
     Args:
         optimizer: Its entries in its own order.
         sources: Where names may come from, each with a label and the model's parameters in registration order.
-        given: Names by the user, in the optimizer's order; they win.
+        given: Names by the user, in the optimizer's order; they win unless shapes or values contradict them.
         rules: Grouping conventions to try; by default all that need no knowledge of the framework.
+        later: Other sources, to be tried one after the other where the first leave the question open.
+        hint: What would settle it, in the terms of the format.
 
     Raises:
-        NamingError: Nothing fits, or several different answers do.
+        NamingError: Nothing fits, several different answers do, or the values contradict the only one that does.
     """
-    count = len(optimizer.entries)
     if given is not None:
-        return Naming(_checked_given(optimizer, given), How(Level.GIVEN))
+        return _checked_given(optimizer, given, sources)
     recorded = [entry.name for entry in optimizer.entries]
-    if count and all(name is not None for name in recorded):
-        names = clean_names([name for name in recorded if name is not None])
-        return Naming(names, How(Level.RECORDED))
-    found = fitting(optimizer, sources, rules)
-    if len(found) == 1:
-        names_found, how = next(iter(found.items()))
-        return Naming(list(names_found), How(Level.CONVENTION, how))
-    if not found:
-        raise NamingError(_nothing_fits(optimizer, sources))
-    spare = len({c.name for _, candidates in sources for c in candidates}) > count
-    raise NamingError(_several_fit(found, spare))
+    if recorded and all(name is not None for name in recorded):
+        return _recorded(optimizer, [name for name in recorded if name is not None], sources)
+    tried: list[_Tier] = []
+    for tier in itertools.chain([sources], later):
+        tried.append(_Tier(optimizer, tier, rules or RULES))
+        solution = tried[-1].solution()
+        if solution is not None:
+            return solution
+    open_tier = next((tier for tier in tried if tier.answers), None)
+    if open_tier is None:
+        raise NamingError(_nothing_fits(optimizer, sources, hint or _WHAT_SETTLES_IT))
+    raise NamingError(_several_fit(optimizer, open_tier, hint or _WHAT_SETTLES_IT))
 
 
-def fitting(
-    optimizer: OptimizerState,
-    sources: Sequence[tuple[str, Sequence[Candidate]]],
-    rules: Sequence[tuple[str, Rule]] | None = None,
-) -> dict[tuple[str, ...], str]:
-    """The different names, in the optimizer's order, that fit its groups and shapes, each with how it was found.
+class _Tier:
+    """Sources that count alike, and the answers that they allow."""
 
-    Args:
-        optimizer: Its entries in its own order.
-        sources: Where names may come from, each with a label and the model's parameters in registration order.
-        rules: Grouping conventions to try; by default all that need no knowledge of the framework.
-    """
-    found: dict[tuple[str, ...], str] = {}
-    for label, candidates in sources:
-        for rule_label, names in _proposals(optimizer, candidates, rules or RULES):
-            found.setdefault(tuple(names), f"{label}, {rule_label}")
-    return found
+    def __init__(self, optimizer: OptimizerState, sources: Sequence[Source], rules: Sequence[tuple[str, Rule]]):
+        self.optimizer = optimizer
+        self.sources = sources
+        self.rules = rules
+        self.answers: dict[tuple[str, ...], str] = {}
+        self.open = False
+        self._weighed: Evidence | None = None
+        for label, candidates in sources:
+            self._propose(label, candidates, {}, self.answers)
+
+    def solution(self) -> Solution | None:
+        """Return the one answer, or None if there is none or several are left.
+
+        Raises:
+            NamingError: The values contradict the only answer.
+        """
+        if not self.answers:
+            return None
+        if len(self.answers) == 1 and not self.open:
+            (names, by), *_ = self.answers.items()
+            self._check(names, by)
+            return self._levels(names, by)
+        decided = self._decided()
+        if decided is None:
+            decided = self._by_rule()
+        return None if decided is None else self._levels(*decided)
+
+    def _propose(
+        self, label: str, candidates: Sequence[Candidate], fixed: Mapping[int, int], answers: dict[tuple[str, ...], str]
+    ) -> None:
+        if sorted_as_text([c.live_name or c.name for c in candidates]):
+            candidates = _by_shape(self.optimizer, candidates)
+            label = f"{label}, in which every shape occurs once"
+        found = ways(self.optimizer, candidates, fixed)
+        count = len(self.optimizer.group_sizes)
+        order = "in one group" if count == 1 else f"inside each of {count} groups"
+        for way in found.found:
+            # Entries without a state have no shape: which of several names such a one gets is of no consequence.
+            only = ", the only division that fits" if count > 1 and found.complete else ""
+            answers.setdefault(self._key(way, candidates), f"{label}, registration order {order}{only}")
+        self.open |= bool(found.found) and not found.complete
+
+    def _key(self, way: Sequence[int], candidates: Sequence[Candidate]) -> tuple[str, ...]:
+        return tuple(candidates[k].name for k in way)
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the values say, weighed once."""
+        if self._weighed is None:
+            every = {c.name: c for _, candidates in self.sources for c in candidates}
+            self._weighed = weigh(list(every.values()), self.optimizer.entries)
+        return self._weighed
+
+    def _check(self, names: Sequence[str], by: str) -> None:
+        wrong = [entry for entry, name in self.evidence.names.items() if names[entry] != name]
+        if wrong:
+            raise NamingError(_contradicted(names, by, self.evidence, wrong))
+
+    def _decided(self) -> tuple[tuple[str, ...], str] | None:
+        """The answer that the values leave, if they leave one."""
+        said = self.evidence.names
+        if not said:
+            return None
+        left: dict[tuple[str, ...], str] = {}
+        self.open = False
+        for label, candidates in self.sources:
+            numbers = {c.name: k for k, c in enumerate(candidates)}
+            if all(name in numbers for name in said.values()):
+                fixed = {entry: numbers[name] for entry, name in said.items()}
+                self._propose(label, candidates, fixed, left)
+        if len(left) != 1 or self.open:
+            self.open = True
+            return None
+        (answer,) = left.items()
+        return answer
+
+    def _by_rule(self) -> tuple[tuple[str, ...], str] | None:
+        """The answer of the conventions, where one fits to the last parameter and no plain order of the groups does."""
+        found: dict[tuple[str, ...], str] = {}
+        for label, candidates in self.sources:
+            for by, way in _conventional(self.optimizer, candidates, self.rules):
+                found.setdefault(self._key(way, candidates), f"{label}, {by}")
+        if len(found) != 1:
+            self.answers = {**found, **self.answers}
+            return None
+        (names, by), *_ = found.items()
+        self._check(names, by)
+        return names, by
+
+    def _levels(self, names: Sequence[str], by: str) -> Solution:
+        """The answer, with what the values say about each name of it."""
+        proven = _proven(self.optimizer, self.sources, self.evidence)
+        margin = min(self.evidence.margins.values(), default=None)
+        convention, proof = Naming(Level.CONVENTION, by), Naming(Level.PROVEN, f"{self.evidence.by}; {by}", margin)
+        return Solution(list(names), [proof if k in proven else convention for k in range(len(names))])
 
 
-def exact(
-    optimizer: OptimizerState,
-    sources: Sequence[tuple[str, Sequence[Candidate]]],
-    rules: Sequence[tuple[str, Rule]] | None = None,
-) -> list[tuple[str, Sequence[Candidate]]]:
-    """The sources that have exactly as many parameters as the optimizer and fit it.
+def _proven(optimizer: OptimizerState, sources: Sequence[Source], evidence: Evidence) -> set[int]:
+    """The entries that the values prove, and with them those whose shape no other parameter has."""
+    if not evidence.names:
+        return set()
+    shapes = list({c.name: c.shape for _, candidates in sources for c in candidates}.values())
+    alone = {k for k, entry in enumerate(optimizer.entries) if entry.shape and shapes.count(entry.shape) == 1}
+    return alone | set(evidence.names)
 
-    Args:
-        optimizer: Its entries in its own order.
-        sources: Where names may come from.
-        rules: Grouping conventions to try.
-    """
-    same = [source for source in sources if len(source[1]) == len(optimizer.entries)]
-    return [source for source in same if fitting(optimizer, [source], rules)]
+
+def _by_shape(optimizer: OptimizerState, candidates: Sequence[Candidate]) -> list[Candidate]:
+    """The candidates in the optimizer's order, if their shapes alone tell it; otherwise none."""
+    shapes = [c.shape for c in candidates]
+    wanted = [entry.shape for entry in optimizer.entries]
+    if any(shape is None or shapes.count(shape) != 1 for shape in wanted) or len(set(wanted)) < len(wanted):
+        return []
+    of = {c.shape: c for c in candidates}
+    return [of[shape] for shape in wanted if shape is not None]
+
+
+def _recorded(optimizer: OptimizerState, recorded: Sequence[str], sources: Sequence[Source]) -> Solution:
+    """The names that the source records; those of a submodule, which no weight has, with the submodule's own name."""
+    names = clean_names(recorded)
+    known = {name: c.shape for _, candidates in sources for c in candidates for name in (c.name, c.live_name or c.name)}
+    if not known or any(name in known for name in names):
+        return Solution(names, [Naming(Level.RECORDED)] * len(names))
+    shapes = [entry.shape for entry in optimizer.entries]
+    prefixes = {name.removesuffix(names[0]) for name in known if name.endswith(f".{names[0]}")}
+    fits = [
+        prefix
+        for prefix in sorted(prefixes)
+        if all(known.get(prefix + name) in (shape, None if shape else known.get(prefix + name))
+               and prefix + name in known for name, shape in zip(names, shapes, strict=True))
+    ]  # fmt: skip
+    if len(fits) > 1:
+        raise NamingError(
+            f"The optimizer records names like {names[0]!r}, which no weight has; {' and '.join(map(repr, fits))} have such "
+            f"parameters of these shapes. Give the full names in the optimizer's order with --names FILE (names=[...])."
+        )
+    if not fits:
+        return Solution(names, [Naming(Level.RECORDED)] * len(names))
+    return Solution([fits[0] + name for name in names], [Naming(Level.RECORDED, f"inside {fits[0][:-1]}")] * len(names))
 
 
 def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
@@ -188,14 +289,26 @@ def _no_duplicates(names: Sequence[str], when: str) -> None:
         seen.add(name)
 
 
-def _checked_given(optimizer: OptimizerState, given: Sequence[str]) -> list[str]:
+def _checked_given(optimizer: OptimizerState, given: Sequence[str], sources: Sequence[Source]) -> Solution:
     if len(given) != len(optimizer.entries):
         raise NamingError(
             f"{len(given)} names were given, but the optimizer has {len(optimizer.entries)} parameters (groups of "
             f"{', '.join(map(str, optimizer.group_sizes))}). Give one name each, in the optimizer's order."
         )
     _no_duplicates(given, "among the given ones")
-    return list(given)
+    known = {c.name: c for _, candidates in sources for c in candidates}
+    for k, (name, entry) in enumerate(zip(given, optimizer.entries, strict=True)):
+        c = known.get(name)
+        if c is not None and entry.shape is not None and not c.pieces and c.shape != entry.shape:
+            raise NamingError(
+                f"The given names contradict the file: parameter {k} of the optimizer has the shape {entry.shape}, but "
+                f"{name!r} has {c.shape}. Give the names in the optimizer's order, which is that of its groups."
+            )
+    evidence = weigh(list(known.values()), optimizer.entries)
+    wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
+    if wrong:
+        raise NamingError(_contradicted(given, "the names that were given", evidence, wrong))
+    return Solution(list(given), [Naming(Level.GIVEN)] * len(given))
 
 
 # -- conventions -------------------------------------------------------------------------------------------------------
@@ -215,84 +328,26 @@ RULES: list[tuple[str, Rule]] = [
 ]
 
 
-def _proposals(
+def _conventional(
     optimizer: OptimizerState, candidates: Sequence[Candidate], rules: Sequence[tuple[str, Rule]]
-) -> Iterable[tuple[str, list[str]]]:
+) -> Iterable[tuple[str, list[int]]]:
+    """Divisions into two groups by conventions that leave out nobody, and the plain orders of groups one after the other."""
     shapes = [entry.shape for entry in optimizer.entries]
     sizes = optimizer.group_sizes
-    groups = "one group" if len(sizes) == 1 else f"{len(sizes)} groups one after the other"
-    for names in _fits(shapes, candidates):
-        yield f"registration order in {groups}", names
-    if len(sizes) != 2:
+    if len(candidates) != len(shapes) or len(sizes) != 2:
         return
+    numbers = list(range(len(shapes)))
+    proposals = [
+        ("one group after the other", numbers),
+        ("the second group first", [*numbers[sizes[1] :], *numbers[: sizes[1]]]),
+    ]
     for label, rule in rules:
         chosen = [rule(c) for c in candidates]
-        if None in chosen:
-            continue
-        parts = [[c for c, group in zip(candidates, chosen, strict=True) if group == k] for k in range(2)]
-        for first in _fits(shapes[: sizes[0]], parts[0]):
-            for second in _fits(shapes[sizes[0] :], parts[1]):
-                yield label, first + second
-
-
-def _fits(shapes: Sequence[Shape | None], candidates: Sequence[Candidate]) -> list[list[str]]:
-    """The ways to find these shapes among the candidates, in order: none, the only one, or two that differ.
-
-    Candidates beyond the optimizer's may be frozen parameters or buffers, unless they are required. A shape that is not
-    known fits anything.
-    """
-    search = _with_required if any(c.required for c in candidates) else _greedy
-    left = search(shapes, candidates)
-    if left is None:
-        return []
-    # There is one way exactly if choosing from the left and choosing from the right give the same.
-    mirrored = search(shapes[::-1], candidates[::-1]) or []
-    right = [len(candidates) - 1 - k for k in reversed(mirrored)]
-    return [[candidates[k].name for k in way] for way in ([left] if left == right else [left, right])]
-
-
-def _greedy(shapes: Sequence[Shape | None], candidates: Sequence[Candidate]) -> list[int] | None:
-    chosen = []
-    k = 0
-    for shape in shapes:
-        while k < len(candidates) and shape is not None and candidates[k].shape != shape:
-            k += 1
-        if k == len(candidates):
-            return None
-        chosen.append(k)
-        k += 1
-    return chosen
-
-
-def _with_required(shapes: Sequence[Shape | None], candidates: Sequence[Candidate]) -> list[int] | None:
-    """The leftmost way that leaves out no required candidate."""
-    count, size = len(shapes), len(candidates)
-    if count > size:
-        return None
-    places: dict[Shape, np.ndarray] = {}
-    for known in {c.shape for c in candidates}:
-        places[known] = np.array([k for k, c in enumerate(candidates) if c.shape == known])
-    # The next place must come no later than the next required candidate.
-    required = np.array([k for k, c in enumerate(candidates) if c.required] + [size])
-    usable: list[np.ndarray] = [np.array([size])]  # from the last entry to the first: where it can stand
-    for shape in reversed(shapes):
-        here = np.arange(size) if shape is None else places.get(shape, np.array([], dtype=int))
-        after = usable[-1]
-        following = np.searchsorted(after, here, side="right")
-        here, following = here[following < len(after)], following[following < len(after)]
-        here = here[after[following] <= required[np.searchsorted(required, here, side="right")]]
-        usable.append(here)
-    if not count and len(required) > 1:
-        return None
-    chosen = []
-    last = -1
-    for here in usable[:0:-1]:
-        k = int(np.searchsorted(here, last, side="right"))
-        if k == len(here) or here[k] > required[np.searchsorted(required, last, side="right")]:
-            return None
-        last = int(here[k])
-        chosen.append(last)
-    return chosen
+        if chosen.count(0) == sizes[0] and chosen.count(1) == sizes[1]:
+            proposals.append((label, sorted(numbers, key=lambda k: chosen[k] or 0)))
+    for label, way in proposals:
+        if all(shape in (None, candidates[k].shape) for shape, k in zip(shapes, way, strict=True)):
+            yield label, way
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -303,30 +358,52 @@ _WHAT_SETTLES_IT = (
 )
 
 
-def _nothing_fits(optimizer: OptimizerState, sources: Sequence[tuple[str, Sequence[Candidate]]]) -> str:
+def _nothing_fits(optimizer: OptimizerState, sources: Sequence[Source], settles: str) -> str:
     groups = ", ".join(map(str, optimizer.group_sizes))
     what = f"The optimizer state numbers its parameters (groups of {groups}) and records no names"
     shapes = [entry.shape for entry in optimizer.entries if entry.shape is not None]
-    if shapes and all(len(shape) == 1 for shape in shapes):
+    if shapes and all(len(shape) <= 1 and math.prod(shape) <= 1 for shape in shapes):
         return (
-            f"{what}, and all it holds is one-dimensional, as in a file that one FSDP rank wrote for itself: flat shards, whose "
-            "parameters cannot be told. Save FSDP.optim_state_dict(model, optimizer) or with torch.distributed.checkpoint. If "
-            "it is no such file, give the names with --names FILE (names=[...])."
+            f"{what}: each is a single number (an entropy coefficient, a temperature), and nothing in the source says which. "
+            f"{settles}"
+        )
+    matrices = any(len(c.shape) > 1 for _, candidates in sources for c in candidates)
+    if shapes and all(len(shape) == 1 for shape in shapes) and (matrices or not sources):
+        return (
+            f"{what}, and all it holds is one-dimensional. If one FSDP rank wrote the file for itself, these are flat shards, "
+            "whose parameters cannot be told: save FSDP.optim_state_dict(model, optimizer) or with "
+            f"torch.distributed.checkpoint. If it is no such file: {settles[:1].lower()}{settles[1:]}"
         )
     if not sources:
-        return f"{what}, and nothing in the source has them. {_WHAT_SETTLES_IT}"
-    tried = "; ".join(f"{label} has {len(candidates)} parameters" for label, candidates in sources)
-    return f"{what}, and no known convention proves them from what is at hand ({tried}). {_WHAT_SETTLES_IT}"
+        return f"{what}, and nothing in the source has them. {settles}"
+    tried = "; ".join(_described(*source) for source in sources)
+    return f"{what}, and no known convention proves them from what is at hand ({tried}). {settles}"
 
 
-def _several_fit(found: dict[tuple[str, ...], str], spare: bool) -> str:
-    (first, how_first), (second, how_second) = list(found.items())[:2]
+def _described(label: str, candidates: Sequence[Candidate]) -> str:
+    if sorted_as_text([c.live_name or c.name for c in candidates]):
+        return f"{label}: {len(candidates)} parameters, sorted by name, which says nothing about the order of the model"
+    return f"{label}: {len(candidates)} parameters"
+
+
+def _several_fit(optimizer: OptimizerState, tier: _Tier, settles: str) -> str:
+    (first, how_first), (second, how_second) = list(tier.answers.items())[:2]
     k = next(k for k, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    spare = len({c.name for _, candidates in tier.sources for c in candidates}) > len(optimizer.entries)
     frozen = (
-        "If some parameters were not trained, say which were with --trainable REGEX (trainable=...), or give the weights "
-        "that training started from with --base-model DIR (base_model=...). "
+        "If some parameters were not trained, say which were with --trainable REGEX (trainable=...). " if spare else ""
     )
     return (
-        f"{len(found)} conventions fit the optimizer's groups and shapes but give different names: parameter {k} is "
-        f"{first[k]!r} by «{how_first}» and {second[k]!r} by «{how_second}». {frozen if spare else ''}{_WHAT_SETTLES_IT}"
+        "Several assignments fit the optimizer's groups and shapes, and the values do not decide between them: parameter "
+        f"{k} is {first[k]!r} by «{how_first}» and {second[k]!r} by «{how_second}». {frozen}The weights that training "
+        f"started from may decide: give them with --base-model DIR (base_model=...). {settles}"
+    )
+
+
+def _contradicted(names: Sequence[str], by: str, evidence: Evidence, wrong: Sequence[int]) -> str:
+    k = max(wrong, key=lambda entry: evidence.margins[entry])
+    return (
+        f"The values contradict the names: by «{by}» parameter {k} is {names[k]!r}, but by its {evidence.by} it is "
+        f"{evidence.names[k]!r} (ahead of any other by {evidence.margins[k]:.2f} in correlation; {len(wrong)} such). The order "
+        f"of the optimizer is not the one that this assumes. {_WHAT_SETTLES_IT}"
     )

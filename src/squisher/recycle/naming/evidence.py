@@ -1,0 +1,246 @@
+"""Which parameter a number of the optimizer stands for, by the values: weights and first moments obey laws that few pairs fit.
+
+A network does not change when a channel is scaled up in one tensor and down in the next one. So, channel by channel, the
+sums of weight times gradient over the rows of the one equal those over the columns of the other, and the first moment, a
+mean of gradients, obeys the same law almost exactly. Which tensors are tied by such a law is not asked of the model: for two
+neighbours in the model, every pair of entries of their shapes is tried, and where exactly one pair obeys, it is known who
+both are. Where weights of an earlier moment are at hand, how a tensor moved is compared with the steps that its state asks
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..states import Candidate, Entry
+from .values import Array, Values
+
+__all__ = ["Evidence", "weigh"]
+
+# From a simulation of wrong assignments on real runs (benchmarks/naming_rates.py); rates in docs/naming.md.
+AGREE = 0.8  # a pair obeys a law: its channel sums are equal to within a few percent of their variance
+APART = 0.3  # and no other entry comes nearer than this
+BEHIND = 0.05  # nor does any other parameter come near with the same entry: a frozen copy of the model
+CARRIED = 12  # by at least so many channels
+ALIKE = 0.7  # correlation of the logarithms of v of a bias and of the rows of its weight
+ALONE = 0.25  # and no other bias comes nearer than this
+NEIGHBOURS = 6  # matrices of the model, on either side, that a matrix may be tied to
+MOVED = 0.1  # correlation of a movement with the steps of its state
+TIMES = 3.0  # and so many times that of any other entry
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """Entries whose parameter the values tell.
+
+    Attributes:
+        names: Entry to name.
+        margins: Entry to the distance of the second best answer, in correlation.
+        by: What told them, for people.
+    """
+
+    names: Mapping[int, str] = field(default_factory=dict)
+    margins: Mapping[int, float] = field(default_factory=dict)
+    by: str = ""
+
+
+@dataclass(frozen=True)
+class _Vote:
+    """An entry's parameter, how well it agrees, and how much worse every other entry does."""
+
+    entry: int
+    candidate: int
+    agreement: float
+    margin: float
+
+
+def weigh(candidates: Sequence[Candidate], entries: Sequence[Entry]) -> Evidence:
+    """Return what the values say about who is who.
+
+    Args:
+        candidates: The parameters of the model; those whose weight is not at hand say nothing.
+        entries: What the optimizer keeps.
+    """
+    values = Values(candidates, entries)
+    laws, moves = list(_by_laws(values)), list(_by_movement(values))
+    profiles = list(_by_profiles(values, _agreed([*laws, *moves])))
+    agreed = _agreed([*laws, *moves, *profiles])
+    kinds = [n for n, v in (("first moments", laws), ("movement", moves), ("profiles of v", profiles)) if v]
+    return Evidence(
+        {entry: candidates[vote.candidate].name for entry, vote in agreed.items()},
+        {entry: vote.margin for entry, vote in agreed.items()},
+        " and ".join(kinds),
+    )
+
+
+def _agreed(votes: Sequence[_Vote]) -> dict[int, _Vote]:
+    """Return the clearest vote for each entry, where all votes for it and for its candidate say the same."""
+    said: dict[int, set[int]] = {}
+    claimed: dict[int, set[int]] = {}
+    for vote in votes:
+        said.setdefault(vote.entry, set()).add(vote.candidate)
+        claimed.setdefault(vote.candidate, set()).add(vote.entry)
+    agreed: dict[int, _Vote] = {}
+    for vote in sorted(votes, key=lambda v: v.margin):
+        if len(said[vote.entry]) == 1 and len(claimed[vote.candidate]) == 1:
+            agreed[vote.entry] = vote
+    return agreed
+
+
+# -- laws ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Side:
+    """One axis of the tensors of one shape: the channel sums of every candidate with every entry.
+
+    A norm's weight and bias are one: they scale together.
+    """
+
+    length: int
+    candidates: Sequence[tuple[int, ...]]
+    entries: Sequence[tuple[int, ...]]
+    sums: Array  # channel, candidate, entry
+
+
+def _by_laws(values: Values) -> Iterator[_Vote]:
+    sides = [*_matrices(values), *_norms(values)]
+    nearest = np.full((len(values.candidates), len(values.entries)), -1.0)
+    votes: list[_Vote] = []
+    for i, left in enumerate(sides):
+        for right in sides[i:]:
+            if left.length != right.length or max(len(left.entries), len(right.entries)) < 2:
+                continue
+            same = np.array([[bool(set(e) & set(f)) for f in right.entries] for e in left.entries])
+            for a, own in enumerate(left.candidates):
+                for b, other in enumerate(right.candidates):
+                    near = abs(values.place[own[0]] - values.place[other[0]]) <= NEIGHBOURS
+                    if not near or set(own) & set(other) or (left is right and a >= b):
+                        continue
+                    agreement = _concordance(left.sums[:, a], right.sums[:, b])
+                    agreement[same] = -1.0
+                    _remember(nearest, own, left.entries, agreement.max(1))
+                    _remember(nearest, other, right.entries, agreement.max(0))
+                    votes += _best_pair(left, a, right, b, agreement)
+    for vote in votes:
+        if np.delete(nearest[:, vote.entry], vote.candidate).max(initial=-1.0) < vote.agreement - BEHIND:
+            yield vote
+
+
+def _remember(nearest: Array, candidates: Sequence[int], entries: Sequence[tuple[int, ...]], agreement: Array) -> None:
+    """Keep the best agreement of each candidate with each entry."""
+    for candidate, numbers in zip(candidates, zip(*entries, strict=True), strict=True):
+        nearest[candidate, list(numbers)] = np.maximum(nearest[candidate, list(numbers)], agreement)
+
+
+def _matrices(values: Values) -> Iterator[_Side]:
+    for shape in values.shapes:
+        candidates = [(k,) for k, c in enumerate(values.candidates) if c.shape == shape and c.weight is not None]
+        entries = [(k,) for k, e in enumerate(values.entries) if e.shape == shape and values.has_moment(k)]
+        if len(shape) >= 2 and candidates and entries:
+            for axis in (0, 1):
+                if shape[axis] >= CARRIED:
+                    yield _Side(shape[axis], candidates, entries, values.sums(candidates, entries, axis))
+
+
+def _norms(values: Values) -> Iterator[_Side]:
+    """Weight and bias of the norms of one length, with every two neighbours among the entries."""
+    for shape in values.shapes:
+        if len(shape) != 1 or shape[0] < CARRIED:
+            continue
+        own = {c.name: k for k, c in enumerate(values.candidates) if c.shape == shape and c.weight is not None}
+        both = [(k, own.get(f"{name[:-6]}bias")) for name, k in own.items() if name.endswith("weight")]
+        candidates = [(weight, bias) for weight, bias in both if bias is not None]
+        fits = [e.shape == shape and values.has_moment(k) for k, e in enumerate(values.entries)]
+        groups = [e.group_number for e in values.entries]
+        entries = [(k, k + 1) for k in range(len(fits) - 1) if fits[k] and fits[k + 1] and groups[k] == groups[k + 1]]
+        if candidates and entries:
+            weights = values.sums([(w,) for w, _ in candidates], [(e,) for e, _ in entries], 0)
+            biases = values.sums([(b,) for _, b in candidates], [(e,) for _, e in entries], 0)
+            yield _Side(shape[0], candidates, entries, weights + biases)
+
+
+def _best_pair(left: _Side, a: int, right: _Side, b: int, agreement: Array) -> Iterator[_Vote]:
+    """Yield who two candidates are, if exactly one pair of entries obeys a law between them."""
+    i, j = divmod(int(agreement.argmax()), agreement.shape[1])
+    best = float(agreement[i, j])
+    if best < AGREE or min(_carried(left.sums[:, a, i]), _carried(right.sums[:, b, j])) < CARRIED:
+        return
+    for k, side, chosen, axis in ((i, left, a, 1), (j, right, b, 0)):
+        others = np.delete(agreement.max(axis), k)
+        margin = best - float(others.max(initial=-1.0))
+        # A norm's weights are all near one: its sums tell which entry it is tied to, not which norm that entry is.
+        if margin >= APART and len(side.candidates[chosen]) == 1:
+            yield _Vote(side.entries[k][0], side.candidates[chosen][0], best, margin)
+
+
+def _concordance(a: Array, b: Array) -> Array:
+    """Return how nearly each column of a equals each of b: 1 if it does, 0 if they have nothing to do with each other."""
+    mean_a, mean_b = a.mean(0), b.mean(0)
+    x, y = a - mean_a, b - mean_b
+    size = (x * x).sum(0)[:, None] + (y * y).sum(0)[None] + len(a) * (mean_a[:, None] - mean_b[None]) ** 2
+    return np.asarray(2 * (x.T @ y) / np.maximum(size, 1e-300))
+
+
+def _carried(sums: Array) -> float:
+    """Return by how many channels a vector is carried: (Σ x²)² / Σ x⁴, three times that for a normal distribution."""
+    squares = (sums - sums.mean()) ** 2
+    fourth = float(squares @ squares)
+    return 3 * float(squares.sum()) ** 2 / fourth if fourth > 0 else 0.0
+
+
+# -- profiles of v -------------------------------------------------------------------------------------------------------
+
+
+def _by_profiles(values: Values, known: Mapping[int, _Vote]) -> Iterator[_Vote]:
+    """Biases by their weights: both have the gradient of the same outputs, so v of a bias goes with the rows of the weight's."""
+    number = {c.name: k for k, c in enumerate(values.candidates)}
+    entry_of = {vote.candidate: entry for entry, vote in known.items()}
+    for name, weight in number.items():
+        bias = number.get(f"{name[:-6]}bias") if name.endswith("weight") else None
+        entry = entry_of.get(weight, values.alone(weight))
+        if bias is None or entry is None or len(values.candidates[weight].shape) < 2:
+            continue
+        shape = values.candidates[bias].shape
+        others = [k for k, e in enumerate(values.entries) if e.shape == shape and values.has_square(k)]
+        if len(others) < 2 or shape[0] < CARRIED or not values.has_square(entry):
+            continue
+        rows = values.profile(entry)
+        if len(rows) != len(values.profile(others[0])):
+            continue
+        agreement = _unit(rows[None]) @ _unit(np.stack([values.profile(k) for k in others])).T
+        best = int(agreement.argmax())
+        margin = float(agreement[0, best] - np.delete(agreement[0], best).max())
+        if agreement[0, best] >= ALIKE and margin >= ALONE:
+            yield _Vote(others[best], bias, float(agreement[0, best]), margin)
+
+
+# -- movement ------------------------------------------------------------------------------------------------------------
+
+
+def _by_movement(values: Values) -> Iterator[_Vote]:
+    for shape in values.shapes:
+        candidates = [k for k, c in enumerate(values.candidates) if c.shape == shape and c.before is not None]
+        entries = [
+            k
+            for k, e in enumerate(values.entries)
+            if e.shape == shape and values.has_moment(k) and values.has_square(k)
+        ]
+        if not candidates or len(entries) < 2:
+            continue
+        moved = _unit(np.stack([values.moved(k) for k in candidates]))
+        steps = _unit(np.stack([values.steps(k) for k in entries]))
+        agreement = moved @ steps.T
+        for i, j in enumerate(agreement.argmax(1).tolist()):
+            best, second = float(agreement[i, j]), float(np.delete(agreement[i], j).max())
+            clear = best >= MOVED + 4 / np.sqrt(moved.shape[1]) and best >= TIMES * second
+            if clear and int(agreement[:, j].argmax()) == i:
+                yield _Vote(entries[j], candidates[i], best, best - max(second, 0.0))
+
+
+def _unit(rows: Array) -> Array:
+    centred = rows - rows.mean(1, keepdims=True)
+    return np.asarray(centred / np.maximum(np.sqrt((centred**2).sum(1, keepdims=True)), 1e-300))

@@ -1,0 +1,140 @@
+"""Numbers of a checkpoint that only fit one way: sums of weight times first moment, movement and the steps that caused it.
+
+Everything is read in chunks, and of each tensor at most some channels of an axis are kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...storage.tensors import CHUNK
+from ..states import Candidate, Entry, is_tensor
+
+__all__ = ["Array", "Values"]
+
+_ELEMENTS = 1 << 14  # of one tensor, for movement
+_MOST = 2_000_000_000  # elements of the model beyond which a look would take minutes
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Shape = tuple[int, ...]
+
+
+class Values:
+    """The sampled numbers of the candidates' weights and of the entries' states.
+
+    Args:
+        candidates: The model's parameters.
+        entries: What the optimizer keeps.
+    """
+
+    def __init__(self, candidates: Sequence[Candidate], entries: Sequence[Entry]):
+        self.candidates = candidates
+        self.entries = entries
+        self._profiles: dict[int, Array] = {}
+        total = sum(math.prod(c.shape) for c in candidates)
+        self.channels = 128 if total <= 200_000_000 else 64 if total <= 1_000_000_000 else 32
+        wanted = {entry.shape for entry in entries}
+        self.shapes: list[Shape] = [s for s in dict.fromkeys(c.shape for c in candidates) if s in wanted]
+        if total > _MOST:
+            self.shapes = []
+        matrices = 0
+        self.place: list[int] = []  # how many matrices come before each candidate
+        for c in candidates:
+            self.place.append(matrices)
+            matrices += len(c.shape) >= 2
+
+    def has_moment(self, entry: int) -> bool:
+        """Return whether an entry keeps a first moment of the parameter's shape."""
+        state, shape = self.entries[entry].state, self.entries[entry].shape
+        return is_tensor(state.get("exp_avg")) and tuple(state["exp_avg"].shape) == shape
+
+    def has_square(self, entry: int) -> bool:
+        """Return whether an entry keeps an average of the squared gradient of the parameter's shape."""
+        state, shape = self.entries[entry].state, self.entries[entry].shape
+        return is_tensor(state.get("exp_avg_sq")) and tuple(state["exp_avg_sq"].shape) == shape
+
+    def alone(self, candidate: int) -> int | None:
+        """Return the one entry of a candidate's shape, if no other candidate has it."""
+        shape = self.candidates[candidate].shape
+        entries = [k for k, e in enumerate(self.entries) if e.shape == shape]
+        return entries[0] if len(entries) == 1 and sum(c.shape == shape for c in self.candidates) == 1 else None
+
+    def profile(self, entry: int) -> Array:
+        """Return the logarithm of the mean of v over all axes but the first, for the sampled channels of that axis."""
+        if entry not in self._profiles:
+            v = self._channels(self.entries[entry].state["exp_avg_sq"], 0).astype(np.float64).mean(1)
+            self._profiles[entry] = np.log(np.maximum(v, 1e-30))
+        return self._profiles[entry]
+
+    def sums(self, candidates: Sequence[tuple[int]], entries: Sequence[tuple[int]], axis: int) -> Array:
+        """Return Σ weight · first moment over all axes but one: channel, candidate, entry."""
+        weights = np.stack([self._channels(self.candidates[k].weight, axis) for (k,) in candidates], 1)
+        moments = np.stack([self._channels(self.entries[k].state["exp_avg"], axis) for (k,) in entries], 2)
+        return np.asarray(np.matmul(weights, moments), dtype=np.float64)
+
+    def steps(self, entry: int) -> Array:
+        """Return the direction of the last steps, −m / √v, of sampled elements."""
+        state = self.entries[entry].state
+        m, v = _sample(state["exp_avg"]), _sample(state["exp_avg_sq"])
+        root = np.sqrt(np.maximum(v, 0))
+        return np.asarray(-m / (root + 1e-2 * root.mean() + 1e-30))
+
+    def moved(self, candidate: int) -> Array:
+        """Return weight minus earlier weight of sampled elements."""
+        c = self.candidates[candidate]
+        return np.asarray(_sample(c.weight) - _sample(c.before))
+
+    def _channels(self, source: Any, axis: int) -> Array:
+        """The sampled channels of one axis, one a row: of the first axis they are read alone, of another in blocks."""
+        shape = tuple(source.shape)
+        chosen = _chosen(shape[axis], self.channels)
+        if axis == 0 and not isinstance(source, Tensor) and getattr(source, "is_contiguous", True):
+            row = math.prod(shape[1:])
+            return np.stack([_numpy(source.read_flat(k * row, (k + 1) * row)) for k in chosen.tolist()])
+        blocks = []
+        for block in _blocks(source):
+            picked = block.movedim(axis, 0)[torch.from_numpy(chosen)]
+            blocks.append(_numpy(picked).reshape(len(picked), -1))
+        return np.concatenate(blocks, 1)
+
+
+def _blocks(source: Any) -> Iterator[Tensor]:
+    """A tensor in blocks of its first axis."""
+    if isinstance(source, Tensor) or not getattr(source, "is_contiguous", True):
+        yield source.detach() if isinstance(source, Tensor) else source.load()
+        return
+    shape = tuple(source.shape)
+    row = math.prod(shape[1:])
+    step = max(1, CHUNK // max(row, 1))
+    for start in range(0, shape[0], step):
+        stop = min(start + step, shape[0])
+        yield source.read_flat(start * row, stop * row).reshape(stop - start, *shape[1:])
+
+
+def _chosen(length: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    if length <= most:
+        return np.arange(length)
+    return np.linspace(0, length - 1, most).round().astype(np.int64)
+
+
+def _sample(source: Any) -> Array:
+    """Some elements of a tensor: all, or short chunks spread over it."""
+    numel, chunk = math.prod(source.shape), 256
+    starts = [0]
+    if numel > _ELEMENTS:
+        starts = np.linspace(0, numel - chunk, _ELEMENTS // chunk).astype(np.int64).tolist()
+    length = chunk if numel > _ELEMENTS else numel
+    if isinstance(source, Tensor) or not getattr(source, "is_contiguous", True):
+        flat = (source if isinstance(source, Tensor) else source.load()).detach().reshape(-1)
+        return np.concatenate([_numpy(flat[s : s + length]) for s in starts])
+    return np.concatenate([_numpy(source.read_flat(s, s + length)) for s in starts])
+
+
+def _numpy(tensor: Tensor) -> Array:
+    return np.asarray(tensor.to(torch.float32).cpu().numpy())
