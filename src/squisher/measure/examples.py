@@ -149,7 +149,14 @@ def state_after(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output
         return UNKNOWN
     try:
         return look.fits(output.shape, rule(name, args, kwargs, output, look))
-    except (TypeError, IndexError, ValueError, AttributeError, KeyError):  # arguments in a form that is not known here
+    except (
+        TypeError,
+        IndexError,
+        ValueError,
+        AttributeError,
+        KeyError,
+        RuntimeError,
+    ):  # arguments in a form that is not known here
         return UNKNOWN
 
 

@@ -94,10 +94,7 @@ class Fast:
                 check_alone(self.model, outputs.values.detach(), proof.alone)
             if not outputs.values.requires_grad:
                 if one.captured:
-                    raise SquisherError(
-                        "The model's outputs have no gradient with respect to any of the parameters, although they are used: the "
-                        "forward pass runs under torch.no_grad, or detaches what it returns."
-                    )
+                    raise Obstacle({"": "the outputs have no gradient, although parameters are used"})
                 return self.objective.units(outputs)
             self._believe(sums, one, outputs, index)
             self.reached |= one.captured

@@ -70,7 +70,7 @@ def _own_loss(model: nn.Module, objective: Objective, batch: Batch) -> tuple[Ten
     config = getattr(model, "config", None)
     if objective.likelihood not in ("tokens", "categorical") or batch.labels is None or not hasattr(config, "to_dict"):
         return None
-    if batch.args or batch.labels.is_floating_point():
+    if batch.args or batch.labels.is_floating_point() or any(m.training for m in model.modules()):
         return None
     try:
         output = model(**{**batch.kwargs, "labels": batch.labels})
