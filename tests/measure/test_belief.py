@@ -401,3 +401,23 @@ def test_another_loss_of_the_model_is_named():
     with pytest.warns(UserWarning, match="auxiliary losses"):
         found = fisher(OwnForCausalLM(1, extra=2.0), [{"input_ids": ids, "labels": ids}])
     assert found.provenance.estimator["own_loss"] > 2
+
+
+@pytest.mark.parametrize("name", ["gain", "mix"])
+def test_a_shared_input_as_long_as_the_batch_is_named(name):
+    """Four weights for four features, or a matrix for four positions, in a batch of four."""
+
+    class Weighted(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inside, self.out = nn.Linear(4, 4), nn.Linear(4, CLASSES)
+
+        def forward(self, x, gain=None, mix=None):
+            y = self.inside(x)
+            return self.out(y * gain if gain is not None else y @ mix)
+
+    torch.manual_seed(0)
+    shared = {"gain": torch.randn(4), "mix": torch.randn(4, 4)}[name]
+    for method in ("auto", "fast", "loop"):
+        with pytest.raises(SquisherError, match=f"input '{name}' has as many rows"):
+            fisher(Weighted(), [{"x": torch.randn(4, 4), name: shared, "labels": _labels(4)}], method=method)

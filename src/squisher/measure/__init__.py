@@ -26,6 +26,7 @@ from .joint import Joint
 from .likelihood import Objective
 from .loop import Loop
 from .own_loss import compared_with_own
+from .proof import check_alone
 from .request import objective_for
 from .sharded import is_spread, whole_gradients
 from .stream import Stream, same_model
@@ -126,6 +127,9 @@ def fisher(
                     if engine is None:
                         objective, noted = compared_with_own(model, objective, batch, shift)
                         engine = _engine(method, per, model, objective, by_name, spread_out)
+                        if isinstance(engine, Loop) and per == "example" and not spread_out and batch.several_inputs():
+                            whole = objective.outputs(model, batch).values.detach()
+                            check_alone(model, objective, batch, whole, interacting=False)
                     units = engine.add(partial, batch, index)
                     count.units += units
                     if spread is not None:

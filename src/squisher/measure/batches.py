@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,6 +52,16 @@ class Batch:
         if (start, stop) == (0, self.size):
             return self
         return self._map(lambda t: t[start:stop], stop - start)
+
+    def several_inputs(self) -> bool:
+        """Whether more than one input has as many rows as there are examples, so that one of them may be shared by all."""
+        return self.size > 1 and sum(t.dim() > 0 and t.shape[0] == self.size for _, t in self.named_tensors()) > 1
+
+    def with_whole(self, name: str, taken: Batch) -> Batch:
+        """Examples that were taken from this batch, but with one argument (as `named_tensors` calls it) as it was."""
+        args = tuple(self.args[n] if name == f"number {n + 1}" else a for n, a in enumerate(taken.args))
+        kwargs = {k: self.kwargs[k] if name == repr(k) else v for k, v in taken.kwargs.items()}
+        return dataclasses.replace(taken, args=args, kwargs=kwargs)
 
     def select(self, indices: list[int]) -> Batch:
         """These examples, in this order."""

@@ -24,7 +24,7 @@ from .batches import Batch
 from .capture import Obstacle, Pass, forward_pass
 from .likelihood import Objective, Outputs
 from .loop import Loop
-from .proof import Proof, check_alone, compare, prove, two_of
+from .proof import Proof, check_alone, compare, prove
 from .rules import Piece
 from .sums import Sums
 
@@ -74,9 +74,17 @@ class Fast:
             units = self._add(sums, batch, index)
             self.failures, self.at_once = 0, self.at_once + 1
             return units
+        except RuntimeError:
+            if not self.at_once:  # perhaps an example alone cannot be run, because an input that all share was cut
+                check_alone(
+                    self.model, self.objective, batch, self.objective.outputs(self.model, batch).values.detach()
+                )
+            raise
         except Obstacle as obstacle:
             if not self.failures and not obstacle.random:
-                self._check_alone(batch)
+                check_alone(
+                    self.model, self.objective, batch, self.objective.outputs(self.model, batch).values.detach()
+                )
             self._leave(obstacle.reasons)
             # What fails once often fails again: wait longer every time before trying.
             self.failures += 1
@@ -91,7 +99,7 @@ class Fast:
             if one.program not in self.proven and proof is None:
                 proof = self._prove(sums, batch, index)
             if proof is not None:
-                check_alone(self.model, outputs.values.detach(), proof.alone)
+                check_alone(self.model, self.objective, batch, outputs.values.detach(), proof.alone)
             if not outputs.values.requires_grad:
                 if one.captured:
                     raise Obstacle({"": "the outputs have no gradient, although parameters are used"})
@@ -105,13 +113,6 @@ class Fast:
         if proof is not None:
             self.proven.setdefault(proof.program, set()).update(proof.evident)
         return proof
-
-    def _check_alone(self, batch: Batch) -> None:
-        chosen = two_of(batch)
-        if chosen is not None:
-            # With gradients: re-entrant checkpointing warns without.
-            alone = {n: self.objective.outputs(self.model, batch.take(n, n + 1)).values[0].detach() for n in chosen}
-            check_alone(self.model, self.objective.outputs(self.model, batch).values.detach(), alone)
 
     def _believe(self, sums: Sums, one: Pass, outputs: Outputs, index: Tensor) -> None:
         """Add what the rules say; what was not proven yet for this sequence of operations is proven on this very batch."""

@@ -165,36 +165,78 @@ def _relative(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
     return float(((f - e).abs() / torch.maximum(b, typical).clamp(min=torch.finfo(b.dtype).tiny)).max())
 
 
-def check_alone(model: nn.Module, values: Tensor, alone: Mapping[int, Tensor]) -> None:
+def check_alone(
+    model: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    values: Tensor,
+    alone: Mapping[int, Tensor] | None = None,
+    interacting: bool = True,
+) -> None:
     """Compare the outputs of some examples alone with those of the batch.
 
     Args:
         model: what they are outputs of.
-        values: of the whole batch, `Outputs.values`.
-        alone: of some of its examples.
+        objective: which Fisher.
+        batch: all examples.
+        values: what came out for them, `Outputs.values`.
+        alone: the outputs of some examples on their own, if they are known.
+        interacting: whether to refuse examples that influence each other, and not only a shared input that was cut.
 
     Raises:
-        SquisherError: they differ, so examples influence each other.
+        SquisherError: they differ, so examples influence each other, or share an input that was cut.
     """
+    chosen = list(alone) if alone is not None else two_of(batch) or []
+    for n in chosen:
+        taken = batch.take(n, n + 1)
+        try:
+            # With gradients: re-entrant checkpointing warns without.
+            own = alone[n] if alone is not None else objective.outputs(model, taken).values[0].detach()
+            found = _difference(model, own, values, n)
+        except RuntimeError as error:
+            found = f"cannot be computed ({error}), unlike"
+        if not found:
+            continue
+        _refuse_cut_input(model, objective, batch, taken, values, n)
+        if not interacting:
+            return
+        raise SquisherError(
+            f"Examples influence each other: the outputs of example {n} on its own {found} from those in its batch of {batch.size}, so "
+            "it has no gradient of its own in the batch. A batch statistic in the forward pass or the loss, or a contrastive loss, can "
+            "be the reason. Use method='loop' for every example on its own, or per='batch' for whole batches."
+        )
+
+
+def _refuse_cut_input(
+    model: nn.Module, objective: Objective, batch: Batch, taken: Batch, values: Tensor, n: int
+) -> None:
+    for name in dict.fromkeys(name for name, t in batch.named_tensors() if t.dim() and t.shape[0] == batch.size):
+        if not callable(objective.likelihood) and _fits(model, objective, batch.with_whole(name, taken), values, n):
+            raise SquisherError(
+                f"The input {name} has as many rows as the batch has examples ({batch.size}), but the model uses it whole for every "
+                "example. Give it a leading dimension of 1, batches of another size, or bind it to the model."
+            )
+
+
+def _difference(model: nn.Module, own: Tensor, values: Tensor, n: int) -> str:
+    """How the outputs of one example differ from its row of the batch's; "" if they do not."""
+    row = values[n]
+    if own.shape != row.shape:
+        return f"have the shape {tuple(own.shape)} instead of {tuple(row.shape)}"
     coarse = any(t.dtype in (torch.bfloat16, torch.float16) for t in (*model.parameters(), values))
     tolerance = _NEARLY_SAME if coarse or torch.is_autocast_enabled(values.device.type) else _SAME[values.dtype]
-    for n, own in alone.items():
-        row = values[n]
-        if own.shape == row.shape:
-            finite = row.isfinite() & own.isfinite()
-            off = float((own - row)[finite].abs().max()) if bool(finite.any()) else 0.0
-            size = float(values[values.isfinite()].abs().max()) if bool(finite.any()) else 1.0
-            if off <= tolerance * max(size, 1e-6):
-                continue
-            found = f"differ by {off:.1e} (the largest output is {size:.1e})"
-        else:
-            found = f"have the shape {tuple(own.shape)} instead of {tuple(row.shape)}"
-        raise SquisherError(
-            f"Examples influence each other: the outputs of example {n} on its own {found} from those in its batch of {len(values)}, "
-            "so it has no gradient of its own in the batch. A batch statistic in the forward pass or the loss, a contrastive loss, or "
-            "an input that all examples share and whose first size equals the batch size can be the reason. Use method='loop' for "
-            "every example on its own, or per='batch' for whole batches."
-        )
+    finite = row.isfinite() & own.isfinite()
+    if not bool(finite.any()):
+        return ""
+    off, size = float((own - row)[finite].abs().max()), float(values[values.isfinite()].abs().max())
+    return f"differ by {off:.1e} (the largest output is {size:.1e})" if off > tolerance * max(size, 1e-6) else ""
+
+
+def _fits(model: nn.Module, objective: Objective, batch: Batch, values: Tensor, n: int) -> bool:
+    try:
+        return not _difference(model, objective.outputs(model, batch).values[0].detach(), values, n)
+    except (RuntimeError, SquisherError):
+        return False
 
 
 def two_of(batch: Batch) -> list[int] | None:
