@@ -17,7 +17,7 @@ __version__ = "0.2.0"
 _HOMES = {
     # what makes an importance
     "extract": "recycle",
-    "Tracker": "recycle.tracker",
+    "Tracker": "tracker",
     "fisher": "measure",
     # the importance itself
     "Importance": "importance",
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from .importance import Importance, load
     from .measure import fisher
     from .recycle import extract
-    from .recycle.tracker import Tracker
+    from .tracker import Tracker
 
 
 def __getattr__(name: str) -> Any:

@@ -35,7 +35,7 @@ _TINY = 1.2e-38  # below it a float32 is denormal, and a ratio of two of them me
 
 @one_thread()
 def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: str | None = None) -> Importance:
-    """A task's vector, from the importance that it gives to a network's parameters.
+    """Return a task's vector, from the importance that it gives to a network's parameters.
 
     Args:
         importance: Of a network that all tasks share.
@@ -148,7 +148,7 @@ def rank(
 
 
 def evaluate(predictions: Mapping[str, Sequence[str]], gains: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """What rankings of source tasks are worth, given how well each source really transfers.
+    """Return what rankings of source tasks are worth, given how well each source really transfers.
 
     Args:
         predictions: For each target, its sources, most promising first.

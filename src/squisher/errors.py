@@ -44,6 +44,6 @@ class SquisherWarning(UserWarning):
 
 
 def near(name: str, candidates: Iterable[str], count: int = 3) -> str:
-    """A clause that names the closest candidates, to be put at the end of a message; empty where none is close."""
+    """Return a clause that names the closest candidates, to be put at the end of a message; empty where none is close."""
     close = difflib.get_close_matches(name, list(candidates), n=count, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""

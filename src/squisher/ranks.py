@@ -40,7 +40,7 @@ def is_alone() -> bool:
 
 
 def world() -> int:
-    """The number of processes."""
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -110,17 +110,17 @@ def is_sharded(tensor: object) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """The part that this process holds; a tensor of one process is its own part."""
+    """Return the part that this process holds; a tensor of one process is its own part."""
     return _dtensor(tensor).to_local() if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole tensor; for one that is spread, all processes that hold it must ask at the same time."""
+    """Return the whole tensor; for one that is spread, all processes that hold it must ask at the same time."""
     return _dtensor(tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
 def sharded_like(local: Tensor, like: Tensor) -> Tensor:
-    """This part and those of the other processes as one tensor, spread as `like` is."""
+    """Return this part and those of the other processes as one tensor, spread as `like` is."""
     if not is_sharded(like):
         return local
     d = _dtensor(like)
@@ -169,11 +169,11 @@ class Gathered(Mapping[str, Tensor]):
         return len(self.parts)
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of one whole tensor."""
+        """Return the shape of one whole tensor."""
         return torch.Size(self._tensors.shape(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The data type of one tensor."""
+        """Return the data type of one tensor."""
         return cast(torch.dtype, self._tensors.dtype(name))
 
     def chunks(self, name: str, size: int) -> Iterator[Tensor]:

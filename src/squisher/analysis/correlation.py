@@ -32,7 +32,7 @@ class Rounded:
         self.totals = (0.0, 0.0)
 
     def count(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """The first pass: how often each rounded value and each rounded ratio occurs, and both sums."""
+        """Make the first pass: how often each rounded value and each rounded ratio occurs, and both sums."""
         for x, y in pairs:
             for row, values in enumerate((x, y, ratios(x, y))):
                 self._counts[row] += torch.bincount(_bins(values), minlength=_BINS)
@@ -49,7 +49,7 @@ class Rounded:
         return self
 
     def cross(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """The second pass: the products of the ranks, which are known now."""
+        """Make the second pass: the products of the ranks, which are known now."""
         if self._ranks is None:
             self._counts = self._counts.to_dense()
             self._ranks = centred_ranks(self._counts[0]), centred_ranks(self._counts[1])
@@ -64,7 +64,7 @@ class Rounded:
         return correlation(self._cross, *self._ranks, self._counts[0], self._counts[1])
 
     def median_ratio(self) -> float:
-        """The middle of the bin that holds the median; nan where there is no ratio."""
+        """Return the middle of the bin that holds the median; nan where there is no ratio."""
         counts = self._counts[2]
         number = int(counts.sum())
         if not number:
@@ -75,7 +75,7 @@ class Rounded:
 
 
 def _bins(values: Tensor) -> Tensor:
-    """The upper 16 bits of each value as float32, without the sign: integers in the order of the values."""
+    """Return the upper 16 bits of each value as float32, without the sign: integers in the order of the values."""
     return (values.to(torch.float32).view(torch.int32) >> 16) & (_BINS - 1)
 
 
@@ -86,7 +86,7 @@ def ratios(x: Tensor, y: Tensor) -> Tensor:
 
 
 def median(values: Tensor) -> float:
-    """The middle value, or the geometric mean of the two middle ones, so that it inverts with its values."""
+    """Return the middle value, or the geometric mean of the two middle ones, so that it inverts with its values."""
     number = values.numel()
     if not number:
         return math.nan
@@ -95,5 +95,5 @@ def median(values: Tensor) -> float:
 
 
 def total(values: Tensor) -> float:
-    """The sum, in float64."""
+    """Return the sum, in float64."""
     return float(values.sum(dtype=torch.float64))

@@ -32,7 +32,7 @@ def _bins(values: Tensor) -> Tensor:
 
 @cache
 def _middles() -> Tensor:
-    """The value in the middle of each of the 16-bit bins."""
+    """Return the value in the middle of each of the 16-bit bins."""
     return ((torch.arange(_BINS, dtype=torch.int32) << 16) | 0x8000).view(torch.float32)
 
 
@@ -125,7 +125,7 @@ class Tally:
         self._counts += other._counts
 
     def distribution(self) -> Distribution:
-        """What was collected so far."""
+        """Return what was collected so far."""
         some = self._numel > 0
         p10, median, p90 = self._quantiles(0.1, 0.5, 0.9)
         return Distribution(

@@ -98,7 +98,7 @@ class EWC:
 
     @torch.no_grad()
     def consolidate(self, importance: Mapping[str, Tensor], scale: str = "auto") -> None:
-        """Takes the task that has just been learnt into account, at the model's present weights.
+        """Take the task that has just been learnt into account, at the model's present weights.
 
         Args:
             importance: Of this task, measured or recycled. Parameters without one are not held by this task.
@@ -138,7 +138,7 @@ class EWC:
         self.totals.append(total)
 
     def penalty(self) -> Tensor:
-        """The penalty as a differentiable scalar, equal to the sum over tasks; 0 before the first one."""
+        """Return the penalty as a differentiable scalar, equal to the sum over tasks; 0 before the first one."""
         parts = [Energy.apply(parameter, weight, centre) for parameter, weight, centre in self._held()]
         if not parts:
             return torch.zeros(())
@@ -147,7 +147,7 @@ class EWC:
 
     @torch.no_grad()
     def add_gradient_(self, value: bool = False) -> Tensor | None:
-        """Adds the penalty's gradient, strength·A·(θ − θ̄), to `.grad`, without a graph.
+        """Add the penalty's gradient, strength·A·(θ − θ̄), to `.grad`, without a graph.
 
         Call it after the last `backward()` (and `scaler.unscale_`), after `tracker.observe()`, and before clipping.
 
@@ -326,7 +326,7 @@ class EWC:
         return align(importance, self._parameters, called, tied=self._aliases, exclude=self._exclude, advice=advice)
 
     def _on_scale(self, importance: Mapping[str, Tensor], scale: str) -> Mapping[str, Tensor]:
-        """The scale rule over tasks: the first one decides, the others must be able to follow."""
+        """Return the scale rule over tasks: the first one decides, the others must be able to follow."""
         if scale == "stored":
             self._scale = self._scale or _Scale(as_fisher=False)
             return checked(importance)
@@ -364,12 +364,12 @@ def _check_metric(metric: str) -> None:
 
 
 def _without_tensors(importance: Importance) -> Importance:
-    """What is known of an importance, without its memory."""
+    """Return what is known of an importance, without its memory."""
     return Importance({"none": torch.zeros(0)}, **{**importance.provenance.to_dict(), "sum": {}, "sum_of_squares": {}})
 
 
 def strength_like(importance: Mapping[str, Tensor], fisher: Mapping[str, Tensor], strength: float) -> float:
-    """The λ that gives an importance the total weight that `strength` gives a Fisher of the same task.
+    """Return the λ that gives an importance the total weight that `strength` gives a Fisher of the same task.
 
     No fixed factor converts one into the other: measure the Fisher on a few hundred inputs (the exact one needs no labels) and
     compare. Both are taken over the parameters that they share, and as they are stored.

@@ -21,12 +21,12 @@ class Energy(torch.autograd.Function):
 
     @staticmethod
     def forward(parameter: Tensor, weight: Tensor, centre: Tensor) -> Tensor:
-        """The value."""
+        """Return the value."""
         return energy(parameter, weight, centre)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
-        """References, no copies."""
+        """Keep references, not copies."""
         ctx.save_for_backward(*inputs)
 
     @staticmethod
@@ -52,7 +52,7 @@ def energy(parameter: Tensor, weight: Tensor, centre: Tensor) -> Tensor:
 
 
 def add_force_(gradient: Tensor, parameter: Tensor, weight: Tensor, centre: Tensor, strength: float) -> None:
-    """Adds strength · weight · (parameter − centre) in place."""
+    """Add strength · weight · (parameter − centre) in place."""
     four = (gradient, parameter, weight, centre)
     if in_pieces(*four):
         buffer = gradient.new_empty(min(PIECE, gradient.numel()))

@@ -93,13 +93,13 @@ def _surely_valid(values: Tensor) -> bool:
 
 
 def structure_hash(shapes: Mapping[str, Sequence[int]]) -> str:
-    """A hash of parameter names and shapes: equal for two models that an importance fits alike."""
+    """Return a hash of parameter names and shapes: equal for two models that an importance fits alike."""
     lines = "\n".join(f"{name} {','.join(map(str, shapes[name]))}" for name in sorted(shapes))
     return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()[:32]
 
 
 def tensors_only(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The items, if they are names and tensors."""
+    """Return the items, if they are names and tensors."""
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not name:
             raise NamingError(f"An importance has parameter names as keys, not {name!r}.")
@@ -109,7 +109,7 @@ def tensors_only(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A type that importances are written in, from its name or itself."""
+    """Return a type that importances are written in, from its name or itself."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -121,5 +121,5 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def short(value: object) -> str:
-    """What was given instead of tensors, in two words."""
+    """Return what was given instead of tensors, in two words."""
     return "nothing" if isinstance(value, Mapping) and not value else f"a {type(value).__name__}"

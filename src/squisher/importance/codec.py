@@ -98,7 +98,7 @@ def _known(value: float) -> float | None:
 
 
 def _overlap(x: Tensor, y: Tensor, size: float) -> float:
-    """The fraction of the largest entries that both sides share; equal ones are taken in order. nan where it reaches into zeros."""
+    """Return the fraction of the largest entries that both sides share; equal ones are taken in order. nan where it reaches into zeros."""
     k = max(1, math.floor(size * x.numel()))
     if not x.numel():
         return math.nan

@@ -186,11 +186,11 @@ class Importance(Mapping[str, Tensor]):
         return new
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without reading it."""
+        """Return the shape of one tensor, without reading it."""
         return shape_of(self._tensors, self._known(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The data type of the values that come out, without reading them."""
+        """Return the data type of the values that come out, without reading them."""
         stored = dtype_of(self._tensors, self._known(name))
         return stored if self._factor == 1.0 else torch.promote_types(stored, torch.float32)
 
@@ -252,14 +252,14 @@ class Importance(Mapping[str, Tensor]):
         )
 
     def with_provenance(self, **changes: Any) -> Importance:
-        """The same values with other provenance, for facts that the source could not prove (`batch_size=32`)."""
+        """Return the same values with other provenance, for facts that the source could not prove (`batch_size=32`)."""
         new = self._derive()
         new.provenance = Provenance.from_dict({**self.provenance.to_dict(), **changes})
         return new
 
     @staticmethod
     def combine(importances: Sequence[Importance], weights: str | Sequence[float] = "examples") -> Importance:
-        """The weighted mean of importances of the same kind, for example from parts of a data set.
+        """Return the weighted mean of importances of the same kind, for example from parts of a data set.
 
         Args:
             importances: At least one; the same names, shapes and scale.
@@ -296,7 +296,7 @@ class Importance(Mapping[str, Tensor]):
     # -- scale ---------------------------------------------------------------------------------------------------------
 
     def as_fisher(self, unit: str | None = None) -> Importance:
-        """The per-unit mean, which is what a Fisher diagonal is.
+        """Return the per-unit mean, which is what a Fisher diagonal is.
 
         A Squisher holds v̂, the mean squared gradient of a mini-batch loss. With B examples and T loss-bearing tokens a
         step this is B·v̂ for a loss that is a mean over examples, v̂/B for a sum, T·v̂ (unit token) or T²/B·v̂ (unit
@@ -331,7 +331,7 @@ class Importance(Mapping[str, Tensor]):
         shard_bytes: int = safetensors.SHARD_BYTES,
         progress: safetensors.Progress | None = None,
     ) -> None:
-        """Writes the importance as safetensors, whole or not at all; memory is bounded by one piece.
+        """Write the importance as safetensors, whole or not at all; memory is bounded by one piece.
 
         Tensors that are spread over processes are gathered one after the other, and the first process writes; all must
         call this. To write in parallel, give `dict(importance)` to `torch.distributed.checkpoint.save`.
@@ -387,7 +387,7 @@ class Importance(Mapping[str, Tensor]):
 
 
 def load(path: str | os.PathLike[str]) -> Importance:
-    """Opens an importance file, lazily: tensors are read when asked for.
+    """Open an importance file, lazily: tensors are read when asked for.
 
     Args:
         path: What `Importance.save` wrote: a file, the index of a sharded one, or a folder that holds one; also on the Hub:

@@ -158,7 +158,7 @@ def _plain(value: Absence | Pollution | Naming) -> dict[str, Any]:
 
 
 def fisher_factor(p: Provenance, unit: str | None = None) -> tuple[float, str]:
-    """What stored values must be multiplied by to be means per unit, and the unit; see `Importance.as_fisher`.
+    """Return what stored values must be multiplied by to be means per unit, and the unit; see `Importance.as_fisher`.
 
     Raises:
         ScaleError: What the factor needs is not known, or the unit cannot be reached; the message says which.
@@ -213,7 +213,7 @@ def _needs(p: Provenance, field_name: str, meaning: str) -> float:
 
 
 def scale_differences(provenances: Sequence[Provenance]) -> list[str]:
-    """What makes the numbers of several importances unlike, in words; empty if nothing known does."""
+    """Return what makes the numbers of several importances unlike, in words; empty if nothing known does."""
     names = ("kind", "unit", "loss_reduction", "batch_size", "batch_tokens", "bias_corrected", "per_unit", "estimator")
     found = []
     for name in names:

@@ -15,7 +15,7 @@ __all__ = ["checked", "on_common_scale"]
 
 
 def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "auto") -> list[Mapping[str, Tensor]]:
-    """Importances that may be added to one another: the scale rule of everything that combines several.
+    """Return importances that may be added to one another: the scale rule of everything that combines several.
 
     Args:
         importances: Importances or plain mappings.

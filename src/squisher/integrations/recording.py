@@ -16,12 +16,12 @@ from ..importance import FILE_NAME, Importance, Pollution, RunFacts, Spoiler, st
 from ..importance.facts import LOSS_REDUCTIONS
 from ..mask import train_only
 from ..ranks import agree
-from ..recycle import Tracker
 from ..recycle.live import from_optimizers, from_tracker, unwrapped
 from ..recycle.naming.candidates import candidates_of_module
 from ..recycle.states import Candidate, Entry, OptimizerState, Piece, check_usable
 from ..storage.codecs import check_codec
 from ..storage.tensors import live_parameters
+from ..tracker import Tracker
 from .batch_counts import BatchCounts
 
 __all__ = [

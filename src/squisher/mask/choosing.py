@@ -108,7 +108,7 @@ def _matching(always: str | None, names: Mapping[str, Any], sharded: bool) -> fr
 def _absent_shapes(
     importance: Mapping[str, Tensor], always: str | None, model: nn.Module | Mapping[str, Tensor] | None
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of parameters that were trainable and have no importance."""
+    """Return the shapes of parameters that were trainable and have no importance."""
     listed = importance.provenance.absent if isinstance(importance, Importance) else {}
     trainable = [name for name, why in listed.items() if name not in importance and why.trained]
     if always is not None:  # a parameter that is to be trained now counts, whatever it was before

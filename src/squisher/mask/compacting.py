@@ -18,7 +18,7 @@ __all__ = ["compact"]
 def compact(
     model: nn.Module, mask: Mapping[str, Tensor], optimizer_class: type[torch.optim.Optimizer], **options: Any
 ) -> torch.optim.Optimizer:
-    """An optimizer that holds and moves the kept entries alone.
+    """Return an optimizer that holds and moves the kept entries alone.
 
     It is an instance of a subclass of `optimizer_class`, so that schedulers and everything else take it for one. Its
     parameters are one vector of kept entries per tensor; a step gathers them and their gradients from the model and
@@ -74,7 +74,7 @@ class _Compact:
                 self._hooks.append(part.parameter.register_post_accumulate_grad_hook(masking_hook(part)))
 
     def release(self) -> None:
-        """Removes the hooks from the model; all gradients are whole again."""
+        """Remove the hooks from the model; all gradients are whole again."""
         while self._hooks:
             self._hooks.pop().remove()
 
@@ -103,7 +103,7 @@ class _Compact:
         (inner.__wrapped__ if getattr(inner, "hooked", False) else inner)(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of the whole model."""
+        """Clear the gradients of the whole model."""
         for part in self._all:
             gradient = part.parameter.grad
             if gradient is not None and not set_to_none:

@@ -66,7 +66,7 @@ class Mask(Mapping[str, Tensor]):
 
     @classmethod
     def from_packed(cls, layout: dict[str, Packed], data: Mapping[str, Tensor], provenance: Mapping[str, Any]) -> Mask:
-        """A mask from parts that are packed already."""
+        """Return a mask from parts that are packed already."""
         new = cls.__new__(cls)
         new._set(layout, data, provenance)
         return new
@@ -88,11 +88,11 @@ class Mask(Mapping[str, Tensor]):
         return f"Mask({self.kept:,} of {self.total:,} entries in {len(self)} tensors)"
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without unpacking it."""
+        """Return the shape of one tensor, without unpacking it."""
         return torch.Size(self._part(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Always boolean."""
+        """Return torch.bool: a mask has no other type."""
         return torch.bool
 
     def count(self, name: str) -> int:
@@ -100,7 +100,7 @@ class Mask(Mapping[str, Tensor]):
         return self._part(name).kept
 
     def indices(self, name: str) -> Tensor:
-        """The flat indices of the True entries of one tensor, ascending, int64."""
+        """Return the flat indices of the True entries of one tensor, ascending, int64."""
         if self._part(name).encoding == "indices":
             return self._data[name].to(torch.int64)
         found, start = [torch.zeros(0, dtype=torch.int64)], 0
@@ -142,7 +142,7 @@ class Mask(Mapping[str, Tensor]):
             raise KeyError(f"no mask for {name!r}.{near(name, self._layout)}") from None
 
     def save(self, path: str | os.PathLike[str], progress: safetensors.Progress | None = None) -> None:
-        """Writes the mask as safetensors, whole or not at all.
+        """Write the mask as safetensors, whole or not at all.
 
         Args:
             path: A `.safetensors` file.
@@ -199,7 +199,7 @@ def pack(shape: tuple[int, ...], pieces: Iterable[Tensor]) -> tuple[Packed, Tens
 
 
 def load(path: str | os.PathLike[str]) -> Mask:
-    """Opens a mask file, lazily: its tensors are read and unpacked when asked for.
+    """Open a mask file, lazily: its tensors are read and unpacked when asked for.
 
     Raises:
         FileError: Nothing is there, it is damaged, or it is no mask.

@@ -16,7 +16,7 @@ __all__ = ["reset_outside"]
 def reset_outside(
     tuned: Mapping[str, Tensor], base: Mapping[str, Tensor], mask: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """The tuned weights inside the mask, the base's outside; a lazy mapping, exact to the bit.
+    """Return the tuned weights inside the mask, the base's outside; a lazy mapping, exact to the bit.
 
     Args:
         tuned: The fine-tuned weights.

@@ -23,7 +23,7 @@ class Handle:
         self._removers = removers
 
     def remove(self) -> None:
-        """Removes every hook; from then on all entries train."""
+        """Remove every hook; from then on all entries train."""
         while self._removers:
             self._removers.pop()()
 
@@ -76,7 +76,7 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
 
 
 def mask_gradient(part: Kept, gradient: Tensor) -> None:
-    """Sets the gradient of frozen entries to zero, in place; infinities and NaN too, which a product would keep."""
+    """Set the gradient of frozen entries to zero, in place; infinities and NaN too, which a product would keep."""
     flat = gradient.view(-1)
     values = flat[part.indices]
     flat.zero_()
@@ -133,7 +133,7 @@ def _as_mask(part: Kept) -> Tensor:
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer inside wrappers such as Accelerate's, which call its step."""
+    """Return the optimizer inside wrappers such as Accelerate's, which call its step."""
     while isinstance(inside := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inside
     if not isinstance(optimizer, torch.optim.Optimizer):

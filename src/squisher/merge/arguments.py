@@ -54,7 +54,7 @@ def as_numbers(what: str, values: Sequence[float] | None, count: int, *, least: 
 
 
 def as_number(value: object) -> float:
-    """A number, from a command line perhaps."""
+    """Return a number, from a command line perhaps."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -62,7 +62,7 @@ def as_number(value: object) -> float:
 
 
 def as_many(what: str, given: Sequence[Weights], models: Sequence[Weights]) -> list[Weights]:
-    """A list with one entry a model."""
+    """Return a list with one entry a model."""
     if isinstance(given, Mapping) or len(given) != len(models):
         count = 1 if isinstance(given, Mapping) else len(given)
         raise SquisherError(f"There are {len(models)} models and {count} {what}s; give a list with one a model.")
@@ -81,7 +81,7 @@ def as_floors(floor: Floor, count: int) -> tuple[list[float] | None, bool]:
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """A type that weights can have; None if none is given."""
+    """Return a type that weights can have; None if none is given."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -91,7 +91,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def as_work(precision: str) -> torch.dtype:
-    """The type to compute in."""
+    """Return the type to compute in."""
     if precision not in ("float32", "float64"):
         raise SquisherError(f"precision is float32 or float64, not {precision!r}.")
     return _DTYPES[precision]

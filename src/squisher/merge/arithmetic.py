@@ -169,7 +169,7 @@ def saliency(start: Tensor, theta: Tensor, importance: Tensor) -> Tensor:
 def _in_blocks(
     pieces: Sequence[Tensor], out: Tensor, count: int, work: torch.dtype
 ) -> Iterator[tuple[tuple[Tensor, ...], Tensor, list[Tensor]]]:
-    """The blocks of all pieces, where their result goes, and room to compute in."""
+    """Return the blocks of all pieces, where their result goes, and room to compute in."""
     room = [torch.empty(min(_BLOCK, out.numel()), dtype=work) for _ in range(count)]
     for *blocks, target in zip(*(piece.split(_BLOCK) for piece in (*pieces, out)), strict=True):
         short = target.numel() < room[0].numel()

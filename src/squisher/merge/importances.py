@@ -37,7 +37,7 @@ class Graded(Computed):
         return values
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """The stored values in flat pieces, each checked."""
+        """Return the stored values in flat pieces, each checked."""
         checked = isinstance(self._stored, Importance)  # by itself
         with self._named():
             for piece in chunks_of(self._stored, self._name_there(name), size):
@@ -66,7 +66,7 @@ class Graded(Computed):
         return self._sums[name]
 
     def norm(self, names: Sequence[str], kind: str) -> float:
-        """The mean or the L2 norm over several tensors.
+        """Return the mean or the L2 norm over several tensors.
 
         Raises:
             SquisherError: It is 0, so that nothing can be divided by it.
@@ -99,7 +99,7 @@ def graded(
     who: Sequence[str],
     dropped: bool = False,
 ) -> list[Graded]:
-    """Importances on one common scale.
+    """Return importances on one common scale.
 
     The factor of the scale is kept apart from the values, so that it costs nothing to apply.
 

@@ -26,10 +26,10 @@ class Rule(Protocol):
     """How one method turns pieces of a tensor into a merged piece."""
 
     def inputs(self, name: str) -> list[Mapping[str, Tensor]]:
-        """What is read for a piece, in the order in which it is needed."""
+        """Return what is read for a piece, in the order in which it is needed."""
 
     def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
-        """Fills `out` with the merged piece."""
+        """Fill `out` with the merged piece."""
 
 
 class Merged(Mapping[str, Tensor]):
@@ -79,11 +79,11 @@ class Merged(Mapping[str, Tensor]):
         return f"Merged({len(self.merged)} of {len(self)} tensors merged, from {len(self._models)} models)"
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without reading it."""
+        """Return the shape of one tensor, without reading it."""
         return shape_of(self._source, self._known(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The data type of one tensor, without reading it."""
+        """Return the data type of one tensor, without reading it."""
         name = self._known(name)
         stored = dtype_of(self._source, name)
         return stored if self._dtype is None or name in self.copied or not stored.is_floating_point else self._dtype
@@ -143,7 +143,7 @@ class Merged(Mapping[str, Tensor]):
         return out
 
     def for_model(self, number: int) -> Merged:
-        """The merged weights with what model `number` (from 0) keeps of its own: its head, its buffers.
+        """Return the merged weights with what model `number` (from 0) keeps of its own: its head, its buffers.
 
         Raises:
             SquisherError: There is no such model, or its coefficient is 0.

@@ -35,7 +35,7 @@ def average(
     dtype: torch.dtype | str | None = None,
     precision: str = "float32",
 ) -> Merged:
-    """The weighted mean of models: Σ cθ / Σ c.
+    """Return the weighted mean of models: Σ cθ / Σ c.
 
     Args:
         models: Two or more mappings of weights.
@@ -62,7 +62,7 @@ def task_arithmetic(
     dtype: torch.dtype | str | None = None,
     precision: str = "float32",
 ) -> Merged:
-    """The base and what each model changed of it: θ₀ + Σ α(θ − θ₀).
+    """Return the base and what each model changed of it: θ₀ + Σ α(θ − θ₀).
 
     Args:
         base: The weights that the models started from.

@@ -53,7 +53,7 @@ class Plan:
     numbers: tuple[int, ...]
 
     def who(self, k: int) -> str:
-        """What participant `k` is called in a message."""
+        """Return what participant `k` is called in a message."""
         return _who(k, self.numbers)
 
 

@@ -31,11 +31,11 @@ class Mean:
     work: torch.dtype
 
     def inputs(self, name: str) -> list[Weights]:
-        """What is read for a piece, in this order."""
+        """Return what is read for a piece, in this order."""
         return self.models
 
     def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
-        """Fills `out` with the merged piece."""
+        """Fill `out` with the merged piece."""
         differences(pieces, self.factors, self.work, out)
 
 
@@ -61,13 +61,13 @@ class Fisher:
         self._terms: dict[str, list[Term]] = {}
 
     def inputs(self, name: str) -> list[Weights]:
-        """What is read for a piece, in this order."""
+        """Return what is read for a piece, in this order."""
         if not self.terms(name):
             return self._models
         return [source for pair in zip(self._models, self._importances, strict=True) for source in pair]
 
     def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
-        """Fills `out` with the merged piece."""
+        """Fill `out` with the merged piece."""
         terms = self.terms(name)
         if not terms:
             self._mean.piece(name, pieces, out)
@@ -131,14 +131,14 @@ class Matching:
         self._plain = Mean([base, *models], alphas, work)
 
     def inputs(self, name: str) -> list[Weights]:
-        """What is read for a piece, in this order."""
+        """Return what is read for a piece, in this order."""
         if self._unit_and_delta(name) is None:
             return self._plain.models
         pairs = [source for pair in zip(self._models, self._importances, strict=True) for source in pair]
         return [self._base, *([] if self._base_importance is None else [self._base_importance]), *pairs]
 
     def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
-        """Fills `out` with the merged piece."""
+        """Fill `out` with the merged piece."""
         found = self._unit_and_delta(name)
         if found is None:
             self._plain.piece(name, pieces, out)
@@ -193,14 +193,14 @@ class Grafting:
         self._least: list[float] | None = None
 
     def inputs(self, name: str) -> list[Weights]:
-        """What is read for a piece, in this order."""
+        """Return what is read for a piece, in this order."""
         if name in self._averaged:
             return self._mean.models
         pairs = zip(self._models, self._importances, strict=True)
         return [self._base, *(source for pair in pairs for source in pair)]
 
     def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
-        """Fills `out` with the merged piece."""
+        """Fill `out` with the merged piece."""
         if name in self._averaged:
             self._mean.piece(name, pieces, out)
             return
@@ -210,7 +210,7 @@ class Grafting:
         grafted(pieces, terms, self._thresholds(), torch.float64 if careful else self._work, careful, out)
 
     def _thresholds(self) -> list[float]:
-        """The saliency of the last entry that each model keeps; found once, by passes over everything."""
+        """Return the saliency of the last entry that each model keeps; found once, by passes over everything."""
         if self._least is None:
             self._least = [self._threshold(k) for k in range(len(self._models))]
         return self._least
@@ -235,7 +235,7 @@ class Grafting:
 
 
 def _unit(mean: float) -> float:
-    """A power of two near 1 / mean: exact to multiply by, and it takes float32 far away from its limits."""
+    """Return a power of two near 1 / mean: exact to multiply by, and it takes float32 far away from its limits."""
     return float(2.0 ** min(-round(math.log2(mean)), 1000))
 
 

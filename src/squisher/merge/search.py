@@ -23,7 +23,7 @@ class Candidate(NamedTuple):
 def search(
     evaluate: Callable[[Sequence[float]], float], count: int, *, draws: int = 51, seed: int = 0
 ) -> tuple[Candidate, list[Candidate]]:
-    """Tries coefficients that add up to 1 and returns the best ones, and all that were tried.
+    """Try coefficients that add up to 1 and return the best ones, and all that were tried.
 
     Two models: an even grid from (0, 1) to (1, 0). More: the even mixture, then draws that are uniform over all mixtures.
 

@@ -28,7 +28,7 @@ __all__ = ["Choice", "Selection", "Source", "Threshold", "choose", "per_source",
 
 
 def threshold(sources: Mapping[str, Source], k: int, reduce: Callable[[Tensor], Tensor] | None = None) -> Threshold:
-    """The k-th largest of all scores, exactly.
+    """Return the k-th largest of all scores, exactly.
 
     Args:
         sources: For each name, a callable that gives the scores as flat pieces. Order decides between equal scores.

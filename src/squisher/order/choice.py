@@ -41,7 +41,7 @@ class Choice:
             yield chosen
 
     def left(self, name: str) -> Iterator[Tensor]:
-        """The scores of a source that are not chosen yet."""
+        """Return the scores of a source that are not chosen yet."""
         for piece, chosen in self._marked(name):
             yield piece[~chosen]
 

@@ -21,7 +21,7 @@ def spearman(x: Tensor, y: Tensor) -> float:
 
 
 def centred_ranks(counts: Tensor) -> Tensor:
-    """The mid-rank of each distinct value (or bin), from how often each occurs; mean 0, within ±½."""
+    """Return the mid-rank of each distinct value (or bin), from how often each occurs; mean 0, within ±½."""
     counts = counts.double()
     number = counts.sum()
     return (counts.cumsum(0) - counts / 2 - number / 2) / number.clamp(min=1)

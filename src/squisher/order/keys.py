@@ -46,7 +46,7 @@ def bits_of(piece: Tensor, name: str) -> int:
 
 
 def keys_of(piece: Tensor, width: int) -> Keys:
-    """The bits of the scores as float32 or float64, flat; `checked` must have seen them once.
+    """Return the bits of the scores as float32 or float64, flat; `checked` must have seen them once.
 
     A piece of the wanted width is not copied.
     """
@@ -60,7 +60,7 @@ def keys_of(piece: Tensor, width: int) -> Keys:
 
 
 def checked(keys: Keys, width: int, name: str) -> Keys:
-    """The same keys with -0.0 as 0; refuses what has no rank.
+    """Return the same keys with -0.0 as 0; refuse what has no rank.
 
     Raises:
         SquisherError: NaN or negative scores; the message names the source.
@@ -87,7 +87,7 @@ def reverse(piece: Tensor) -> Tensor:
 
 
 def value_of(key: int, width: int) -> float:
-    """The score that a key stands for."""
+    """Return the score that a key stands for."""
     if width == 64:
         return float(struct.unpack("<d", struct.pack("<Q", key))[0])
     return float(struct.unpack("<f", struct.pack("<I", key))[0])

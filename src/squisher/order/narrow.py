@@ -44,7 +44,7 @@ class _Finer(Exception):  # noqa: N818
 
 
 def narrow(sources: Mapping[str, Source], k: int, held: int = _HELD) -> Threshold:
-    """The k-th largest of all scores, exactly.
+    """Return the k-th largest of all scores, exactly.
 
     Args:
         sources: For each name, a callable that gives the scores as flat pieces. Order decides between equal scores.
@@ -144,7 +144,7 @@ class _Sample:
 
 
 def _take(sources: Mapping[str, Source], width: int, sample: _Sample) -> _Seen:
-    """The first pass: everything is inside, and is checked."""
+    """Make the first pass: everything is inside, and is checked."""
     seen = _Seen(sample)
     for name, chunks in sources.items():
         before = seen.inside
@@ -158,7 +158,7 @@ def _take(sources: Mapping[str, Source], width: int, sample: _Sample) -> _Seen:
 
 
 def _look(sources: Mapping[str, Source], width: int, low: int, high: int, sample: _Sample, clean: bool) -> _Seen:
-    """A later pass: what lies above the bracket is counted, what lies inside is counted and sampled."""
+    """Make a later pass: what lies above the bracket is counted, what lies inside is counted and sampled."""
     seen = _Seen(sample)
     kind = np.uint32 if width == 32 else np.uint64
     least, most = kind(low), kind(high)

@@ -37,7 +37,7 @@ _BINS = 1 << _DIGIT
 def thresholds(
     sources: Mapping[str, Source], ks: Sequence[int], reduce: Callable[[Tensor], Tensor] | None = None
 ) -> list[Threshold]:
-    """The k-th largest of all scores for several k, exactly, in the passes that one k takes.
+    """Return the k-th largest of all scores for several k, exactly, in the passes that one k takes.
 
     Args:
         sources: For each name, a callable that gives the scores as flat pieces. Order decides between equal scores.

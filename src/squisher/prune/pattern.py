@@ -43,7 +43,7 @@ def fits(name: str, shape: torch.Size, of: int) -> bool:
 
 
 def keep_pattern(scores: Tensor, keep: int, of: int) -> Tensor:
-    """True for the `keep` best of every `of` neighbours along the inputs (dimension 1); the first of equal ones stay."""
+    """Return True for the `keep` best of every `of` neighbours along the inputs (dimension 1); the first of equal ones stay."""
     grouped = scores.movedim(1, -1).reshape(-1, of)
     columns: list[Any] = [np.ascontiguousarray(grouped[:, k].numpy()) for k in range(of)]
     if any(bool(np.isnan(column).any()) for column in columns):

@@ -33,7 +33,7 @@ def scores(
     *,
     seed: int = 0,
 ) -> Scores:
-    """What is lost by setting each weight to zero, to second order: ½θ²F; a lazy mapping.
+    """Return what is lost by setting each weight to zero, to second order: ½θ²F; a lazy mapping.
 
     Args:
         weights: Any mapping, in memory or in files; read in pieces.

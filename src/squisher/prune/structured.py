@@ -205,7 +205,7 @@ class _Scorer:
         return total
 
     def _of_layer(self, layer: nn.Module) -> Tensor | None:
-        """The score of each output channel of one layer."""
+        """Return the score of each output channel of one layer."""
         terms = []
         for attribute in ("weight", "bias"):
             parameter = getattr(layer, attribute, None)

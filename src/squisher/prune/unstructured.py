@@ -49,7 +49,7 @@ def weights(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Any:
-    """Sets the least important weights to zero: exactly ⌊sparsity · total⌋ of them.
+    """Set the least important weights to zero: exactly ⌊sparsity · total⌋ of them.
 
     Candidates are the entries of every tensor that has an importance; without one (magnitude, random), of every
     floating-point tensor with two or more dimensions.
@@ -137,7 +137,7 @@ class Pruned(Computed):
             yield torch.where(mark, piece, torch.zeros((), dtype=piece.dtype))
 
     def mask(self, name: str) -> Tensor:
-        """True where a weight of one tensor stays."""
+        """Return True where a weight of one tensor stays."""
         marks = self._marks.get(self._target(name))
         if marks is None:
             return torch.ones(self.shape(name), dtype=torch.bool)
@@ -190,7 +190,7 @@ def _marks_of(pieces: Callable[[str], Iterator[Tensor]], name: str) -> Source:
 
 
 def _recut(pieces: Any, size: int) -> Iterator[Tensor]:
-    """The same entries in pieces of another size."""
+    """Return the same entries in pieces of another size."""
     held = torch.zeros(0, dtype=torch.bool)
     for piece in pieces:
         held = torch.cat([held, piece]) if held.numel() else piece
@@ -208,7 +208,7 @@ def _fitted(
     exclude: str | None,
     parameters: set[str] | None,
 ) -> Mapping[str, Tensor]:
-    """The importance under the names of the weights, without what is excluded; without one, the weights themselves."""
+    """Return the importance under the names of the weights, without what is excluded; without one, the weights themselves."""
     try:
         left_out = re.compile(exclude) if exclude is not None else None
     except re.error as error:
@@ -236,7 +236,7 @@ def _fitted(
 def _of_module(
     model: nn.Module,
 ) -> tuple[dict[str, Tensor], dict[str, list[tuple[nn.Module, str]]], dict[str, str]]:
-    """The weights of a module by name, the modules that hold each, and other names of tied ones."""
+    """Return the weights of a module by name, the modules that hold each, and other names of tied ones."""
     holders: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for attribute, parameter in module.named_parameters(recurse=False):

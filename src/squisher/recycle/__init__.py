@@ -20,7 +20,7 @@ from ..storage.hub import fetch, is_hub_id
 from ..storage.tensors import LazyTensors
 from .assembly import assemble
 from .formats.registry import read_source
-from .live import from_optimizers, from_tracker, unwrapped
+from .live import Tracked, from_optimizers, from_tracker, unwrapped
 from .naming.candidates import candidates_of_module
 from .naming.frozen import with_earlier
 from .naming.hf_rules import trainer_rules
@@ -34,9 +34,8 @@ from .states import (
     Options,
     check_usable,
 )
-from .tracker import Tracker
 
-__all__ = ["Tracker", "extract"]
+__all__ = ["extract"]
 
 
 def extract(
@@ -109,7 +108,7 @@ def extract(
     if isinstance(model, (str, os.PathLike)):
         raise SquisherError("A live optimizer needs the live model that it trains, not a path.")
     known = _completed(known)
-    if isinstance(source, Tracker):
+    if isinstance(source, Tracked):
         return from_tracker(source, model, known, bias_correction=bias_correction, hash_weights=hash_weights)
     several = list(source) if isinstance(source, (list, tuple)) else [source]
     optimizers = [unwrapped(one) for one in several]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,23 @@ from ..storage.tensors import LiveParameter, live_parameters
 from .assembly import assemble
 from .optimizers.quantized import check_precision, decoded
 from .states import Entry
-from .tracker import Tracker
 
-__all__ = ["from_optimizers", "from_tracker", "unwrapped"]
+__all__ = ["Tracked", "from_optimizers", "from_tracker", "unwrapped"]
+
+
+@runtime_checkable
+class Tracked(Protocol):
+    """What is needed of a tracker; `squisher.Tracker` has it, and so may another class."""
+
+    model: nn.Module
+    beta2: float
+    after_clipping: bool
+
+    def items(self) -> Iterable[tuple[str, nn.Parameter, Tensor, int]]:
+        """Return name, parameter, uncorrected average and steps of what was observed."""
+
+    def absent(self) -> Mapping[str, Absence]:
+        """Return the parameters that were never observed, each with the reason."""
 
 
 def from_optimizers(
@@ -75,7 +89,7 @@ def from_optimizers(
 
 
 def from_tracker(
-    tracker: Tracker, model: nn.Module | None, facts: RunFacts, *, bias_correction: bool, hash_weights: bool = False
+    tracker: Tracked, model: nn.Module | None, facts: RunFacts, *, bias_correction: bool, hash_weights: bool = False
 ) -> Importance:
     """Return what a Tracker has gathered, copied.
 

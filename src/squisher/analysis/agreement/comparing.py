@@ -79,7 +79,7 @@ class Agreement:
     _pair: Pair = field(repr=False, compare=False)
 
     def overlap(self, k: float | int) -> float:
-        """The share of the k largest entries of a that are among the k largest of b; exact, and computed when asked.
+        """Return the share of the k largest entries of a that are among the k largest of b; exact, and computed when asked.
 
         Args:
             k: A number of entries (int), or a fraction of all common entries (float, rounded down, at least one entry).
@@ -176,7 +176,7 @@ def _exactly(pair: Pair, whole: Pair) -> tuple[float, float, list[Row]]:
 
 
 def _streamed(pair: Pair) -> tuple[float, float, list[Row]]:
-    """The same of rounded values, in two passes over what need not fit into memory."""
+    """Return the same of rounded values, in two passes over what need not fit into memory."""
     overall = Rounded()
     rows: dict[str, Row] = {}
     large: dict[str, Rounded] = {}

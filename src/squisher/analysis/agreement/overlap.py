@@ -40,7 +40,7 @@ class Overlap:
 def overlaps_of(
     a: Mapping[str, Source], b: Mapping[str, Source], sizes: Sequence[float | int], numel: int
 ) -> list[Overlap]:
-    """The overlaps at several k, each a fraction or a count, in the passes of one."""
+    """Return the overlaps at several k, each a fraction or a count, in the passes of one."""
     ks = [_entries(size, numel) for size in sizes]
     kth_a, kth_b = thresholds(a, ks), thresholds(b, ks)
     chosen = [(Selection(of_a), Selection(of_b)) for of_a, of_b in zip(kth_a, kth_b, strict=True)]
@@ -73,7 +73,7 @@ def _entries(size: float | int, numel: int) -> int:
 
 
 def overlap_by_sorting(x: Tensor, y: Tensor, size: float | int) -> float:
-    """The same for two tensors of few entries, of which a model may have thousands; nan where it reaches into zeros."""
+    """Return the same for two tensors of few entries, of which a model may have thousands; nan where it reaches into zeros."""
     k = _entries(size, x.numel())
     (values_x, order_x), (values_y, order_y) = (side.sort(descending=True, stable=True) for side in (x, y))
     if not (values_x[k - 1] > 0 and values_y[k - 1] > 0):

@@ -48,16 +48,16 @@ class Pair:
         return {name: partial(self.pieces, side, name) for name in names or self.names}
 
     def both(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """The same pieces of both sides."""
+        """Return the same pieces of both sides."""
         return zip(self.pieces(0, name), self.pieces(1, name), strict=True)
 
     def in_memory(self) -> Pair:
-        """The same, read once."""
+        """Return the same, read once."""
         a, b = ({name: joined(self.pieces(side, name)) for name in self.names} for side in (0, 1))
         return Pair(a, b)
 
     def joined(self) -> Pair:
-        """The same as one tensor, in memory."""
+        """Return the same as one tensor, in memory."""
         a, b = (joined(piece for name in self.names for piece in self.pieces(side, name)) for side in (0, 1))
         return Pair({"all": a}, {"all": b})
 

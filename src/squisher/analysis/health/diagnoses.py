@@ -71,7 +71,7 @@ def effective_steps(beta2: float, steps: float) -> float:
 
 
 def of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]:
-    """What the values show."""
+    """Return what the values show."""
     bad = [row for row in rows if row.invalid]
     if bad:
         more = f" So have {len(bad) - 1} other parameters." if len(bad) > 1 else ""
@@ -118,7 +118,7 @@ def of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]:
 
 
 def of_provenance(importance: Importance) -> Iterator[Diagnosis]:
-    """What the provenance says."""
+    """Return what the provenance says."""
     p = importance.provenance
     if p.kind == "squisher":
         yield from _noise(importance)
@@ -146,7 +146,7 @@ def of_provenance(importance: Importance) -> Iterator[Diagnosis]:
 
 
 def _noise(importance: Importance) -> Iterator[Diagnosis]:
-    """What averaging over few steps, or with a short memory, costs."""
+    """Return what averaging over few steps, or with a short memory, costs."""
     p = importance.provenance
     optimizer, steps = p.optimizer or {}, p.steps or {}
     each = steps.get("per_parameter") or {}
@@ -282,7 +282,7 @@ _CODEC_ADVICE = {
 
 
 def _codec(codec: Codec) -> Diagnosis:
-    """What a codec lost, and what is left of use."""
+    """Return what a codec lost, and what is left of use."""
     names = [*codec.before, codec.name]
     worst = "rank1" if "rank1" in names else "log8"
     numbers = {

@@ -88,5 +88,5 @@ def examine(importance: Mapping[str, Tensor], progress: Progress | None = None) 
 
 
 def diagnose(importance: Mapping[str, Tensor], progress: Progress | None = None) -> list[Diagnosis]:
-    """The diagnoses of `examine` alone."""
+    """Return the diagnoses of `examine` alone."""
     return examine(importance, progress).diagnoses

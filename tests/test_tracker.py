@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from squisher.errors import NamingError, SquisherError, SquisherWarning
-from squisher.recycle.tracker import Tracker
+from squisher.tracker import Tracker
 
 
 def reasons(tracker: Tracker) -> dict[str, str]:
@@ -422,7 +422,7 @@ def test_the_average_follows_a_model_that_moves(monkeypatch: pytest.MonkeyPatch)
     tracker.observe()
     model.to("meta")
     model.weight.grad = torch.ones(2, 2, device="meta")
-    monkeypatch.setattr("squisher.recycle.tracker.all_finite", lambda *_: True)  # meta tensors have no values
+    monkeypatch.setattr("squisher.tracker.all_finite", lambda *_: True)  # meta tensors have no values
     tracker.observe()
     ((_, _, value, step),) = tracker.items()
     assert value.device.type == "meta"
@@ -628,7 +628,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from squisher.recycle.tracker import Tracker
+from squisher.tracker import Tracker
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
