@@ -531,3 +531,29 @@ def test_a_provenance_is_shown_in_one_line():
     assert "batch_size=8" in repr(p)
     assert "absent=<200 entries>" in repr(p)
     assert len(repr(p)) < 300
+
+
+@pytest.mark.parametrize("weights", ["equal", "examples"])
+def test_standard_errors_are_those_of_the_mean_of_parts(weights):
+    torch.manual_seed(0)
+    counts = [10, 20, 30]
+    parts = [Importance({"w": torch.rand(3, 5), "b": torch.rand(4)}, examples=count) for count in counts]
+    found = Importance.standard_errors(parts, weights)
+    shares = [1 / 3] * 3 if weights == "equal" else [count / 60 for count in counts]
+    for name in ("w", "b"):
+        mean = sum(share * part[name].double() for share, part in zip(shares, parts, strict=True))
+        squares = sum((share * (part[name] - mean)) ** 2 for share, part in zip(shares, parts, strict=True))
+        expected = (3 / 2 * squares).sqrt().float()
+        assert torch.allclose(found[name], expected, rtol=1e-6)
+        for size in (1, 7, 1 << 18):
+            assert torch.equal(torch.cat(list(chunks_of(found, name, size))), found[name].flatten())
+    with pytest.raises(SquisherError, match="two parts"):
+        Importance.standard_errors(parts[:1])
+
+
+def test_standard_errors_shrink_with_the_number_of_parts():
+    """Of K parts with independent noise of deviation σ, the mean has the error σ/√K."""
+    torch.manual_seed(0)
+    parts = [Importance({"w": (3 + torch.randn(4000)).clamp(min=0)}) for _ in range(25)]
+    error = Importance.standard_errors(parts, "equal")["w"]
+    assert float(error.mean()) == pytest.approx(1 / 5, rel=0.05)

@@ -15,7 +15,7 @@ from ..storage.tensors import CHUNK, Computed
 if TYPE_CHECKING:
     from .core import Importance
 
-__all__ = ["Mean", "weights_of"]
+__all__ = ["Mean", "Spread", "weights_of"]
 
 
 class Mean(Computed):
@@ -37,6 +37,26 @@ class Mean(Computed):
         for pieces in zip(*(imp.chunks(name, size) for imp, _ in self._parts), strict=True):
             weighted = [w * piece.float() for (_, w), piece in zip(self._parts, pieces, strict=True)]
             yield torch.stack(weighted).sum(0)
+
+
+class Spread(Mean):
+    """The standard error of each entry of such a mean, from how far its parts lie apart."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._spread([imp[name] for imp, _ in self._parts])
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """Return one tensor in flat chunks, in order."""
+        for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._parts), strict=True):
+            yield self._spread(chunks)
+
+    def _spread(self, values: Sequence[Tensor]) -> Tensor:
+        weights = [weight for _, weight in self._parts]
+        stacked = torch.stack([value.double() for value in values])
+        shares = torch.tensor(weights, dtype=torch.float64, device=stacked.device).view(-1, *[1] * (stacked.dim() - 1))
+        mean = (shares * stacked).sum(0)
+        count = len(weights)
+        return (count / (count - 1) * (shares * (stacked - mean)).square().sum(0)).sqrt().float()
 
 
 def weights_of(importances: Sequence[Importance], weights: str | Sequence[float]) -> list[float]:
