@@ -11,11 +11,11 @@ from safetensors.torch import save_file
 
 import squisher
 from squisher.analysis.agreement import compare
-from squisher.analysis.correlation import spearman
 from squisher.analysis.distribution import LOG10_EDGES
 from squisher.analysis.health import examine
 from squisher.embed import distances, embedding
 from squisher.errors import SquisherError
+from squisher.order.correlation import spearman
 from squisher.report import Subject, collect
 from squisher.report.data import FRACTIONS, SHARES
 from squisher.report.model import SPARSITIES
@@ -212,7 +212,7 @@ def test_a_broken_file_has_a_report(tmp_path):
     item = data["importances"][0]
     assert item["diagnoses"][0]["code"] == "invalid"
     assert "NaN" in item["budget"]["error"]
-    assert "no parameter in common" in data["agreements"][0]["error"]
+    assert "no name is in both" in data["agreements"][0]["error"]
     assert "No parameter is in all" in data["tasks"]["error"]
     assert "1 problem found" in data["summary"]
 

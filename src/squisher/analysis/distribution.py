@@ -15,37 +15,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..order.keys import BINS, bins_of, middles
+
 __all__ = ["LOG10_EDGES", "Distribution", "Tally", "places_of"]
 
 _FIRST, _PER_DECADE, _DECADES = -46, 10, 85
 LOG10_EDGES: tuple[float, ...] = tuple(_FIRST + i / _PER_DECADE for i in range(_DECADES * _PER_DECADE + 1))
 """The edges of every histogram, as powers of ten: from below the smallest positive float32 to above the largest."""
 
-_BINS = 1 << 15  # 16 bits without the sign
 _NORMAL = 0x0080  # the first bin whose values are not denormal
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _bins(values: Tensor) -> Tensor:
-    return (values.to(torch.float32).view(torch.int32) >> 16) & (_BINS - 1)
-
-
-@cache
-def _middles() -> Tensor:
-    """Return the value in the middle of each of the 16-bit bins."""
-    return ((torch.arange(_BINS, dtype=torch.int32) << 16) | 0x8000).view(torch.float32)
 
 
 @cache
 def _places() -> Tensor:
     """For each of the 16-bit bins, its place in a histogram over `LOG10_EDGES`."""
-    place = ((_middles().double().log10() - _FIRST) * _PER_DECADE).floor()
+    place = ((middles().double().log10() - _FIRST) * _PER_DECADE).floor()
     return place.nan_to_num(0).clamp(0, _DECADES * _PER_DECADE - 1).long()
 
 
 def places_of(values: Tensor) -> Tensor:
     """Where each positive value belongs in a histogram over `LOG10_EDGES`; edges are exact to a relative 2⁻⁷."""
-    return _places().index_select(0, _bins(values))
+    return _places().index_select(0, bins_of(values))
 
 
 @dataclass(frozen=True)
@@ -98,7 +89,7 @@ class Tally:
     """Collects values piece by piece."""
 
     def __init__(self) -> None:
-        self._counts = torch.zeros(_BINS, dtype=torch.int64)
+        self._counts = torch.zeros(BINS, dtype=torch.int64)
         self._numel = self._zeros = 0
         self._total = 0.0
         self._min, self._max = math.inf, -math.inf
@@ -114,7 +105,7 @@ class Tally:
         # On the bits, because a processor that flushes denormals takes them for zeros.
         bits = values.view(_INTEGERS[values.element_size()])
         self._zeros += values.numel() - int(torch.count_nonzero(bits & torch.iinfo(bits.dtype).max))
-        self._counts += torch.bincount(_bins(values), minlength=_BINS)
+        self._counts += torch.bincount(bins_of(values), minlength=BINS)
 
     def include(self, other: Tally) -> None:
         """Add what another one has collected."""
@@ -143,7 +134,7 @@ class Tally:
         )
 
     def _quantiles(self, *shares: float) -> Iterator[float]:
-        upto, middles = self._counts.cumsum(0), _middles()
+        upto, values = self._counts.cumsum(0), middles()
         for share in shares:
             place = max(1, math.ceil(share * self._numel))
             if not self._numel:
@@ -151,7 +142,7 @@ class Tally:
             elif place <= self._zeros:
                 yield 0.0
             else:
-                middle = float(middles[int(torch.searchsorted(upto, place))])
+                middle = float(values[int(torch.searchsorted(upto, place))])
                 yield min(max(middle, self._min), self._max)
 
     def _histogram(self) -> list[int]:

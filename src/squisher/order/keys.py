@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,20 @@ from torch import Tensor
 
 from ..errors import SquisherError
 
-__all__ = ["CHANGED", "INFINITY", "Keys", "Source", "bits_of", "checked", "keys_of", "reverse", "value_of"]
+__all__ = [
+    "BINS",
+    "CHANGED",
+    "INFINITY",
+    "Keys",
+    "Source",
+    "bins_of",
+    "bits_of",
+    "checked",
+    "keys_of",
+    "middles",
+    "reverse",
+    "value_of",
+]
 
 Source = Callable[[], Iterable[Tensor]]
 """Gives the scores of one tensor as pieces in order; called once a pass, and each time from the start."""
@@ -84,6 +98,21 @@ def reverse(piece: Tensor) -> Tensor:
     bits = piece.abs() if wide else piece.float().abs()  # -0.0 is 0
     top = INFINITY[64 if wide else 32]
     return (top - bits.view(torch.int64 if wide else torch.int32)).view(bits.dtype)
+
+
+BINS = 1 << 15
+"""How many values the upper 16 bits of a non-negative float32 can have."""
+
+
+def bins_of(values: Tensor) -> Tensor:
+    """Return the upper 16 bits of each value as float32, without the sign: integers in the order of the values."""
+    return (values.to(torch.float32).view(torch.int32) >> 16) & (BINS - 1)
+
+
+@cache
+def middles() -> Tensor:
+    """Return the value in the middle of each of these bins."""
+    return ((torch.arange(BINS, dtype=torch.int32) << 16) | 0x8000).view(torch.float32)
 
 
 def value_of(key: int, width: int) -> float:

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..analysis.agreement import Agreement, compare
-from ..analysis.correlation import Rounded
 from ..analysis.distribution import LOG10_EDGES, places_of
 from ..embed import distances, embedding
 from ..errors import SquisherError
 from ..importance import Importance
+from ..order.correlation import Rounded
 from ..storage.tensors import numel_of, one_thread
 from .atlas import Place, grid, labels, layers_in_order, place
 

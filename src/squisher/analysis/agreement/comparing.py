@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from ...order.correlation import Rounded, median, ratios, spearman, total
 from ...storage.tensors import one_thread
-from ..correlation import Rounded, median, ratios, spearman, total
 from .overlap import Overlap, overlap_by_sorting, overlaps_of
 from .pair import Pair, Progress, joined
 
