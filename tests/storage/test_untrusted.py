@@ -4,6 +4,8 @@ import contextlib
 import json
 import os
 import struct
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -143,6 +145,16 @@ def test_saving_beside_a_model_removes_nothing_but_old_shards(tmp_path):
         "squisher-", "squisher-00009-of-00009.safetensors", "squisher-other.safetensors", "squisher.safetensors",
     ]  # fmt: skip
     assert squisher.load(folder)["w"].tolist() == [1, 1, 1]
+
+
+def test_opening_a_folder_imports_no_reader_of_optimizer_states(tmp_path):
+    write_model(tmp_path / "m", {"w": torch.zeros(2)})
+    code = "import sys; from squisher.storage.folders import open_model; open_model(sys.argv[1]); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "m"], capture_output=True, text=True, check=True)
+    ours = {name for name in done.stdout.split() if name.startswith("squisher.")}
+    assert ours <= {"squisher.errors", "squisher.ranks"} | {
+        name for name in ours if name.startswith("squisher.storage")
+    }
 
 
 READERS = {

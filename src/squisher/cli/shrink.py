@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, app, open_importance, print_json
+from .app import USE, Json, app, check_target, open_importance, print_json
 
 
 @app.command(
@@ -35,6 +35,7 @@ def shrink(
     """
     from ..prune import channels, example_input, load, save
 
+    check_target(out, False, model, importance, suffix=None)
     whole = load(model)
     found = open_importance(model if importance is None else importance)
     smaller = channels(whole, found, example_input(whole), sparsity, scope=scope, exclude=exclude)

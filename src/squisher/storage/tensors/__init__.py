@@ -5,7 +5,7 @@ work on all of them, and read nothing that was not asked for.
 """
 
 from .ahead import Ahead
-from .lazy import FileTensor, LazyTensors, TensorSource, room_for
+from .lazy import FileTensor, LazyTensors, TensorSource, room_for, tied_names
 from .live import LiveParameter, adapter_file_name, live_parameters
 from .named import (
     CHUNK,
@@ -18,7 +18,6 @@ from .named import (
     shape_of,
 )
 from .shards import Block, Blocks, Joined, Slice
-from .tied import tied_names
 
 __all__ = [
     "CHUNK",
