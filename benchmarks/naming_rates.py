@@ -96,7 +96,8 @@ def rates(run: Path, base: bool) -> dict[str, Any]:
     """Return what happened to the right and to wrong assignments of one run."""
     last = run / "last"
     path = last / "checkpoint.pt" if (last / "checkpoint.pt").is_file() else last
-    before = run / "earlier" if base else None
+    earlier = run / "earlier" / "checkpoint.pt"
+    before = (earlier if earlier.is_file() else earlier.parent) if base else None
     right = squisher.extract(path, base_model=before)
     files = {live: name for name, live in right.provenance.live_names.items()}
     names = [files.get(name, name) for name in run_names(run)]

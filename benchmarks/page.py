@@ -106,7 +106,53 @@ def readme() -> str:
     return _table(["Fisher diagonal, × a plain forward and backward", *MODELS.values()], rows)
 
 
+KINDS = {"state alone": "state and weights", "earlier weights too": "and earlier weights"}
+
+
+def naming() -> str:
+    """How many names the values prove, and what became of wrong ones, per run."""
+    rows = []
+    for run, found in read("naming")["runs"].items():
+        ways = [found[kind] for kind in KINDS]
+        wrong = [[sum(kind[key] for kind in way["wrong"].values()) for key in ("refused", "tried")] for way in ways]
+        cells = [f"{way['proven']} of {way['parameters']}" for way in ways]
+        cells += [f"{refused} of {tried}" for refused, tried in wrong]
+        rows.append([run.replace("_", " "), *cells, str(sum(way["right_refused"] for way in ways))])
+    head = [*(f"proven: {kind}" for kind in KINDS.values()), *(f"wrong refused: {kind}" for kind in KINDS.values())]
+    return _table(["run", *head, "right refused"], rows)
+
+
+def naming_figure() -> str:
+    """The smallest margin of each run, as an SVG: how far the second best parameter was behind the right one."""
+    runs = read("naming")["runs"]
+    width, left, row = 640, 170, 18
+    height = row * len(runs) + 60
+    at = lambda x: left + x * (width - left - 30)  # noqa: E731
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
+        lines.append(f'<path d="M{at(tick):.0f} 8V{height - 44}" stroke="#ddd"/>')
+        lines.append(f'<text x="{at(tick):.0f}" y="{height - 30}" text-anchor="middle">{tick}</text>')
+    for k, (run, found) in enumerate(runs.items()):
+        y = 18 + k * row
+        lines.append(f'<text x="{left - 8}" y="{y + 4}" text-anchor="end">{run.replace("_", " ")}</text>')
+        for kind, colour, radius in zip(KINDS, ("#1f5f8b", "#d9822b"), (5, 3), strict=True):
+            margin = found[kind]["margin"]
+            if margin is not None:
+                lines.append(f'<circle cx="{at(margin):.1f}" cy="{y}" r="{radius}" fill="{colour}"/>')
+        if all(found[kind]["margin"] is None for kind in KINDS):
+            lines.append(f'<text x="{at(0) + 6:.0f}" y="{y + 4}" fill="#777">nothing proven: no first moment</text>')
+    lines.append(
+        f'<text x="{left}" y="{height - 10}">smallest margin in correlation (blue: state and weights; orange: earlier weights '
+        "too)</text>"
+    )
+    return "\n".join([*lines, "</svg>", ""])
+
+
 PARTS = {
+    "docs/formats.md": {"naming": naming},
     "docs/how-it-is-fast.md": {
         "fisher": fisher,
         "fisher steady": fisher_steady,
@@ -153,6 +199,7 @@ def main() -> None:
         for name, make in parts.items():
             text = fill(text, name, make())
         (ROOT / page).write_text(text)
+    (ROOT / "docs" / "images" / "naming.svg").write_text(naming_figure())
     shutil.copyfile(RESULTS / "fisher.png", ROOT / "docs" / "images" / "fisher.png")
 
 

@@ -31,3 +31,8 @@ def test_wrong_and_failing_peers_are_told_apart():
     assert page._fisher_cell({"ratio": 1.234, "max_error": 0.5}) == "1.23× (wrong)"
     assert page._fisher_cell({"failed": "out of memory"}) == "fails"
     assert page._fisher_cell(None) == ""
+
+
+def test_the_figure_of_margins_is_that_of_the_results():
+    figure = (page.ROOT / "docs" / "images" / "naming.svg").read_text()
+    assert figure == page.naming_figure(), "run `python -m benchmarks.page`"

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import NamingError, NoAccumulatorError, SquisherError, SquisherWarning
+from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, SquisherWarning
 from ..importance import Absence, Importance, Naming, Reason, RunFacts
 from ..importance.weights import HASHED_BYTES, content_of
 from ..storage.folders import open_weights
@@ -161,7 +161,9 @@ def _from_file(
         parameters, tied = whole.parameters, whole.tied
     if options.base_model is not None and not isinstance(model, nn.Module):
         before = open_weights(options.base_model)
-        models = [(label, with_earlier(candidates, before)) for label, candidates in models] if before else models
+        if before is None:
+            raise FileError(f"{options.base_model} holds no weights to compare with.")
+        models = [(label, with_earlier(candidates, before)) for label, candidates in models]
     if options.trainable is not None:
         models = [(label, matching(candidates, options.trainable)) for label, candidates in models]
     every = {c.name: c for c in parameters}

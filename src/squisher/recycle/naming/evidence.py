@@ -20,7 +20,7 @@ from .values import Array, Values
 
 __all__ = ["Evidence", "weigh"]
 
-# From a simulation of wrong assignments on real runs (benchmarks/naming_rates.py); rates in docs/naming.md.
+# From a simulation of wrong assignments on real runs (benchmarks/naming_rates.py); rates in docs/formats.md.
 AGREE = 0.8  # a pair obeys a law: its channel sums are equal to within a few percent of their variance
 APART = 0.3  # and no other entry comes nearer than this
 BEHIND = 0.05  # nor does any other parameter come near with the same entry: a frozen copy of the model
