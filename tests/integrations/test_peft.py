@@ -116,7 +116,7 @@ def test_from_other_starts_they_are_folded_into_the_base(tmp_path, base, change,
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "toy"}
     with pytest.raises(SquisherError, match="give the folder of .* with --base"):
         merge_folders("average", [a, b], tmp_path / "again")
-    with pytest.raises(SquisherError, match="use average or task-arithmetic"):
+    with pytest.raises(SquisherError, match="Use average or task-arithmetic"):
         merge_folders("fisher", [a, b], tmp_path / "again", base=base)
 
 
