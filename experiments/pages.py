@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments import ewc_tables, examples, findings, pruning_weights, trust
+from experiments import ewc_tables, examples, findings, ota, pruning_weights, quantization, trust, unlearning
 from experiments.comparison import RESULTS
 from experiments.markdown import Parts, fill
 
@@ -20,6 +20,9 @@ PAGES: dict[str, tuple[Callable[[Path, Path], Parts], ...]] = {
     "continual-learning.md": (ewc_tables.parts,),
     "pruning.md": (pruning_weights.parts,),
     "when-to-trust-it.md": (trust.parts, examples.parts),
+    "merging.md": (ota.parts,),
+    "quantize.md": (quantization.parts,),
+    "unlearn.md": (unlearning.parts,),
 }
 """By page: what makes its parts from a folder of documents, and draws its figures into a folder of images."""
 

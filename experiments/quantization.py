@@ -128,7 +128,15 @@ def parts(folder: Path, images: Path) -> Parts:
         axis.set_title(benchmark)
     axes[0].legend(fontsize=7, frameon=False)
     save(figure, images / "quantize.png")
-    return Parts({"quantization": table(["model", "bits a weight", *METHODS, "squisher − magnitude [95 %]"], rows)})
+    counts = {b: len(values[b, "unrounded"]) for b in benchmarks}
+    words = {
+        "seeds": ", ".join(
+            f"{count} seeds" if b == "characters" else f"{count} seeds of {b}" for b, count in counts.items()
+        )
+    }
+    return Parts(
+        {"quantization": table(["model", "bits a weight", *METHODS, "squisher − magnitude [95 %]"], rows)}, words
+    )
 
 
 def _mean(values: Mapping[int, float]) -> str:

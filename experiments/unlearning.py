@@ -120,12 +120,8 @@ def parts(folder: Path, images: Path) -> Parts:
     axes[-1].legend(fontsize=7, frameon=False)
     save(figure, images / "unlearn.png")
     units = [unit["result"] for unit in found["units"].values()]
-    ratio = statistics.fmean(u["seconds"]["retrained"] / (u["seconds"]["fisher of the class"]) for u in units)
     selects = {m: sorted(u["chosen"][m]["select"] for u in units) for m in ("fisher", "squisher")}
-    words = {
-        "ratio": f"{ratio:.0f}",
-        **{f"{m} selects": f"{s[0]:g} to {s[-1]:g}" for m, s in selects.items()},
-    }
+    words = {f"{m} selects": f"{s[0]:g} to {s[-1]:g}" for m, s in selects.items()}
     head = ["data", "method", *(f"{what}: {long}, %" for what, long in MEASURES.items())]
     return Parts({"unlearning": table(head, rows)}, words)
 
