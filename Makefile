@@ -26,7 +26,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 $(FRAMEWORKS): pyproject.toml constraints.txt tests/formats.txt
 	@test -x $(FRAMEWORK_VENV)/bin/python || $(PYTHON) -m venv $(FRAMEWORK_VENV)
 	$(FRAMEWORK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]' --requirement tests/formats.txt
-	$(FRAMEWORK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps timm
+	$(FRAMEWORK_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps timm bergson
 	@touch $@
 
 install: $(INSTALLED) ## create .venv and install the package with what the tests need
