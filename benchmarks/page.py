@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -151,8 +152,89 @@ def naming_figure() -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
+MODELS_PUBLISHED = {"7B": 7e9, "70B": 7e10}
+
+
+def codec_fidelity() -> str:
+    """How far decoded values are from the exact ones."""
+    rows = [
+        [
+            r["model"],
+            str(r["steps"]),
+            r["codec"],
+            f"{r['bytes_per_entry']:.3f}",
+            f"{r['spearman']:.4f}",
+            " / ".join(_share(r["overlap"][size]) for size in ("0.005", "0.1", "0.5")),
+        ]
+        for r in read("codecs")["fidelity"]["rows"]
+    ]
+    head = [
+        "fine-tune of",
+        "steps",
+        "codec",
+        "bytes per entry",
+        "rank correlation",
+        "overlap of the top 0.5% / 10% / 50%",
+    ]
+    return _table(head, rows)
+
+
+def codec_applications() -> str:
+    """What applications lose: paired with the exact file, means over seeds."""
+    found = read("codecs")["applications"]["rows"]
+    rows = []
+    for application in dict.fromkeys(r["application"] for r in found):
+        of = {
+            codec: [r["value"] for r in found if (r["application"], r["codec"]) == (application, codec)]
+            for codec in ("exact", "log8", "rank1", "without importance")
+        }
+        lost = []
+        for codec in ("log8", "rank1", "without importance"):
+            gaps = [x - y for x, y in zip(of[codec], of["exact"], strict=False)]
+            spread = f" ± {statistics.stdev(gaps):.1f}" if len(gaps) > 1 and any(gaps) else ""
+            lost.append(f"{statistics.fmean(gaps):+.1f}{spread}" if gaps else "")
+        rows.append([application, f"{statistics.fmean(of['exact']):.1f}", *lost])
+    return _table(["", "exact", "log8 − exact", "rank1 − exact", "without importance − exact"], rows)
+
+
+def codec_speed() -> str:
+    """Sizes and processor time."""
+    found = read("codecs")["speed"]["rows"]
+    exact = next(r for r in found if r["codec"] == "exact")
+    rows = []
+    for r in found:
+        cells = [f"{r[key]:.1f}" if key in r else "" for key in ("write_seconds", "read_seconds", "merge_seconds")]
+        ratio = f"{r['merge_seconds'] / exact['merge_seconds']:.2f}×" if "merge_seconds" in r else ""
+        sizes = [_size(r["bytes"] / r["entries"] * n) for n in MODELS_PUBLISHED.values()]
+        rows.append([r["codec"], _size(r["bytes"]), *cells, ratio, *sizes])
+    head = [
+        "",
+        "size",
+        "write (s)",
+        "read (s)",
+        "merge with two (s)",
+        "× exact",
+        *(f"{n}, extrapolated" for n in MODELS_PUBLISHED),
+    ]
+    return _table(head, rows)
+
+
+def _size(number: float) -> str:
+    unit, name = (1e9, "GB") if number >= 1e9 else (1e6, "MB")
+    return f"{number / unit:,.1f} {name}"
+
+
+def _share(value: float) -> str:
+    return "0 in it" if value != value else f"{value:.3f}"
+
+
 PARTS = {
     "docs/formats.md": {"naming": naming},
+    "docs/file-format.md": {
+        "codec fidelity": codec_fidelity,
+        "codec applications": codec_applications,
+        "codec speed": codec_speed,
+    },
     "docs/how-it-is-fast.md": {
         "fisher": fisher,
         "fisher steady": fisher_steady,

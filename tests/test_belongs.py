@@ -89,7 +89,7 @@ def test_commands_for_one_model(trained, tmp_path, command):
                 *more,
             )
         else:
-            out = run("report", file, "--model", model, "--out", tmp_path / "r.html", *more)
+            out = run("report", file, "--model", model, "--out", tmp_path / f"{importance}{len(more)}.html", *more)
         assert out.exit_code == 0, out.exception
         return out.stderr
 
@@ -153,3 +153,11 @@ def test_the_smallest_are_hashed_first(trained):
     sizes = {name: tensor.numel() * 4 for name, tensor in weights.items()}
     assert list(content_of(weights, weights, limit=sizes["2.bias"] + sizes["0.bias"])) == ["2.bias", "0.bias"]
     assert set(content_of(weights, weights, limit=None)) == set(weights)
+
+
+def test_a_measured_fisher_belongs_to_its_model(trained):
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    model.load_state_dict(trained["a"][0])
+    imp = squisher.fisher(model, [(torch.randn(8, 6), torch.randint(0, 3, (8,)))])
+    assert match(imp, trained["a"][0]).same is True
+    assert match(imp, trained["b"][0]).same is False

@@ -20,15 +20,21 @@ HASHED_BYTES = 1 << 24
 """Of a model at most this much is hashed to tell it from another, the smallest tensors first: training moves all of them."""
 
 
-def content_of(weights: Mapping[str, Tensor], names: Iterable[str], limit: int | None = HASHED_BYTES) -> dict[str, str]:
+def content_of(
+    weights: Mapping[str, Tensor], names: Iterable[str] | None = None, limit: int | None = HASHED_BYTES
+) -> dict[str, str]:
     """Return the hash of each weight: the first 32 hexadecimal digits of the SHA-256 of its bytes.
 
     Args:
         weights: Any mapping; a lazy one is read chunk by chunk.
-        names: Those to hash, where the mapping has them.
+        names: Those to hash, where the mapping has them; by default all.
         limit: Bytes to hash, the smallest weights first; None for all.
     """
-    sizes = {name: numel_of(weights, name) * dtype_of(weights, name).itemsize for name in names if name in weights}
+    sizes = {
+        name: numel_of(weights, name) * dtype_of(weights, name).itemsize
+        for name in (weights if names is None else names)
+        if name in weights
+    }
     found: dict[str, str] = {}
     for name in sorted(sizes, key=lambda n: (sizes[n], n)):
         if limit is not None and found and limit < sizes[name]:

@@ -18,6 +18,7 @@ from .. import ranks
 from ..errors import NamingError, SquisherError, near
 from ..guard import as_it_was, eager_original
 from ..importance import Absence, Importance, Level, Naming, Reason, structure_hash
+from ..importance.weights import content_of
 from ..ranks import is_sharded, local_of, sharded_like
 from ..storage.tensors import LiveParameter, live_parameters
 from .batches import Batch
@@ -172,7 +173,10 @@ def fisher(
         tied={alias: p.name for p in chosen for alias in p.aliases},
         live_names={p.name: p.live_name for p in chosen if p.live_name != p.name},
         naming=Naming(Level.RECORDED),
-        model={"structure": structure_hash({p.name: tuple(p.parameter.shape) for p in live_parameters(model)})},
+        model={
+            "structure": structure_hash({p.name: tuple(p.parameter.shape) for p in live_parameters(model)}),
+            "content": content_of({p.name: p.parameter for p in chosen if not is_sharded(p.parameter)}),
+        },
         coverage=coverage,
         standard_error=relative,
         tokens=units if objective.unit == "token" else None,

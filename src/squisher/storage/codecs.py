@@ -344,15 +344,14 @@ def _log8_codes(values: Array) -> tuple[Array, Array, Array, Array]:
 
 def _log8_values(code: Array, base: Array, step: Array, scale: Array, first: int, out: Array) -> Array:
     """Write the values of codes that begin at place `first` of the first block into `out`, and return it."""
+    integers = torch.from_numpy(out.view(np.int32))  # torch converts and multiplies bytes twice as fast as numpy
     for blocks, places in _block_runs(code.size, first):
         codes = code[places].reshape(blocks.stop - blocks.start, -1)
-        values = out[places].reshape(codes.shape)
-        bits = values.view(np.int32)
-        np.multiply(codes, step[blocks, None], out=bits)
-        np.add(bits, base[blocks, None], out=bits)
-        np.multiply(values, scale[blocks, None], out=values)
+        bits = integers[places].view(codes.shape).copy_(torch.from_numpy(codes))
+        bits.mul_(torch.from_numpy(step[blocks, None])).add_(torch.from_numpy(base[blocks, None]))
+        bits.view(torch.float32).mul_(torch.from_numpy(scale[blocks, None]))
         if not codes.min():
-            np.copyto(values, 0, where=codes == 0)
+            np.copyto(out[places].reshape(codes.shape), 0, where=codes == 0)
     return out
 
 
