@@ -111,6 +111,7 @@ CLAIMS: tuple[Claim, ...] = (
         for case in ("average, short training", "MNIST rotations: average, short training")
     ),
     *(Claim("Tracking the data's gradients alone is better than Adam's own state", s, "squisher (tracked)", "squisher", ours=True) for s in _EWC),
+    *(Claim("Decoupled, the Squisher is as good as in the gradient", s, "squisher (decoupled)", "squisher", alike=True, ours=True) for s in _EWC),
     *(Claim("The paper's N·v, unsearched, is as good as a λ that was searched for", s, "squisher (N·v)", "squisher", alike=True, ours=True) for s in _EWC),
 )  # fmt: skip
 

@@ -39,11 +39,14 @@ class Method:
         rule: Where λ comes from. "search": a search of its own. The others start from the exact Fisher's λ: "unchanged" uses
             it on v, without the batch size; "times N" uses it N-fold on v, N being the examples of a context; "first" converts
             it by `EWC.strength_like` after the first context.
+        decoupled: Whether the penalty acts by `EWC.pull_` after the optimizer's step instead of in the gradient; λ is then
+            another one.
     """
 
     source: str
     beta2: float = 0.999
     rule: str = "search"
+    decoupled: bool = False
 
 
 METHODS = {
@@ -58,6 +61,7 @@ METHODS = {
     "squisher (N·v)": Method("optimizer", rule="times N"),
     "squisher (tracked, strength_like)": Method("tracker", rule="first"),
     "identity": Method("identity"),
+    "squisher (decoupled)": Method("optimizer", decoupled=True),
 }
 
 
@@ -156,7 +160,7 @@ def learn_all(
         model.head = context.head
         if tracker is not None:
             tracker.reset()
-        _learn(model, optimizer, context, config, generator, tracker, ewc)
+        _learn(model, optimizer, context, config, generator, tracker, ewc, method.decoupled)
         out["learnt"].append(_accuracy(model, context))
         if not all(bool(p.isfinite().all()) for p in model.parameters()):
             out["diverged"] = number + 1
@@ -191,6 +195,7 @@ def _learn(
     generator: torch.Generator,
     tracker: squisher.Tracker | None,
     ewc: squisher.EWC,
+    decoupled: bool,
 ) -> None:
     rows = _epochs(len(context.train), config["batch"], generator)
     for batch in itertools.islice(rows, config["iterations"]):
@@ -199,9 +204,11 @@ def _learn(
         nn.functional.cross_entropy(model(inputs), labels).backward()
         if tracker is not None:
             tracker.observe()
-        if ewc.tasks:
+        if ewc.tasks and not decoupled:
             ewc.add_gradient_()
         optimizer.step()
+        if ewc.tasks and decoupled:
+            ewc.pull_(optimizer)
 
 
 def _epochs(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:

@@ -22,6 +22,8 @@ Methods (`experiments.continual.METHODS`):
 - squisher: Adam's own state as B·v̂. From the second context on, Adam has seen the penalty's gradient too.
 - squisher (N·v): v with N times the Fisher's λ, the paper's rule, unsearched. squisher (without rescaling): v with the Fisher's λ.
 - squisher (tracked): the same average of the data's gradients alone, begun anew with each context (`squisher.Tracker`).
+- squisher (decoupled): the penalty acts after the optimizer's step (`EWC.pull_`) and is never in a gradient, so that v stays the
+  data's. Its λ is another one, and not comparable with the others'.
 - squisher (β₂ = 0.95): as squisher, with that β₂ in Adam.
 - squisher (tracked, strength_like): λ from the exact Fisher's by `EWC.strength_like` with 500 inputs after the first context. Unsearched.
 
@@ -74,10 +76,10 @@ CHANCE = {
     "split CIFAR-100, domain": 10.0, "split CIFAR-100, class": 1.0,
 }  # fmt: skip
 
-WHAT = ("methods", "ablations", "ablation_seeds", "exponents")
+WHAT = ("methods", "ablations", "ablation_seeds", "exponents", "beyond")
 """What of a configuration says what is done; the rest says how, and results of another "how" are not taken over."""
 
-_MAIN = ["none", "fisher", "squisher", "squisher (N·v)", "identity", "squisher (tracked)"]
+_MAIN = ["none", "fisher", "squisher", "squisher (N·v)", "identity", "squisher (tracked)", "squisher (decoupled)"]
 _ABLATIONS = ["squisher (without rescaling)", "squisher (β₂ = 0.95)", "joint"]
 _SPLIT: dict[str, Any] = {
     "seeds": 5,
@@ -96,6 +98,7 @@ _SPLIT: dict[str, Any] = {
         "squisher": [-2, 0, 2, 4, 6, 8, 10],
         "identity": [-4, -3, -2, -1, 0, 1, 2],
         "squisher (tracked)": [-2, 0, 2, 4, 6, 8, 10],
+        "squisher (decoupled)": [0, 2, 4, 6, 8, 10, 12],
     },
 }
 _PERMUTED: dict[str, Any] = _SPLIT | {
@@ -111,6 +114,7 @@ _PERMUTED: dict[str, Any] = _SPLIT | {
         "squisher": [0, 1, 2, 3],
         "identity": [-3, -2, -1, 0],
         "squisher (tracked)": [0, 1, 2, 3],
+        "squisher (decoupled)": [2, 4, 6, 8],
     },
 }
 _CIFAR: dict[str, Any] = _PERMUTED | {
@@ -123,6 +127,7 @@ _CIFAR: dict[str, Any] = _PERMUTED | {
         "squisher": [0, 1, 2, 3],
         "identity": [-3, -2, -1, 0],
         "squisher (tracked)": [0, 1, 2, 3],
+        "squisher (decoupled)": [2, 4, 6, 8],
     },
 }
 _REDUCED: dict[str, Any] = _PERMUTED | {
@@ -150,11 +155,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "fisher": [2, 3, 4, 5, 6, 7, 8],
             "squisher": [0, 1, 2, 3, 4, 5, 6],
             "squisher (tracked)": [0, 1, 2, 3, 4, 5, 6],
+            "squisher (decoupled)": [0, 2, 4, 6, 8, 10, 12],
             "identity": [-4, -3, -2, -1, 0, 1, 2],
             "fisher (empirical)": [5, 6, 7, 8, 9, 10, 11],
             "squisher (β₂ = 0.95)": [0, 1, 2, 3, 4, 5, 6],
             "joint": [5, 6, 7, 8, 9, 10, 11],
         },
+        "beyond": {"squisher": [8, 10, 12], "squisher (tracked)": [8, 10, 12], "identity": [-6, -5]},
     },
     "split-domain": _SPLIT | {"scenario": "domain", "widths": [784, 400, 400, 2]},
     "split-class": _SPLIT | {"scenario": "class"},
@@ -184,7 +191,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "strengths": {"fisher": 100.0, "squisher": 100.0},
     },
 }
-"""`exponents`: λ is searched over 10ᵉ, equally many for every method of a benchmark; `strengths`: λ is given."""
+"""`exponents`: λ is searched over 10ᵉ, equally many for every method of a benchmark; `beyond`: run for the curve and not chosen from;
+`strengths`: λ is given."""
 
 BENCHMARKS = {
     "cpu": {
@@ -213,7 +221,7 @@ def stages(config: dict[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
             [
                 Unit(_search_key(method, exponent), "search", {"method": method, "exponent": exponent})
                 for method in methods
-                for exponent in config["exponents"].get(method, ())
+                for exponent in (*config["exponents"].get(method, ()), *config.get("beyond", {}).get(method, ()))
             ]
         )
         found.append(

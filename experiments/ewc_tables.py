@@ -49,7 +49,7 @@ class Runs:
 
 def main_table(folder: Path) -> str:
     """All nine cells of the paper's table: its three columns beside ours, and what we add."""
-    ours = ("squisher (N·v)", "identity", "squisher (tracked)")
+    ours = ("squisher (N·v)", "identity", "squisher (tracked)", "squisher (decoupled)")
     head = ["benchmark", "chance"]
     for method in ("Fisher", "Squisher", "none"):
         head += [method, "paper"]
@@ -121,7 +121,8 @@ def comparison(runs: Runs) -> str:
         found = runs.accuracies(method)
         strengths = [result["strength"] for result in runs.seeds[method].values()]
         gap = "" if method == "fisher" else str(paired(found, runs.accuracies("fisher")))
-        edge = method in runs.curves and _power(strengths[0]) in (min(runs.curves[method]), max(runs.curves[method]))
+        searched = runs.config["exponents"].get(method)
+        edge = bool(searched) and _power(strengths[0]) in (min(searched), max(searched))
         rows.append(
             [
                 method, _range(strengths) + " (end of the range)" * edge, str(mean(list(found.values()))),
@@ -136,7 +137,8 @@ def curves(runs: Runs) -> str:
     exponents = sorted({e for curve in runs.curves.values() for e in curve})
     rows = []
     for method, curve in runs.curves.items():
-        best = max(curve, key=lambda e: (curve[e]["accuracy"], -e))
+        searched = [e for e in curve if e in runs.config["exponents"].get(method, curve)]
+        best = max(searched, key=lambda e: (curve[e]["accuracy"], -e))
         cells = {e: f"{r['accuracy']:.2f}" + "†" * (r["diverged"] is not None) for e, r in curve.items()}
         cells[best] = f"**{cells[best]}**"
         rows.append([method, *(cells.get(e, "") for e in exponents)])

@@ -120,6 +120,21 @@ def test_shared_outputs_are_learnt_and_forgotten(scenario):
     assert held["spearman"] == []  # a constant has no ranks
 
 
+def test_decoupled_the_penalty_is_in_no_gradient_and_no_strength_is_too_large():
+    contexts = split(blobs(240, 0), blobs(60, 1), 3, 4, "domain")
+    config = {**TINY, "widths": [6, 12, 2], "iterations": 150}
+    results = {
+        (name, strength): learn_all(contexts, METHODS[name], strength, config, seed=4)
+        for name in ("squisher", "squisher (decoupled)")
+        for strength in (0.0, 1e12)
+    }
+    free, held = (results["squisher (decoupled)", strength] for strength in (0.0, 1e12))
+    assert held["contexts"][0] == held["learnt"][0]  # nothing moves that the first context needs
+    assert free["contexts"][0] < held["contexts"][0]
+    assert held["traces"][1] < 10 * free["traces"][1]  # what is recycled next is the data's
+    assert results["squisher", 1e12]["traces"][1] > 10 * free["traces"][1]
+
+
 def test_the_identity_holds_every_parameter_alike():
     contexts = split(blobs(120, 0), blobs(60, 1), 3, seed=4)
     result = learn_all(contexts, METHODS["identity"], 0.5, TINY, seed=4)
@@ -258,7 +273,7 @@ def test_a_wider_search_makes_results_at_another_strength_stale(monkeypatch, tmp
 
 
 def test_what_was_not_run_is_said(tmp_path):
-    assert ewc_tables.main_table(tmp_path).count("not run") == 9 * 6
+    assert ewc_tables.main_table(tmp_path).count("not run") == 9 * 7
     assert "0 of " in ewc_tables.resume(tmp_path)
 
 
