@@ -16,7 +16,7 @@ folder = pathlib.Path({folder!r})
 source, target = folder / "source.safetensors", folder / "target.safetensors"
 warm = squisher.Importance({{"a": torch.rand(10)}})
 warm.save(folder / "warm.safetensors")
-squisher.load(folder / "warm.safetensors").save(folder / "warm.safetensors")
+squisher.load(folder / "warm.safetensors").save(folder / "warmer.safetensors")
 squisher.compare(warm, warm); squisher.examine(warm)
 with PeakMemory() as memory:
     {work}

@@ -58,7 +58,7 @@ def fisher(
     shift: int | None = None,
     divided: bool = False,
 ) -> Importance:
-    """The diagonal of the Fisher information of a model on data, as a mean over examples.
+    """Return the diagonal of the Fisher information of a model on data, as a mean over examples.
 
     With several processes (torchrun) every process gets the same model and the same batches, takes every world-th batch, and
     returns the same result; with `divided=True` each has examples of its own, as a DistributedSampler gives them. A model that is spread over processes (FSDP2, `fully_shard`) is walked through the same batches by
@@ -214,7 +214,7 @@ def _engine(
 
 
 def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParameter], dict[str, Absence]]:
-    """The parameters to measure, and why the others are not."""
+    """Return the parameters to measure, and why the others are not."""
     live = live_parameters(model)
     names = {name: p for p in live for name in (p.name, p.live_name, *p.aliases)}
     if wanted is None:

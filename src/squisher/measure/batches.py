@@ -39,7 +39,7 @@ class Batch:
             yield t, t.dim() > 0 and t.shape[0] == self.size
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The tensors that the model gets, by argument."""
+        """Yield the tensors that the model gets, by argument."""
         named = {f"number {n}": value for n, value in enumerate(self.args, 1)} | {
             repr(k): v for k, v in self.kwargs.items()
         }
@@ -48,7 +48,7 @@ class Batch:
                 yield name, t
 
     def take(self, start: int, stop: int) -> Batch:
-        """The examples start, ..., stop - 1."""
+        """Return the examples start, ..., stop - 1."""
         if (start, stop) == (0, self.size):
             return self
         return self._map(lambda t: t[start:stop], stop - start)
@@ -64,7 +64,7 @@ class Batch:
         return dataclasses.replace(taken, args=args, kwargs=kwargs)
 
     def select(self, indices: list[int]) -> Batch:
-        """These examples, in this order."""
+        """Return these examples, in this order."""
         return self._map(lambda t: t[torch.tensor(indices, device=t.device)], len(indices))
 
     def _map(self, change: Callable[[Tensor], Tensor], size: int) -> Batch:

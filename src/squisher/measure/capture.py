@@ -333,7 +333,7 @@ class Pass:
         return output
 
     def _base_before(self, args: tuple[Any, ...], states: dict[int, State]) -> tuple[Tensor, State, State] | None:
-        """The tensor that the first argument is a view of: changed in place, it keeps its state if the view does."""
+        """Return the tensor that the first argument is a view of: changed in place, it keeps its state if the view does."""
         base = args[0]._base if args and isinstance(args[0], Tensor) else None
         state = None if base is None else self._state(base)
         return None if base is None or state is UNKNOWN else (base, states[id(args[0])], state)  # type: ignore[return-value]
@@ -409,7 +409,7 @@ class Pass:
         return True
 
     def _expanded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look) -> Any:
-        """Copies of a shared tensor, one for each example; see `_as_if_apart`."""
+        """Return copies of a shared tensor, one for each example; see `_as_if_apart`."""
         source = args[0]
         output = func(self._detach(source), *args[1:], **kwargs)
         padded = (1,) * (output.dim() - source.dim()) + tuple(source.shape)
@@ -435,7 +435,7 @@ class Pass:
     def _replaced(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor], look: Look
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Rule]]]:
-        """The arguments with a detached copy for each source that has a rule, and with copies for each example otherwise."""
+        """Return the arguments with a detached copy for each source that has a rule, and with copies for each example otherwise."""
         uses: list[tuple[Tensor, Rule]] = []
         instead: dict[int, Tensor] = {}
         shape, state = broadcasts(name, args, kwargs, look)
@@ -464,7 +464,7 @@ class Pass:
         return held[1]
 
     def _copies(self, t: Tensor, shape: tuple[int, ...], state: Examples, look: Look) -> Tensor | None:
-        """A copy of a shared tensor for each example, where it has size 1 or no dimension at their place."""
+        """Return a copy of a shared tensor for each example, where it has size 1 or no dimension at their place."""
         padded = (1,) * (len(shape) - t.dim()) + tuple(t.shape)
         if len(padded) != len(shape) or padded[state.dim] != 1:
             return None
@@ -607,7 +607,7 @@ class Pass:
 
     @torch.no_grad()
     def _end_column(self) -> None:
-        """The backward pass is over: what waits for a use whose output did not matter is complete."""
+        """Finish a backward pass: what waits for a use whose output did not matter is complete."""
         with torch._C.DisableTorchFunction():
             waiting, self._pending = self._pending, {}
             behind: set[str] = set()
@@ -639,7 +639,7 @@ class Pass:
                 total.addcmul_(whole, whole)
 
     def _bound_through(self, bounds: dict[str, list[Piece]], names: Iterable[str], arriving: list[Tensor]) -> None:
-        """What rounding is measured by where a gradient comes through others: all that arrives, as if spread evenly."""
+        """Note what rounding is measured by where a gradient comes through others: all that arrives, as if spread evenly."""
         for name in names:
             total = sum(float(g.square().sum()) for g in arriving) / max(1, self.parameters[name].numel())
             value = torch.full((1,) * (self.parameters[name].dim() + 1), total, device=self.parameters[name].device)
@@ -676,7 +676,7 @@ def _swap(value: Any, instead: Mapping[int, Tensor]) -> Any:
 
 
 def _leaves(t: Tensor) -> Iterator[tuple[Tensor, str]]:
-    """The leaves that a gradient of this tensor would reach, each with the operation that it would come from."""
+    """Yield the leaves that a gradient of this tensor would reach, each with the operation that it would come from."""
     if t.grad_fn is None:
         if t.requires_grad:
             yield t, "itself"

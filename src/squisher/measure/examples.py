@@ -91,7 +91,7 @@ _names: dict[Any, str] = {}
 
 
 def name_of(func: Any) -> str:
-    """The name that `add`, `add_`, `__iadd__` and `__radd__` have in common; "get.shape" for attributes."""
+    """Return the name that `add`, `add_`, `__iadd__` and `__radd__` have in common; "get.shape" for attributes."""
     name = _names.get(func)
     if name is None:
         name = _names[func] = _name(func)
@@ -127,7 +127,7 @@ class Look:
         return self.states.get(id(value), SHARED) if isinstance(value, Tensor) else SHARED
 
     def fits(self, shape: Sequence[int], state: State) -> State:
-        """The state if the shape has room for it, otherwise UNKNOWN."""
+        """Return the state if the shape has room for it, otherwise UNKNOWN."""
         if not isinstance(state, Examples):
             return state
         right = 0 <= state.dim < len(shape) and shape[state.dim] == self.examples * state.inner
@@ -163,7 +163,7 @@ def state_after(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output
 def broadcasts(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look
 ) -> tuple[tuple[int, ...] | None, State]:
-    """The shape that the arguments are broadcast to, and where the examples will be in it; (None, UNKNOWN) for other operations."""
+    """Return the shape that the arguments are broadcast to, and where the examples will be in it; (None, UNKNOWN) for other operations."""
     tensors = list(tensors_in((args, kwargs)))
     rule = _RULES.get(name)
     if rule in (_pointwise, _where, _dropout):

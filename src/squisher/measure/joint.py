@@ -78,7 +78,7 @@ class Joint:
         return arrived
 
     def _rest(self, sums: Sums, arrivals: dict[str, int]) -> None:
-        """What could not be squared on arrival; the first backward pass shows for which parameters that is so."""
+        """Square what could not be squared on arrival; the first backward pass shows for which parameters that is so."""
         for name in self.parameters if self.in_parts is None else self.in_parts:
             _square(self.parameters[name], sums[name])
         if self.in_parts is None:

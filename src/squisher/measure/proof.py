@@ -134,7 +134,7 @@ def compare(
     bounds: Mapping[str, list[Piece]],
     types: Iterable[torch.dtype],
 ) -> dict[str, str]:
-    """What differs between sums of squares of a whole batch and the loop's, and how; `bounds` as `Pass` gives them."""
+    """Return what differs between sums of squares of a whole batch and the loop's, and how; `bounds` as `Pass` gives them."""
     tolerance = _tolerance(types)
     wrong = {}
     for name, theirs in expected.items():
@@ -156,7 +156,7 @@ def _total(bounds: list[Piece], like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _relative(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
-    """The largest difference of the square roots, each relative to the root of its bound, or of a typical one."""
+    """Return the largest difference of the square roots, each relative to the root of its bound, or of a typical one."""
     if not ours.numel():
         return 0.0
     f, e, b = ours.sqrt(), theirs.sqrt(), bound.sqrt()
@@ -318,7 +318,7 @@ class _Difference:
 
     @torch.no_grad()
     def relative_to(self, bounds: list[Piece]) -> float:
-        """The largest difference of the square roots, relative to the size of what was added up in them.
+        """Return the largest difference of the square roots, relative to the size of what was added up in them.
 
         Every entry counts relative to the largest bound of the tensor; entries at regular distances, some ten thousand of them,
         also relative to their own. Without bounds (what reaches the parameter through others) the gradient itself is the measure.

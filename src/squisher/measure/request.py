@@ -94,7 +94,7 @@ def _loss_type(model: nn.Module) -> str:
 
 
 def _kind_of(model: nn.Module) -> str:
-    """The likelihood that a Hugging Face model is trained with; categorical for anything else."""
+    """Return the likelihood that a Hugging Face model is trained with; categorical for anything else."""
     config = getattr(model, "config", None)
     if config is None or not hasattr(config, "to_dict"):
         return "categorical"

@@ -18,7 +18,7 @@ _TILE = 1 << 22  # probabilities looked at in one go
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64: a bijection of 64 bits in which every input bit reaches every output bit."""
+    """Apply the finalizer of splitmix64: a bijection of 64 bits in which every input bit reaches every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -47,12 +47,12 @@ def uniforms(seed: int, index: Tensor, draw: int, positions: int) -> Tensor:
 
 
 def normals(seed: int, index: Tensor, draw: int, positions: int) -> Tensor:
-    """Standard normal numbers in the layout of `uniforms`."""
+    """Return standard normal numbers in the layout of `uniforms`."""
     return torch.special.ndtri(uniforms(seed, index, draw, positions))
 
 
 def categories(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The class at which the cumulative probability first exceeds the uniform number, for every row.
+    """Return the class at which the cumulative probability first exceeds the uniform number, for every row.
 
     Blocks of classes are summed first, and only the block that holds the answer is cumulated: one read of the
     probabilities, and no table of the size of a vocabulary times the number of positions.

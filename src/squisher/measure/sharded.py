@@ -87,7 +87,7 @@ def whole_gradients(model: nn.Module, spread_out: bool = True) -> Iterator[None]
 
 
 def in_step(batches: Iterable[Any]) -> Iterator[Any]:
-    """The user's batches, as long as all processes have the same one.
+    """Yield the user's batches, as long as all processes have the same one.
 
     A process with other data would spoil the gradients of all, and one without would leave the others waiting.
 
@@ -135,7 +135,7 @@ def _sharded_modules(model: nn.Module) -> Iterator[Any]:
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
-    """The groups of parameters that fully_shard keeps; its settings can be changed in public, but not read."""
+    """Yield the groups of parameters that fully_shard keeps; its settings can be changed in public, but not read."""
     for module in _sharded_modules(model):
         state = module._get_fsdp_state()
         several = getattr(state, "_fsdp_param_groups", None)

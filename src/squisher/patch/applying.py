@@ -29,7 +29,7 @@ __all__ = ["apply"]
 
 
 def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """The fine-tuned weights: a lazy mapping that checks every tensor of the base against the patch as it is read.
+    """Return the fine-tuned weights: a lazy mapping that checks every tensor of the base against the patch as it is read.
 
     Args:
         base: The weights that the patch was made from, to the bit.

@@ -228,7 +228,7 @@ def _single_numbers(optimizer: OptimizerState) -> bool:
 def _as_stored(
     named: Sequence[tuple[str, Entry, str | None]], every: Mapping[str, Candidate]
 ) -> tuple[list[tuple[str, Entry, str | None]], dict[str, tuple[str | None, tuple[int, ...]]]]:
-    """What the weight file keeps in pieces in those pieces; and of every tensor there its live name and its shape."""
+    """Return what the weight file keeps in pieces in those pieces; and of every tensor there its live name and its shape."""
     stored: dict[str, tuple[str | None, tuple[int, ...]]] = {}
     for name, c in every.items():
         pieces = {piece.name: (c.live_name, piece.shape) for piece in c.pieces}

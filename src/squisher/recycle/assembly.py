@@ -95,7 +95,7 @@ def assemble(
 
 
 def values(how: Reading, source: Any) -> Tensor:
-    """The importance of one parameter as a new tensor in float32 or better, on the device where its state is."""
+    """Return the importance of one parameter as a new tensor in float32 or better, on the device where its state is."""
     tensor = _plain(source.detach()) if isinstance(source, Tensor) else source.load()
     return _corrected_(tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True), how)
 
@@ -149,11 +149,11 @@ class Recycled(Mapping[str, Tensor]):
         return name in self._parts  # the inherited one would read the tensor to find out
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without reading it."""
+        """Return the shape of one tensor, without reading it."""
         return torch.Size(self._parts[name].shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The data type of the values that come out."""
+        """Return the data type of the values that come out."""
         return torch.promote_types(self._parts[name].source.dtype, torch.float32)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
@@ -176,7 +176,7 @@ def _pieces(source: Any, first: int, end: int, size: int) -> Iterator[Tensor]:
 
 
 def _flat_reader(source: Any) -> Callable[[int, int], Tensor]:
-    """A function of (start, stop) that gives that flat range as a tensor which may be overwritten."""
+    """Return a function of (start, stop) that gives that flat range as a tensor which may be overwritten."""
     if not isinstance(source, Tensor) and getattr(source, "is_contiguous", True):
         return source.read_flat
     # A convolution in channels-last order is saved so: its elements stand in the file in another order.
@@ -196,7 +196,7 @@ def _checked_shape(source: Any, entry: Entry, expected: Sequence[int] | None, ho
 
 
 def _plain(tensor: Any) -> Tensor:
-    """A tensor of its own, whatever it was sharded over (every process must take part)."""
+    """Return a tensor of its own, whatever it was sharded over (every process must take part)."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 

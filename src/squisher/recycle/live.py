@@ -127,7 +127,7 @@ def from_tracker(
 
 
 def unwrapped(source: Any) -> torch.optim.Optimizer | None:
-    """The torch optimizer inside the wrappers of Accelerate, Lightning and others; None if there is none."""
+    """Return the torch optimizer inside the wrappers of Accelerate, Lightning and others; None if there is none."""
     for _ in range(5):
         if isinstance(source, torch.optim.Optimizer) and not isinstance(
             getattr(source, "optimizer", None), torch.optim.Optimizer

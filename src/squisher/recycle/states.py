@@ -205,7 +205,7 @@ def _names_itself(entry: Entry, optimizer: OptimizerState) -> bool:
 
 
 def stored(keys: Sequence[str], state: Mapping[str, Any], group: Mapping[str, Any]) -> Any:
-    """The accumulator as it is stored: a tensor, lazy or not, or the product of two factors.
+    """Return the accumulator as it is stored: a tensor, lazy or not, or the product of two factors.
 
     Raises:
         NoAccumulatorError: What is there is no tensor, or the factors do not fit together.

@@ -35,7 +35,7 @@ def pinned(optimizer: OptimizerState, weights: Sequence[Weights]) -> list[tuple[
 
 
 def sorted_by_name(weights: Weights, state: str) -> NamingError:
-    """What to say where only a file that sorts its names is beside an optimizer's state."""
+    """Return what to say where only a file that sorts its names is beside an optimizer's state."""
     return NamingError(
         f"{weights.label} sorts its tensors by name, and several have the same shape, so it cannot tell which is which in "
         f"{state}. Give the model with --model: a folder with its config.json, or its state_dict() saved with torch.save, "

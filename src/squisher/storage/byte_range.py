@@ -115,7 +115,7 @@ class ByteRange:
 
     @classmethod
     def of(cls, path: str | os.PathLike[str]) -> ByteRange:
-        """The whole of a regular file.
+        """Return the whole of a regular file.
 
         Raises:
             FileError: It cannot be read, or is a folder, a pipe or a device.
@@ -144,7 +144,7 @@ class ByteRange:
         return f"{self.path} ({self.inner})" if self.inner else self.path
 
     def part(self, offset: int, length: int, inner: str = "") -> ByteRange:
-        """A byte range inside this one; `offset` counts from the start of this one."""
+        """Return a byte range inside this one; `offset` counts from the start of this one."""
         if offset < 0 or length < 0 or offset + length > self.length:
             raise FileError(
                 f"{self.label} is {self.length} bytes long, but bytes {offset} to {offset + length} are asked for: "
@@ -182,14 +182,14 @@ class ByteRange:
                 done += got
 
     def open(self) -> BinaryIO:
-        """A seekable file object over the range alone, as `zipfile` and `h5py` want one."""
+        """Return a seekable file object over the range alone, as `zipfile` and `h5py` want one."""
         if self.buffer is not None:
             return io.BytesIO(self.buffer[self.offset : self.offset + self.length])
         return cast(BinaryIO, io.BufferedReader(_RangeFile(self)))
 
     @contextmanager
     def raw(self, offset: int = 0) -> Iterator[io.FileIO]:
-        """The unbuffered file, checked to be the same and standing at `offset`; its errors become messages."""
+        """Open the unbuffered file, checked to be the same and standing at `offset`; its errors become messages."""
         try:
             with open(self.path, "rb", buffering=0) as file:
                 if self.stamp is not None:
@@ -234,7 +234,7 @@ class _RangeFile(io.RawIOBase):
 
 
 def shown(name: str) -> str:
-    """A path for use in a message: one line, printable, and not long."""
+    """Return a path for use in a message: one line, printable, and not long."""
     text = name.encode("utf-8", "backslashreplace").decode()
     return text if len(text) <= 300 else text[:150] + "…" + text[-150:]
 

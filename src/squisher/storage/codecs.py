@@ -88,11 +88,11 @@ class Encoded(Computed):
         self._sample = _Sample(tensors)
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of one stored tensor."""
+        """Return the shape of one stored tensor."""
         return torch.Size(self._layout[name][3])
 
     def dtype(self, name: str) -> torch.dtype:
-        """The data type of one stored tensor."""
+        """Return the data type of one stored tensor."""
         return self._layout[name][2]
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
@@ -215,7 +215,7 @@ class Log8Tensor(NamedTuple):
         return one_each and types == [torch.uint8, torch.int32, torch.int32, torch.float32]
 
     def load(self) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         return self.read_flat(0, math.prod(self.shape)).view(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
@@ -251,7 +251,7 @@ class Rank1Tensor(NamedTuple):
         return self.row.dtype == self.column.dtype == torch.float32
 
     def load(self) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         return self.read_flat(0, math.prod(self.shape)).view(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
@@ -271,7 +271,7 @@ class Rank1Tensor(NamedTuple):
 
 
 def _parts(codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """The tensors that one becomes; the key "" stands for the tensor as it is."""
+    """Return the tensors that one becomes; the key "" stands for the tensor as it is."""
     numel = math.prod(shape)
     blocks = (-(-numel // BLOCK),)
     if codec == "log8" and numel + _BLOCK_BYTES * blocks[0] < numel * dtype.itemsize:
@@ -289,7 +289,7 @@ def _split(shape: tuple[int, ...]) -> int:
 
 
 def _owner(stored: str, codec: str) -> tuple[str, str] | None:
-    """The tensor and the part that a stored name stands for; None for a name of its own."""
+    """Return the tensor and the part that a stored name stands for; None for a name of its own."""
     name, _, part = stored.rpartition(f".{codec}.")
     return (name, part) if name and part in _PARTS[codec] else None
 
@@ -309,7 +309,7 @@ def _float32(chunk: Tensor, name: str) -> Tensor:
 
 
 def _in_blocks(chunks: Iterator[Tensor]) -> Iterator[Tensor]:
-    """The same values in chunks of whole blocks; only the last may end within one."""
+    """Yield the same values in chunks of whole blocks; only the last may end within one."""
     left = torch.empty(0)
     for chunk in chunks:
         joined = torch.cat([left, chunk]) if left.numel() else chunk
@@ -410,7 +410,7 @@ class _Sample:
         self._after: list[Tensor] = []
 
     def places(self, name: str, start: int, numel: int) -> Array:
-        """The flat places in one tensor of those that are taken of a chunk."""
+        """Return the flat places in one tensor of those that are taken of a chunk."""
         first = start + (-(self._offsets[name] + start)) % self._every
         return np.arange(first, start + numel, self._every)
 

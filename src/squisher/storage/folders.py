@@ -69,7 +69,7 @@ def has_weights(folder: Path) -> bool:
 
 
 def open_weights(path: Path) -> Weights | None:
-    """The weights in a file or in a model's folder; None if the folder has none.
+    """Return the weights in a file or in a model's folder; None if the folder has none.
 
     Raises:
         FileError: The file is damaged, not a weight file, or a shard is missing.

@@ -242,7 +242,7 @@ def _out_of_reach(hub: Any) -> str:
 
 
 def _wanted(files: list[str], folder: str) -> list[str]:
-    """What to fetch: everything below the folder but the weights; nothing if only descriptions would be left."""
+    """Return what to fetch: everything below the folder but the weights; nothing if only descriptions would be left."""
     prefix = f"{folder.strip('/')}/" if folder else ""
     below = [file for file in files if file.startswith(prefix) and not _WEIGHTS.search(file)]
     named = [file for file in files if file == folder.strip("/")]

@@ -60,7 +60,7 @@ def parse_json(data: bytes | str, label: str, hook: Callable[[list[tuple[str, An
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A hook that refuses a name that appears twice, because readers differ in which one they take.
+    """Return a hook that refuses a name that appears twice, because readers differ in which one they take.
 
     Raises:
         NamingError: A name appears twice.

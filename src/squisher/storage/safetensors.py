@@ -61,7 +61,7 @@ WIDEST = -1.2345678901234567e-300
 
 
 def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, FileTensor], dict[str, str]]:
-    """The tensors of a safetensors file, by name and in file order, and its string metadata; no tensor is read.
+    """Return the tensors of a safetensors file, by name and in file order, and its string metadata; no tensor is read.
 
     Raises:
         FileError: The file is not a safetensors file, or lies about itself.
@@ -111,7 +111,7 @@ def _check_name(name: object, where: str) -> None:
 
 
 def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """The `weight_map` of an index of shards, and the strings of its metadata; every shard lies in the folder of the index.
+    """Return the `weight_map` of an index of shards, and the strings of its metadata; every shard lies in the folder of the index.
 
     Raises:
         FileError: It is no index, a shard is missing, or it names something outside its own folder.
@@ -133,7 +133,7 @@ def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, 
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
-    """A safetensors file, or a sharded set through its `….safetensors.index.json`, as lazy named tensors.
+    """Return a safetensors file, or a sharded set through its `….safetensors.index.json`, as lazy named tensors.
 
     The metadata of a sharded set are the strings under `metadata` in the index.
 
@@ -447,7 +447,7 @@ def _index_path(path: Path) -> Path:
 
 
 def _old_files(path: Path) -> set[Path]:
-    """The shards of an earlier set of this name, to be replaced or removed.
+    """Return the shards of an earlier set of this name, to be replaced or removed.
 
     The index is not believed: only regular files directly in its folder that are called as we call shards.
     """

@@ -45,7 +45,7 @@ def multi_head_attention(
     is_causal: bool = False,
     **_: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """The function of the same name in torch, for (positions, examples, features); arguments as there."""
+    """Compute what the function of the same name does in torch, for (positions, examples, features); arguments as there."""
     targets, examples, width = query.shape
     if query is key and key is value:
         q, k, v = F.linear(query, in_proj_weight, in_proj_bias).chunk(3, -1)

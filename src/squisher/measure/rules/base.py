@@ -25,7 +25,7 @@ class Squares:
         self.value: Tensor | None = None
 
     def of(self, t: Tensor) -> Tensor:
-        """The square of a tensor, kept if it is all of the gradient as it lies in memory."""
+        """Return the square of a tensor, kept if it is all of the gradient as it lies in memory."""
         g = self.gradient
         if t.data_ptr() != g.data_ptr() or t.numel() != g.numel() or t.dtype != g.dtype or not t.is_contiguous():
             return t.square()
@@ -41,14 +41,14 @@ class Piece(Protocol):
         """Add Σ_n (gradient of example n)² to `total`, which has the parameter's shape; `squares` may know some already."""
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
-        """The gradient of one example, in full."""
+        """Return the gradient of one example, in full."""
 
 
 class Rule(Protocol):
     """One use of a parameter: what is needed to turn the gradient of the output into a piece."""
 
     def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
-        """The gradients of this use.
+        """Return the gradients of this use.
 
         Args:
             g: gradient with respect to the output of the operation.
@@ -58,7 +58,7 @@ class Rule(Protocol):
         """
 
     def saved(self) -> Sequence[Tensor]:
-        """The tensors that must not change between the forward and the backward pass."""
+        """Return the tensors that must not change between the forward and the backward pass."""
 
 
 Uses = Iterable[tuple[Any, Rule]]

@@ -38,11 +38,11 @@ class Convolution:
     settings: ConvolutionSettings
 
     def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
-        """The gradients of this use."""
+        """Return the gradients of this use."""
         return ConvolutionPiece(self.settings, self.a.square() if squared else self.a, g, examples)
 
     def saved(self) -> Sequence[Tensor]:
-        """The tensors that must not change before the backward pass."""
+        """Return the tensors that must not change before the backward pass."""
         return (self.a,)
 
 
@@ -69,7 +69,7 @@ class ConvolutionPiece:
         return total.numel() >= 1 << 19 and positions <= 64
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
-        """The gradient of one example, in full."""
+        """Return the gradient of one example, in full."""
         images = self.a.shape[0] // self.examples
         part = slice(n * images, (n + 1) * images)
         rule, dtype = self.settings, torch.promote_types(self.g.dtype, torch.float32)
@@ -93,7 +93,7 @@ class ConvolutionPiece:
         return self.a.dim() == 4 and self.settings.groups == 1 and not self.settings.transposed
 
     def unfolded(self) -> Outer:
-        """The same as an outer product: every output position sees one patch of the input."""
+        """Return the same as an outer product: every output position sees one patch of the input."""
         rule, kernel = self.settings, self.settings.weight.shape[2:]
         a = self.a
         if tuple(kernel) == (1, 1) and not any(rule.padding):

@@ -28,13 +28,13 @@ class Linear:
     transposed: bool = False
 
     def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
-        """The gradients of this use."""
+        """Return the gradients of this use."""
         a = self.a.square() if squared else self.a
         a, g = (to_examples(t, dim, examples).flatten(1, -2) for t in (a, g))
         return Outer(a, g, False) if self.transposed else Outer(g, a)
 
     def saved(self) -> Sequence[Tensor]:
-        """The tensors that must not change before the backward pass."""
+        """Return the tensors that must not change before the backward pass."""
         return (self.a,)
 
 
@@ -54,7 +54,7 @@ class Outer:
         outer_squares(total.view(total.shape[0], -1), self, squares=squares)
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
-        """The gradient of one example, in full."""
+        """Return the gradient of one example, in full."""
         return (self.left[n].mT @ self.right[n]).view(shape)
 
 

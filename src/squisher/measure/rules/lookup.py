@@ -23,7 +23,7 @@ class Lookup:
     padding: int | None = None
 
     def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
-        """The gradients of this use."""
+        """Return the gradients of this use."""
         g = to_examples(g, dim, examples).flatten(1, -2)
         ids = to_examples(self.ids, dim, examples).flatten(1)
         if self.padding is not None:
@@ -31,7 +31,7 @@ class Lookup:
         return Rows(ids, g)
 
     def saved(self) -> Sequence[Tensor]:
-        """The tensors that must not change before the backward pass."""
+        """Return the tensors that must not change before the backward pass."""
         return (self.ids,)
 
 
@@ -56,14 +56,14 @@ class Rows:
         total.index_add_(0, unique % height, sums.square_())
 
     def sums(self, n: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The rows that example n touches, sorted, and their gradients."""
+        """Return the rows that example n touches, sorted, and their gradients."""
         kept = self.keys[n] >= 0
         unique, inverse = self.keys[n][kept].unique(return_inverse=True)
         values = self.values[n][kept].to(dtype)
         return unique, values.new_zeros(unique.numel(), values.shape[1]).index_add_(0, inverse, values)
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
-        """The gradient of one example, in full."""
+        """Return the gradient of one example, in full."""
         keys, values = self.sums(n, self.values.dtype)
         return values.new_zeros(shape).index_add_(0, keys, values)
 

@@ -33,7 +33,7 @@ class Broadcast:
 
     @classmethod
     def of(cls, t: Tensor) -> Broadcast:
-        """A tensor that is added, or copied."""
+        """Make the rule of a tensor that is added, or copied."""
         return cls(t.shape, tuple(t.shape))
 
     def apart_from(self, dim: int, dims: int) -> bool:
@@ -42,7 +42,7 @@ class Broadcast:
         return place < 0 or self.aligned[place] == 1
 
     def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
-        """The gradients of this use."""
+        """Return the gradients of this use."""
         if self.factor is None and g.shape == (examples, *self.shape) and not dim:
             return Dense(g)  # a bias behind a plain matrix product: nothing to sum
         factor = self.factor() if callable(self.factor) else self.factor
@@ -69,7 +69,7 @@ class Broadcast:
         return Dense(summed.reshape(examples, *self.shape))
 
     def saved(self) -> Sequence[Tensor]:
-        """The tensors that must not change before the backward pass."""
+        """Return the tensors that must not change before the backward pass."""
         return self.held
 
 
@@ -99,7 +99,7 @@ class Dense:
             total += square_of(values, squares).sum(0)
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
-        """The gradient of one example, in full."""
+        """Return the gradient of one example, in full."""
         return self.values[n].reshape(shape)
 
 

@@ -85,7 +85,7 @@ def read_trainer(folder: Path, options: Options) -> Found:
 
 
 def _to_check_with(folder: Path) -> Sources:
-    """The weights beside a state whose names are known: what has another shape there, or moved otherwise, contradicts them."""
+    """Return the weights beside a state whose names are known: what has another shape there, or moved otherwise, contradicts them."""
     weights = open_weights(folder)
     return [] if weights is None else [(weights.label, candidates_of(weights.tensors)[0])]
 
@@ -164,7 +164,7 @@ def _evidence(
 
 
 def _sentence_modules(folder: Path) -> list[Candidate]:
-    """The parameters of what sentence-transformers puts behind the model: its Dense layers, each in a folder of its own."""
+    """Return the parameters of what sentence-transformers puts behind the model: its Dense layers, each in a folder of its own."""
     file = folder / "modules.json"
     try:
         listed = json.loads(file.read_text("utf-8")) if file.is_file() else []
@@ -180,7 +180,7 @@ def _sentence_modules(folder: Path) -> list[Candidate]:
 
 
 def _before(folder: Path, options: Options) -> Weights | None:
-    """The weights that training started from, or those of the last checkpoint before this one."""
+    """Return the weights that training started from, or those of the last checkpoint before this one."""
     if options.base_model is not None:
         return open_weights(options.base_model)
     number = re.fullmatch(r"checkpoint-(\d+)", folder.absolute().name)

@@ -54,7 +54,7 @@ def _candidate(name: str, weights: Weights) -> Candidate:
 
 
 def _key(node: Tree, path: str) -> tuple[str, tuple[str, ...]]:
-    """What makes two modules the same: their place, whatever the layer's number, and the children whose order is open."""
+    """Return what makes two modules the same: their place, whatever the layer's number, and the children whose order is open."""
     children = {"#" if name.isdigit() else name for name in node if name not in _LORA}
     return re.sub(r"\d+", "#", path), tuple(sorted(children))
 

@@ -34,7 +34,7 @@ class Candidates(NamedTuple):
 
 
 def candidates_of_module(model: nn.Module, weights: Weights | None = None, *, frozen_too: bool = False) -> Candidates:
-    """The parameters of a module, checked against its weight file where one is at hand.
+    """Return the parameters of a module, checked against its weight file where one is at hand.
 
     Args:
         model: Its parameters may be on the meta device.
@@ -106,7 +106,7 @@ def _is_name(alias: str, parameter: LiveParameter) -> bool:
 def _in_file(
     p: LiveParameter, shape: tuple[int, ...], stored: dict[str, tuple[Piece, ...]], weights: Weights | None
 ) -> tuple[str, tuple[Piece, ...]]:
-    """The name of a parameter in its weight file, and the pieces that it is stored in, if several."""
+    """Return the name of a parameter in its weight file, and the pieces that it is stored in, if several."""
     pieces = stored.get(p.live_name)
     if weights is not None:
         for name in (p.name, *p.aliases):
@@ -172,7 +172,7 @@ def _stored_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
 
 
 def _stored_adapter(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> dict[str, tuple[Piece, ...]]:
-    """The names that peft gives an adapter's parameters in its file."""
+    """Return the names that peft gives an adapter's parameters in its file."""
     names = {tensor.untyped_storage()._cdata: name for name, tensor in saved.items()}
     live = {name: p for name, p in model.named_parameters() if p.untyped_storage()._cdata in names}
     return {name: (Piece(names[p.untyped_storage()._cdata], 0, tuple(p.shape)),) for name, p in live.items()}

@@ -54,7 +54,7 @@ def by_evidence(candidates: Sequence[Candidate], after: Weights, before: Weights
 
 
 def _without_prefix(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
-    """The tensors under their names without the first part, where that leaves every name its own."""
+    """Return the tensors under their names without the first part, where that leaves every name its own."""
     known = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if "." in name}
     return known if len(known) == sum("." in name for name in tensors) else {}
 
@@ -62,7 +62,7 @@ def _without_prefix(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSour
 def _earlier(
     name: str, shape: tuple[int, ...], before: Weights, bare: Mapping[str, TensorSource]
 ) -> TensorSource | None:
-    """The tensor of the other weights; a bare encoder's names lack the prefix that a model with a head gives them."""
+    """Return the tensor of the other weights; a bare encoder's names lack the prefix that a model with a head gives them."""
     old = before.tensors.get(name) or before.tensors.get(name.partition(".")[2]) or bare.get(name)
     return old if old is not None and tuple(old.shape) == shape else None
 

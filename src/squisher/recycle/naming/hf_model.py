@@ -25,7 +25,7 @@ class MissingPackage(SquisherError):  # noqa: N818
 
 
 def meta_model(folder: Path) -> nn.Module:
-    """The model that a folder's config.json describes, without weights. No code of the folder is ever run.
+    """Return the model that a folder's config.json describes, without weights. No code of the folder is ever run.
 
     Raises:
         MissingPackage: transformers is not installed.
@@ -58,7 +58,7 @@ def meta_model(folder: Path) -> nn.Module:
 
 
 def adapted_model(base: nn.Module, folder: Path) -> nn.Module:
-    """A model on the meta device with the adapter that a folder's adapter_config.json describes.
+    """Return a model on the meta device with the adapter that a folder's adapter_config.json describes.
 
     Raises:
         MissingPackage: peft is not installed.
@@ -82,7 +82,7 @@ def adapted_model(base: nn.Module, folder: Path) -> nn.Module:
 
 
 def built_by(folder: Path) -> str:
-    """A clause that says so where another major version of transformers trained the model: the order may have changed."""
+    """Return a clause that says so where another major version of transformers trained the model: the order may have changed."""
     transformers = _imported("transformers")
     saved = str(read_object(folder / "config.json").get("transformers_version") or "")
     if not saved or saved.split(".")[0] == transformers.__version__.split(".")[0]:
@@ -109,7 +109,7 @@ def _imported(package: str) -> Any:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Keeps transformers and peft from reporting what does not matter for names."""
+    """Keep transformers and peft from reporting what does not matter for names."""
     loggers = [logging.getLogger(name) for name in ("transformers", "peft")]
     levels = [logger.level for logger in loggers]
     try:

@@ -76,7 +76,7 @@ def trainer_rules(candidates: Sequence[Candidate]) -> list[tuple[str, Rule]]:
 
 
 def _registered(candidates: Sequence[Candidate]) -> list[frozenset[str]]:
-    """The sets of norm classes, beside torch's own, that may have been registered."""
+    """Return the sets of norm classes, beside torch's own, that may have been registered."""
     owners = {c.module[0] for c in candidates if c.module and not _is_layer_norm(c)}
     norms = sorted(cls for cls in owners if "norm" in cls.rpartition(".")[2].lower())
     sizes = range(len(norms) + 1) if len(norms) <= _MOST_CLASSES else (0, len(norms))
@@ -93,7 +93,7 @@ def _label(versions: str, classes: frozenset[str]) -> str:
 
 
 def galore_rule(targets: str | Sequence[str]) -> tuple[str, Rule]:
-    """The rule for GaLore and Apollo: everything else first, then the weights of the targeted linear layers.
+    """Return the rule for GaLore and Apollo: everything else first, then the weights of the targeted linear layers.
 
     Args:
         targets: `optim_target_modules` of the training arguments: a regular expression, `all-linear`, or a list of names,

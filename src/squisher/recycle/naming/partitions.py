@@ -186,7 +186,7 @@ def _greedy(shapes: Sequence[Shape | None], candidates: Sequence[Candidate]) -> 
 
 
 def _with_required(shapes: Sequence[Shape | None], candidates: Sequence[Candidate]) -> list[int] | None:
-    """The leftmost way that leaves out no required candidate."""
+    """Return the leftmost way that leaves out no required candidate."""
     count, size = len(shapes), len(candidates)
     if count > size:
         return None

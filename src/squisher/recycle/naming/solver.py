@@ -136,7 +136,7 @@ class _Tier:
             raise NamingError(_contradicted(names, by, self.evidence, wrong))
 
     def _decided(self) -> tuple[tuple[str, ...], str] | None:
-        """The answer that the values leave, if they leave one."""
+        """Return the answer that the values leave, if they leave one."""
         said = self.evidence.names
         if not said:
             return None
@@ -154,7 +154,7 @@ class _Tier:
         return answer
 
     def _by_rule(self) -> tuple[tuple[str, ...], str] | None:
-        """The answer of the conventions, where one fits to the last parameter and no plain order of the groups does."""
+        """Return the answer of the conventions, where one fits to the last parameter and no plain order of the groups does."""
         found: dict[tuple[str, ...], str] = {}
         for label, candidates in self.sources:
             for by, way in _conventional(self.optimizer, candidates, self.rules):
@@ -167,7 +167,7 @@ class _Tier:
         return names, by
 
     def _levels(self, names: Sequence[str], by: str) -> Solution:
-        """The answer, with what the values say about each name of it."""
+        """Return the answer, with what the values say about each name of it."""
         proven = _proven(self.optimizer, self.sources, self.evidence)
         margin = min(self.evidence.margins.values(), default=None)
         convention, proof = Naming(Level.CONVENTION, by), Naming(Level.PROVEN, f"{self.evidence.by}; {by}", margin)
@@ -175,7 +175,7 @@ class _Tier:
 
 
 def _proven(optimizer: OptimizerState, sources: Sequence[Source], evidence: Evidence) -> set[int]:
-    """The entries that the values prove, and with them those whose shape no other parameter has."""
+    """Return the entries that the values prove, and with them those whose shape no other parameter has."""
     if not evidence.names:
         return set()
     shapes = list({c.name: c.shape for _, candidates in sources for c in candidates}.values())
@@ -184,7 +184,7 @@ def _proven(optimizer: OptimizerState, sources: Sequence[Source], evidence: Evid
 
 
 def _by_shape(optimizer: OptimizerState, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates in the optimizer's order, if their shapes alone tell it; otherwise none."""
+    """Return the candidates in the optimizer's order, if their shapes alone tell it; otherwise none."""
     shapes = [c.shape for c in candidates]
     wanted = [entry.shape for entry in optimizer.entries]
     if any(shape is None or shapes.count(shape) != 1 for shape in wanted) or len(set(wanted)) < len(wanted):
@@ -194,7 +194,7 @@ def _by_shape(optimizer: OptimizerState, candidates: Sequence[Candidate]) -> lis
 
 
 def _recorded(optimizer: OptimizerState, recorded: Sequence[str], sources: Sequence[Source]) -> Solution:
-    """The names that the source records; those of a submodule, which no weight has, with the submodule's own name."""
+    """Return the names that the source records; those of a submodule, which no weight has, with the submodule's own name."""
     names = clean_names(recorded)
     known = {name: c.shape for _, candidates in sources for c in candidates for name in (c.name, c.live_name or c.name)}
     if not known or any(name in known for name in names):
@@ -243,7 +243,7 @@ def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
 
 
 def matching(candidates: Sequence[Candidate], pattern: str) -> list[Candidate]:
-    """The candidates whose name, in the weight file or in the running model, a regular expression finds.
+    """Return the candidates whose name, in the weight file or in the running model, a regular expression finds.
 
     Raises:
         NamingError: It is not a regular expression.
@@ -275,7 +275,7 @@ _ADAPTER = re.compile(r"\.(?:lora_\w+\.[^.]+\.weight$|lora_embedding_[AB]\.[^.]+
 
 
 def recorded_name(live_name: str) -> str:
-    """The name in the weight file of a parameter that was recorded in the running model: PEFT drops the adapter's own name."""
+    """Return the name in the weight file of a parameter that was recorded in the running model: PEFT drops the adapter's own name."""
     return adapter_file_name(live_name) if _ADAPTER.search(live_name) else live_name
 
 

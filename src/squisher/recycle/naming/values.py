@@ -91,7 +91,7 @@ class Values:
         return np.asarray(_sample(c.weight) - _sample(c.before))
 
     def _channels(self, source: Any, axis: int) -> Array:
-        """The sampled channels of one axis, one a row: of the first axis they are read alone, of another in blocks."""
+        """Return the sampled channels of one axis, one a row: of the first axis they are read alone, of another in blocks."""
         shape = tuple(source.shape)
         chosen = _chosen(shape[axis], self.channels)
         if axis == 0 and not isinstance(source, Tensor) and getattr(source, "is_contiguous", True):
@@ -105,7 +105,7 @@ class Values:
 
 
 def _blocks(source: Any) -> Iterator[Tensor]:
-    """A tensor in blocks of its first axis."""
+    """Yield a tensor in blocks of its first axis."""
     if isinstance(source, Tensor) or not getattr(source, "is_contiguous", True):
         yield source.detach() if isinstance(source, Tensor) else source.load()
         return
@@ -124,7 +124,7 @@ def _chosen(length: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def _sample(source: Any) -> Array:
-    """Some elements of a tensor: all, or short chunks spread over it."""
+    """Return some elements of a tensor: all, or short chunks spread over it."""
     numel, chunk = math.prod(source.shape), 256
     starts = [0]
     if numel > _ELEMENTS:

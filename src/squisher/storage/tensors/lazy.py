@@ -33,7 +33,7 @@ class TensorSource(Protocol):
         """Data type of the stored values."""
 
     def load(self) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
 
     def read_flat(self, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` in flat order."""
@@ -47,7 +47,7 @@ class FileTensor(NamedTuple):
     shape: tuple[int, ...]
 
     def load(self) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         return self.read_flat(0, math.prod(self.shape)).view(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
@@ -81,15 +81,15 @@ class LazyTensors(Mapping[str, Tensor]):
         return f"LazyTensors({len(self)} tensors)"
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without reading it."""
+        """Return the shape of one tensor, without reading it."""
         return torch.Size(self._source(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
-        """The data type of one tensor, without reading it."""
+        """Return the data type of one tensor, without reading it."""
         return self._source(name).dtype
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """The tensor in flat pieces of at most `size` elements, in order."""
+        """Yield the tensor in flat pieces of at most `size` elements, in order."""
         source = self._source(name)
         numel = math.prod(source.shape)
         for start in range(0, numel, size):

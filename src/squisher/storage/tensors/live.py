@@ -37,7 +37,7 @@ class LiveParameter(NamedTuple):
 
 
 def live_parameters(model: torch.nn.Module) -> list[LiveParameter]:
-    """The parameters of a module in registration order, each once, named as its weight file names them.
+    """Return the parameters of a module in registration order, each once, named as its weight file names them.
 
     Wrappers (DDP, DataParallel, compiled, FSDP, checkpointed, averaged) are recognised by their type, so that a user's own
     submodule called `module` keeps its name.
@@ -81,7 +81,7 @@ _ADAPTER = (
 
 
 def adapter_file_name(live_name: str) -> str:
-    """The name that PEFT writes for a live adapter parameter: without the adapter's own name (`.default`)."""
+    """Return the name that PEFT writes for a live adapter parameter: without the adapter's own name (`.default`)."""
     name = re.sub(_ADAPTER, _file_part, live_name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
     return name.replace("..", ".")
 

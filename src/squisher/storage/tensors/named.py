@@ -21,18 +21,18 @@ CHUNK = 1 << 18
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
-    """The shape of one tensor of any mapping; reads no data from a lazy one."""
+    """Return the shape of one tensor of any mapping; reads no data from a lazy one."""
     shape = getattr(tensors, "shape", None)
     return torch.Size(shape(name)) if callable(shape) else _tensor(tensors, name).shape
 
 
 def numel_of(tensors: Mapping[str, Tensor], name: str) -> int:
-    """The number of elements of one tensor of any mapping; reads no data from a lazy one."""
+    """Return the number of elements of one tensor of any mapping; reads no data from a lazy one."""
     return math.prod(shape_of(tensors, name))
 
 
 def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
-    """The data type of one tensor of any mapping; reads no data from a lazy one."""
+    """Return the data type of one tensor of any mapping; reads no data from a lazy one."""
     dtype = getattr(tensors, "dtype", None)
     return cast(torch.dtype, dtype(name)) if callable(dtype) else _tensor(tensors, name).dtype
 
@@ -65,7 +65,7 @@ def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
 
 
 def name_pattern(pattern: str | None) -> re.Pattern[str] | None:
-    """A user's regular expression over parameter names.
+    """Return a user's regular expression over parameter names.
 
     Raises:
         NamingError: It is not a regular expression.
@@ -78,7 +78,7 @@ def name_pattern(pattern: str | None) -> re.Pattern[str] | None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keeps torch from sharing small pieces among threads, for work that streams over many of them.
+    """Keep torch from sharing small pieces among threads, for work that streams over many of them.
 
     A piece fits a cache, and its threads would wait for one another at every operation: on a machine that has other work to
     do, that is ten times slower than one thread alone.
@@ -118,11 +118,11 @@ class Computed(Mapping[str, Tensor]):
         return name in (self._like if self._names is None else self._names)  # the inherited one would read the tensor
 
     def shape(self, name: str) -> torch.Size:
-        """The shape of one tensor, without computing it."""
+        """Return the shape of one tensor, without computing it."""
         return shape_of(self._like, self._name_there(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """The data type of one tensor, without computing it."""
+        """Return the data type of one tensor, without computing it."""
         return dtype_of(self._like, self._name_there(name))
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:

@@ -38,7 +38,7 @@ class Joined:
             raise ValueError(f"{self._ends[-1:]} elements for the shape {self.shape}")
 
     def load(self) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         return self.read_flat(0, math.prod(self.shape)).reshape(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
@@ -97,7 +97,7 @@ class Block:
         return (place[:, None] + torch.arange(self.run)).reshape(-1)
 
     def first_run(self, position: int) -> int:
-        """The first run that ends after a flat position of the whole."""
+        """Return the first run that ends after a flat position of the whole."""
         low, high = 0, self.count
         while low < high:
             middle = (low + high) // 2
@@ -140,7 +140,7 @@ class Blocks:
         return "two of its parts overlap" if clash else None
 
     def load(self) -> Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         numel = math.prod(self.shape)
         whole = torch.empty(numel, dtype=self.dtype)
         for start in range(0, numel, CHUNK):

@@ -128,7 +128,7 @@ def _zip_storage(archive: Archive, folder: str, key: str, dtype: torch.dtype, nu
 
 
 def _read_pickles(span: ByteRange, nesting: int) -> Any:
-    """The old format, or a plain pickle: only as much of the file is read as the pickles at its beginning need."""
+    """Read the old format, or a plain pickle: only as much of the file is read as the pickles at its beginning need."""
     window = FIRST_WINDOW
     while True:
         data = span.read(0, min(span.length, window, MAX_PICKLE))
@@ -237,7 +237,7 @@ def _storage_identifier(identifier: Any, length: int) -> tuple[StorageType, str,
 
 
 def _mistaken(span: ByteRange, head: bytes) -> str:
-    """What a file that is no torch file is instead, and what to do."""
+    """Return what a file that is no torch file is instead, and what to do."""
     text = head.lstrip().lower()
     if not head:
         return "is empty. The saving or the download was interrupted; get it again."

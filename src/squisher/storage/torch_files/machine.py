@@ -77,7 +77,7 @@ class Machine:
         self.budget = 2 * len(data) + (1 << 16)
 
     def run(self) -> Any:
-        """The object; `position` then stands behind its pickle."""
+        """Return the object; `position` then stands behind its pickle."""
         data, table = self.data, TABLE
         allowed = min(MAX_OPCODES, FREE_OPCODES + len(data) // BYTES_PER_OPCODE)
         try:
@@ -116,7 +116,7 @@ class Machine:
             self.fail("it repeats itself beyond measure")
 
     def take(self, count: int) -> bytes:
-        """The next bytes."""
+        """Return the next bytes."""
         start, end = self.position, self.position + count
         if end > len(self.data):
             self.position = len(self.data)
@@ -125,7 +125,7 @@ class Machine:
         return self.data[start:end]
 
     def line(self) -> str:
-        """The rest of a line; only the oldest opcodes and GLOBAL use lines."""
+        """Return the rest of a line; only the oldest opcodes and GLOBAL use lines."""
         end = self.data.find(b"\n", self.position, self.position + MAX_LINE)
         if end < 0:
             if self.position + MAX_LINE > len(self.data):
@@ -136,7 +136,7 @@ class Machine:
         return text
 
     def items(self) -> list[Any]:
-        """What stands above the last mark."""
+        """Return what stands above the last mark."""
         items = self.stack
         self.stack = self.below.pop()
         return items
@@ -191,7 +191,7 @@ class Machine:
         self.stack.append(found)
 
     def call(self, function: Any, args: Any, kwargs: dict[str, Any] | None = None) -> Any:
-        """The result of a known function of the closed list; a record of the call for any other."""
+        """Return the result of a known function of the closed list; a record of the call for any other."""
         if type(args) is not tuple:
             self.fail("arguments that are not a tuple")
         if type(function) is Global:
@@ -245,11 +245,11 @@ class Machine:
         target.update(items)
 
     def text(self, count: int) -> str:
-        """The next bytes as text."""
+        """Return the next bytes as text."""
         return self.take(count).decode("utf-8", "surrogatepass")
 
     def old_text(self, count: int) -> str | bytes:
-        """The next bytes as Python 2 wrote both text and bytes."""
+        """Return the next bytes as Python 2 wrote both text and bytes."""
         data = self.take(count)
         try:
             return data.decode()
@@ -257,7 +257,7 @@ class Machine:
             return data
 
     def long(self, count: int) -> int:
-        """The next bytes as a number."""
+        """Return the next bytes as a number."""
         if not 0 <= count <= MAX_LONG_BYTES:
             self.fail(f"a number of {count} bytes")
         return int.from_bytes(self.take(count), "little", signed=True)
@@ -269,7 +269,7 @@ class Machine:
         self.stack.append(self.persistent_load(identifier))
 
     def size(self, read: Callable[[bytes, int], tuple[int]], width: int) -> int:
-        """The next bytes as a length or an index."""
+        """Return the next bytes as a length or an index."""
         (value,) = read(self.data, self.position)
         self.position += width
         return value

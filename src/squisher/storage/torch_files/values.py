@@ -68,7 +68,7 @@ class Record:
         self.mapping: dict[Any, Any] = {}
 
     def get(self, attribute: str, default: Any = None) -> Any:
-        """An attribute, or a keyword argument of that name, or the default."""
+        """Return an attribute, or a keyword argument of that name, or the default."""
         if attribute in self.attributes:
             return self.attributes[attribute]
         return self.kwargs.get(attribute, default)
@@ -92,7 +92,7 @@ class Array(Record):
     __slots__ = ()
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """The array, if it holds plain numbers and its size is what its shape says."""
+        """Return the array, if it holds plain numbers and its size is what its shape says."""
         state = self.state
         if type(state) is not tuple or len(state) != 5:
             raise FileError("A numpy array in the file is incomplete. Get the file again.")
@@ -151,7 +151,7 @@ class Storage:
             raise self.damaged()
 
     def damaged(self) -> FileError:
-        """The error for bytes that are not the ones that were written."""
+        """Return the error for bytes that are not the ones that were written."""
         return FileError(
             f"{self.byte_range.label} is damaged: its checksum does not fit its bytes. Get the file again."
         )
@@ -309,7 +309,7 @@ class Verified:
         self._verified = False
 
     def load(self) -> torch.Tensor:
-        """The whole tensor."""
+        """Return the whole tensor."""
         return self._checked().load()
 
     def read_flat(self, start: int, stop: int) -> torch.Tensor:
@@ -325,6 +325,6 @@ class Verified:
 
 
 def shortened(text: object, length: int = 80) -> str:
-    """The text for use in a message: quoted, without control characters, and not long."""
+    """Return the text for use in a message: quoted, without control characters, and not long."""
     shown = str(text)
     return repr(shown if len(shown) <= length else shown[: length - 3] + "...")

@@ -55,7 +55,7 @@ class Archive:
         self.entries = self._directory() if entries is None else entries
 
     def place(self, name: str) -> ByteRange:
-        """The bytes of a stored entry."""
+        """Return the bytes of a stored entry."""
         entry = self.entries[name]
         if entry.method != STORED:
             raise FileError(
@@ -65,7 +65,7 @@ class Archive:
         return self._data(entry)
 
     def read(self, name: str, limit: int) -> bytes:
-        """The content of an entry, stored or (if small) deflated."""
+        """Return the content of an entry, stored or (if small) deflated."""
         entry = self.entries[name]
         if entry.size > (limit if entry.method == STORED else min(limit, MAX_INFLATED)):
             raise FileError(
@@ -147,7 +147,7 @@ class Archive:
         return (name, method, crc, compressed, size, header), end
 
     def _wide(self, extra: bytes, values: list[int]) -> list[int]:
-        """The sizes and offset of an entry, from its zip64 field where 32 bits did not hold them."""
+        """Return the sizes and offset of an entry, from its zip64 field where 32 bits did not hold them."""
         if UNKNOWN32 not in values:
             return values
         position = 0
