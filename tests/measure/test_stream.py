@@ -70,3 +70,14 @@ def test_every_example_of_divided_data_draws_its_own_labels(found):
 )
 def test_what_fits_neither_is_refused_on_all(found, case, words):
     assert all(words in result[case] for result in found)
+
+
+@pytest.mark.parametrize(("settings", "total"), [({}, 12), ({"drop_last": True}, 10), ({"max_examples": 7}, 7)])
+def test_progress_knows_the_length_of_a_dataloader(settings, total):
+    data = torch.utils.data.TensorDataset(X, Y)
+    most = settings.pop("max_examples", None)
+    calls = []
+    loader = torch.utils.data.DataLoader(data, batch_size=5, **settings)
+    fisher(_model(), loader, max_examples=most, progress=lambda *args: calls.append(args))
+    assert calls[-1] == (total, total)
+    assert all(call[1] == total for call in calls)

@@ -73,7 +73,8 @@ def fisher(
         labels: "data" (the empirical Fisher), "sampled" from the model (unbiased for the Fisher) or "exact" (the Fisher).
         per: "example" squares the gradient of each example; "batch" that of each whole batch, at the price of one plain
             backward (with sampled labels it is unbiased for the Fisher at any batch size).
-        unit: for tokens, "sequence" (default) squares a sequence's summed gradient, "token" that of each token.
+        unit: for tokens, "sequence" (default) squares a sequence's summed gradient, "token" that of each token, which takes one
+            backward pass for every position: with 64 positions, some fifty times longer.
         draws: sampled labels for each example.
         parameters: which ones: a regular expression, names, or a function of the name. By default the trainable ones.
         max_examples: stop after this many.
@@ -81,7 +82,7 @@ def fisher(
         standard_error: also estimate, from the spread between batches, how far each parameter's mean is from its limit.
         eval_mode: measure in evaluation mode, as papers do; False keeps the mode of every module.
         seed: of sampled labels, which are a function of (seed, index of the example in the stream, position).
-        progress: called after every batch with the examples done and, if known, their number.
+        progress: called after every batch with the examples done and, if known (from `max_examples` or a DataLoader), their number.
         method: "auto" computes what it can for all examples at once, proves it against the loop, and leaves the rest to
             the loop; "fast" raises where something would be left to the loop; "loop" is the definition.
         shift: for tokens, how far labels lie behind outputs (1 for causal language models); None asks the model.
@@ -137,7 +138,7 @@ def fisher(
                         spread.add(partial, units)
                 count.examples += batch.size
                 if progress is not None:
-                    progress(count.examples, max_examples)
+                    progress(count.examples, stream.total)
     except (Exception, KeyboardInterrupt) as error:
         failure = error
     ranks.agree(failure)

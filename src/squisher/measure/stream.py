@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -38,6 +38,16 @@ class Stream:
         if divided and max_examples is not None:
             self.most = max_examples // ranks.world() + (ranks.rank() < max_examples % ranks.world())
         self.digest = hashlib.sha256()
+
+    @property
+    def total(self) -> int | None:
+        """How many examples there will be, where that is known: a DataLoader knows, a list of batches does not."""
+        sampler = getattr(self.batches, "sampler", None)
+        if not isinstance(sampler, Sized) or not isinstance(getattr(self.batches, "batch_size", None), int):
+            return self.most
+        size = self.batches.batch_size  # type: ignore[attr-defined]
+        found = len(sampler) - (len(sampler) % size if getattr(self.batches, "drop_last", False) else 0)
+        return found if self.most is None else min(found, self.most)
 
     def __iter__(self) -> Iterator[tuple[Batch, Tensor, bool]]:
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
