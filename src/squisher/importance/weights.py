@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError, SquisherWarning
+from ..ranks import is_sharded, whole
 from ..storage.tensors import chunks_of, dtype_of, numel_of
 from .core import Importance
 
@@ -40,11 +41,18 @@ def content_of(
         if limit is not None and found and limit < sizes[name]:
             break
         digest = hashlib.sha256()
-        for chunk in chunks_of(weights, name):
+        for chunk in chunks_of(_gathered(weights, name), name):
             digest.update(chunk.contiguous().view(-1).view(torch.uint8).numpy().data)
         found[name] = digest.hexdigest()[:32]
         limit = None if limit is None else limit - sizes[name]
     return found
+
+
+def _gathered(weights: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
+    """Return a mapping whose tensor of this name is whole: one that is sharded is gathered, in step with the other processes."""
+    if isinstance(weights, dict) and is_sharded(weights[name]):
+        return {name: whole(weights[name])}
+    return weights
 
 
 class Match(NamedTuple):

@@ -176,7 +176,7 @@ def fisher(
         naming=Naming(Level.RECORDED),
         model={
             "structure": structure_hash({p.name: tuple(p.parameter.shape) for p in live_parameters(model)}),
-            "content": content_of({p.name: p.parameter for p in chosen if not is_sharded(p.parameter)}),
+            "content": content_of({p.name: p.parameter for p in chosen}),
         },
         coverage=coverage,
         standard_error=relative,
