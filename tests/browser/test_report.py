@@ -11,7 +11,7 @@ import torch
 
 import squisher
 from squisher.report import Subject, collect, report_page, write
-from squisher.report.numbers import formatted
+from squisher.report.drawing import formatted
 from tests.report import examples
 
 from .chromium import Browser

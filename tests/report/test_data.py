@@ -17,9 +17,7 @@ from squisher.embed import distances, embedding
 from squisher.errors import SquisherError
 from squisher.order.correlation import spearman
 from squisher.report import Subject, collect
-from squisher.report.data import FRACTIONS, SHARES
-from squisher.report.model import SPARSITIES
-from squisher.report.pairs import joint_counts
+from squisher.report.data import FRACTIONS, SHARES, SPARSITIES, joint_counts
 
 from . import examples
 

@@ -17,7 +17,7 @@ from squisher.errors import FileError, SquisherError
 from squisher.importance import Importance
 from squisher.report import figures as drawn
 from squisher.report import plot_agreement, plot_importance, plot_similarities, plot_sparsity
-from squisher.report.pairs import joint_counts
+from squisher.report.data import joint_counts
 
 
 def pair(parameters: int, size: int = 50, seed: int = 0) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

@@ -4,14 +4,7 @@ import math
 
 import pytest
 
-from squisher.report.numbers import (
-    fixed,
-    formatted,
-    number,
-    power_of_ten,
-    share,
-    whole,
-)
+from squisher.report.drawing import fixed, formatted, number, power_of_ten, share, whole
 
 
 @pytest.mark.parametrize(

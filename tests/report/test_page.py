@@ -15,7 +15,7 @@ import torch
 import squisher
 from squisher.errors import FileError, SquisherError
 from squisher.report import Subject, collect, report_page, write
-from squisher.report.numbers import formatted
+from squisher.report.drawing import formatted
 from squisher.report.page import ROWS, dumped, note, page, section
 
 from . import examples

@@ -9,8 +9,8 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
+from squisher.report.drawing import STEPS, Axis, colour_steps, domain_of
 from squisher.report.heat import density, heat_map
-from squisher.report.scales import STEPS, Axis, colour_steps, domain_of
 from squisher.report.svg import (
     Mark,
     Series,

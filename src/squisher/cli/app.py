@@ -120,7 +120,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and 
 
 def _picture(path: Path | None) -> Path | None:
     if path is not None:
-        from ..report.pictures import check_picture
+        from ..report.figures import check_picture
 
         check_picture(path)
     return path

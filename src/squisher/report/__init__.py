@@ -13,11 +13,18 @@ Charts, tables and the page know nothing of importances, so other pages can be m
 from __future__ import annotations
 
 from .data import Subject, collect
-from .figures import plot_agreement, plot_importance, plot_similarities, plot_sparsity
+from .drawing import Axis, domain_of
+from .figures import (
+    Panel,
+    check_picture,
+    plot_agreement,
+    plot_importance,
+    plot_similarities,
+    plot_sparsity,
+    write_picture,
+)
 from .heat import heat_map
 from .page import Column, Part, figure, note, page, section, table, write
-from .pictures import Panel, check_picture, write_picture
-from .scales import Axis, domain_of
 from .sections import report_page
 from .svg import Mark, Series, bars_with_error_bars, histogram, lines, points_with_error_bars, scatter
 from .tables import compare_json, compare_tables, inspect_json, inspect_tables, similarity_json, similarity_table

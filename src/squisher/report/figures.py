@@ -1,31 +1,47 @@
-"""What `--plot FILE` draws: the report's own charts of one importance, of two, of several tasks, and of a selection."""
+"""What `--plot FILE` draws: the report's own charts of one importance, of two, of several tasks, and of a selection.
+
+`.svg` files hold the charts as they are drawn, `.png` files need the `plots` extra. A file has no page around it, so it
+carries the page's light style, written without the variables and colour pairs that only browsers know.
+"""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from html import escape
+from pathlib import Path
+from xml.etree import ElementTree
 
 from torch import Tensor
 
 from ..analysis.agreement import Agreement
 from ..analysis.health import Health
+from ..errors import FileError, SquisherError
 from ..importance import Importance
 from .atlas import grid, place
-from .data import depth_of
+from .data import agreement_data, depth_of
+from .drawing import Axis, px
 from .heat import clustered, heat_map
-from .pairs import agreement_data
-from .pictures import Panel, write_picture
-from .scales import Axis
-from .single import atlas_chart, depth_chart, distribution_chart, layer_bars, share_chart
+from .page import HATCH, chart_style, resource, write
+from .sections import atlas_chart, depth_chart, distribution_chart, layer_bars, share_chart
 from .svg import Series
 from .together import density_chart, layer_chart, overlap_chart, similarity_chart
 
-__all__ = ["plot_agreement", "plot_importance", "plot_similarities", "plot_sparsity"]
+__all__ = [
+    "Panel",
+    "check_picture",
+    "plot_agreement",
+    "plot_importance",
+    "plot_similarities",
+    "plot_sparsity",
+    "write_picture",
+]
 
-Path = str | os.PathLike[str]
 
-
-def plot_importance(importance: Importance, health: Health, path: Path) -> None:
+def plot_importance(importance: Importance, health: Health, path: str | os.PathLike[str]) -> None:
     """Draw how the values of an importance are distributed, and where they lie in the network.
 
     Args:
@@ -54,7 +70,7 @@ def plot_agreement(
     agreement: Agreement,
     a: Mapping[str, Tensor],
     b: Mapping[str, Tensor],
-    path: Path,
+    path: str | os.PathLike[str],
     names: tuple[str, str] = ("A", "B"),
 ) -> None:
     """Draw two importances against each other: entry against entry, the overlap of the largest, ranks per layer.
@@ -76,7 +92,7 @@ def plot_agreement(
     write_picture(path, f"{names[0]} and {names[1]}: {agreement.numel:,} entries in common", panels)
 
 
-def plot_similarities(names: Sequence[str], distances: Tensor, path: Path) -> None:
+def plot_similarities(names: Sequence[str], distances: Tensor, path: str | os.PathLike[str]) -> None:
     """Draw the similarity of tasks (1 − distance) as a map, with like ones side by side.
 
     Args:
@@ -93,7 +109,7 @@ def plot_similarities(names: Sequence[str], distances: Tensor, path: Path) -> No
     )
 
 
-def plot_sparsity(counts: Mapping[str, tuple[int, int]], path: Path, what: str) -> None:
+def plot_sparsity(counts: Mapping[str, tuple[int, int]], path: str | os.PathLike[str], what: str) -> None:
     """Draw which share of every layer and of every parameter was chosen (kept, or set to zero).
 
     Args:
@@ -126,3 +142,110 @@ def plot_sparsity(counts: Mapping[str, tuple[int, int]], path: Path, what: str) 
     overall = chosen / entries if entries else 0.0
     heading = f"{chosen:,} of {entries:,} entries {what} ({100 * overall:.3g}%)"
     write_picture(path, heading, [Panel("Per layer", bars), Panel("Per parameter", parameters)])
+
+
+_WIDTH = 1160.0
+_MARGIN, _GAP, _HEAD = 24.0, 36.0, 30.0
+_ZOOM = 2  # pixels of a .png per unit: sharp in print and on a phone
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart of a picture: its heading and the `<svg>` that a chart function returned."""
+
+    heading: str
+    drawing: str
+
+
+def check_picture(path: str | os.PathLike[str]) -> None:
+    """Refuse a picture that cannot be written, before any work.
+
+    Raises:
+        SquisherError: The file ends in neither .svg nor .png, or what writes .png files is not installed.
+        FileError: There is no such folder.
+    """
+    path = Path(path)
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise SquisherError(f"A picture is an .svg or a .png file; {path.name!r} is neither.")
+    if not path.parent.is_dir():
+        raise FileError(f"The folder {path.parent} for the picture does not exist.")
+    if path.suffix.lower() == ".png":
+        _renderer()
+
+
+def write_picture(path: str | os.PathLike[str], heading: str, panels: Sequence[Panel]) -> None:
+    """Write charts into one file, side by side where they fit.
+
+    The bytes depend on nothing but the charts (and, of a .png, on the version of resvg).
+
+    Args:
+        path: Ends in `.svg` or `.png`.
+        heading: What the picture shows.
+        panels: The charts, in reading order.
+
+    Raises:
+        SquisherError: The file has another ending, or cannot be written; the `plots` extra is not installed.
+    """
+    check_picture(path)
+    svg = _together(heading, panels)
+    if Path(path).suffix.lower() == ".svg":
+        write(path, svg)
+        return
+    import font_roboto
+
+    fonts = [font_roboto.Roboto, font_roboto.RobotoMedium]
+    png = _renderer()(
+        svg_string=svg, zoom=_ZOOM, skip_system_fonts=True, font_files=fonts, sans_serif_family="Roboto",
+        monospace_family="Roboto", font_family="Roboto",
+    )  # fmt: skip
+    write(path, bytes(png))
+
+
+def _renderer():  # type: ignore[no-untyped-def]  # the extra's own function
+    try:
+        import font_roboto  # noqa: F401
+        import resvg_py
+    except ImportError as error:
+        raise SquisherError(
+            "A .png file needs more packages: pip install 'torch-squisher[plots]'. An .svg file needs none."
+        ) from error
+    return resvg_py.svg_to_bytes
+
+
+def _together(heading: str, panels: Sequence[Panel]) -> str:
+    """Return one `<svg>` of several: panels fill rows of the page's width."""
+    rows: list[list[tuple[Panel, float, float]]] = []
+    room = 0.0
+    for panel in panels:
+        root = ElementTree.fromstring(panel.drawing)
+        width, height = float(root.get("width", 0)), float(root.get("height", 0))
+        if not rows or width > room:
+            rows.append([])
+            room = _WIDTH
+        rows[-1].append((panel, width, height))
+        room -= width + _GAP
+    out = [f'<text class="heading" x="{px(_MARGIN)}" y="{px(_MARGIN + 14)}">{escape(heading)}</text>']
+    top, widest = _MARGIN + 34, 0.0
+    for row in rows:
+        left = _MARGIN
+        for panel, width, _ in row:
+            out.append(f'<text class="panel" x="{px(left)}" y="{px(top + 16)}">{escape(panel.heading)}</text>')
+            out.append(panel.drawing.replace("<svg ", f'<svg x="{px(left)}" y="{px(top + _HEAD)}" ', 1))
+            left += width + _GAP
+        widest = max(widest, left - _GAP + _MARGIN)
+        top += _HEAD + max(height for _, _, height in row) + _GAP
+    height = top - _GAP + _MARGIN
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {px(widest)} {px(height)}" width="{px(widest)}" height="{px(height)}">'
+        f"<style>{_plain_style()}</style><defs>{HATCH}</defs>"
+        f'<rect width="{px(widest)}" height="{px(height)}" fill="#ffffff"/>{"".join(out)}</svg>\n'
+    )
+
+
+@cache
+def _plain_style() -> str:
+    """Return the style of charts on a light page, with every variable and colour pair resolved."""
+    variables = dict(re.findall(r"(--[\w-]+): ([^;]+);", resource("style.css")))
+    text = re.sub(r"var\((--[\w-]+)\)", lambda found: variables[found[1]], chart_style())
+    text = re.sub(r"light-dark\(([^,()]+),[^()]+\)", r"\1", text)
+    return text + "svg .heading { font-size: 18px; fill: #1d2226; } svg .panel { font-size: 14px; fill: #1d2226; }\n"

@@ -12,9 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .drawing import opening, px, shortened, slanted, text_at
-from .numbers import formatted
-from .scales import STEPS, Axis, domain_of
+from .drawing import STEPS, Axis, domain_of, formatted, opening, px, shortened, slanted, text_at
 
 __all__ = ["clustered", "density", "heat_map"]
 

@@ -21,8 +21,7 @@ from typing import Any
 from .. import __version__
 from ..errors import SquisherError
 from ..storage.atomic import write_file
-from .numbers import formatted
-from .scales import colour_steps
+from .drawing import colour_steps, formatted
 
 __all__ = [
     "HATCH", "Column", "Part", "chart_style", "dumped", "facts_list", "figure", "note", "page", "resource", "section", "table", "write",

@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from .drawing import (
     HEIGHT,
     SERIES,
+    Axis,
     Chart,
     attribute,
+    formatted,
     px,
     text_at,
 )
-from .numbers import formatted
-from .scales import Axis
 
 __all__ = ["Mark", "Series", "bars_with_error_bars", "histogram", "lines", "points_with_error_bars", "scatter"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from .drawing import Axis, fixed, number, share, whole
 from .heat import density, heat_map
-from .numbers import fixed, number, share, whole
 from .page import (
     Column,
     Part,
@@ -17,7 +17,6 @@ from .page import (
     section,
     table,
 )
-from .scales import Axis
 from .svg import Series, lines
 from .words import counted, listed
 

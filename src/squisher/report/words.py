@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..importance import Provenance
-from .numbers import fixed, share, whole
+from .drawing import fixed, share, whole
 
 __all__ = ["answer", "counted", "in_words", "listed", "short_names", "summary"]
 
