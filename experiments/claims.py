@@ -79,7 +79,7 @@ class Judged(NamedTuple):
 
 
 _EWC = tuple(f"ewc/{b}-{s}" for b in ("split", "permuted", "cifar") for s in ("task", "domain", "class"))
-_ALL = ("merging", "ubgm", "pruning", "fish", "embedding", *_EWC, "ewc/permuted-reduced")
+_ALL = ("merging", "ubgm", "pruning/cifar10", "pruning", "fish", "embedding", *_EWC, "ewc/permuted-reduced")
 _EWC_TASK = ("ewc/split-task", "ewc/permuted-task", "ewc/cifar-task")
 
 CLAIMS: tuple[Claim, ...] = (
@@ -99,9 +99,9 @@ CLAIMS: tuple[Claim, ...] = (
         "With the best checkpoints the Fisher is better than the Squisher", "merging", "fisher (exact)", "squisher",
         case="average, best checkpoint",
     ),
-    Claim(
-        "After a shorter training of the base the Squisher is as good as the Fisher", "pruning", "squisher",
-        "fisher (OrthoReg)", alike=True, case="75% pruned, base 10 epochs",
+    *(
+        Claim("After a shorter training of the base the Squisher is as good as the Fisher", s, "squisher", "fisher (OrthoReg)", alike=True, case="75% pruned, base 10 epochs")
+        for s in ("pruning/cifar10", "pruning")
     ),
     *(Claim("Bias correction changes the merge for the better", s, "squisher", "squisher (without bias correction)", ours=True) for s in ("merging", "ubgm")),
     Claim("β₂ = 0.999 is better than 0.95", "merging", "squisher", "squisher (β₂ = 0.95)", ours=True),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -82,7 +81,7 @@ class Comparison:
         if not self.rows_known(first, second, case):
             return 0.0
         errors = [row_error(self.right[one, first], self.right[one, second]) for one in cases]
-        return math.hypot(*errors) / len(errors)
+        return sum(errors) / len(errors)  # cases may share their rows: nothing averages out
 
     def rows_known(self, first: str, second: str, case: str | None = None) -> bool:
         """Whether it is known which test rows two methods had right."""
@@ -134,7 +133,7 @@ def _comparison(name: str, title: str, module: Any, made: dict[str, Any]) -> Com
     cases = cases or [c for c in wanted if methods.get(c)] or list(methods)[:1]
     return Comparison(
         name, title, module.BASELINE, module.METRIC, module.HIGHER_IS_BETTER, tuple(cases), module.PAPER, made,
-        getattr(module, "CHANCE", {}), getattr(module, "SOUND_FROM", None),
+        module.chance(made["config"]) if hasattr(module, "chance") else getattr(module, "CHANCE", {}), getattr(module, "SOUND_FROM", None),
         bool(getattr(module, "FIXED_ROWS", False)) and made["scale"] == "cpu", _right(module, made),
     )  # fmt: skip
 

@@ -185,6 +185,30 @@ def test_where_all_images_are_trained_on_the_search_leaves_some_out(tmp_path, mo
     assert not rows[0] & rows[1]
 
 
+def test_of_cifar_10_the_right_rows_go_with_the_case_and_chance_is_a_tenth(tmp_path):
+    folder = tmp_path / "cifar-10-batches-bin"
+    folder.mkdir()
+    rows = np.random.default_rng(0).integers(0, 256, (60, 3073), dtype=np.uint8)
+    rows[:, 0] = np.arange(60) % 10
+    rows[:48].tofile(folder / "data_batch_1.bin")
+    rows[48:].tofile(folder / "test_batch.bin")
+    config = {"filters": {**pruning.CONFIGS["cifar10"]["filters"], "images": 48, "validation": 8}}
+    train, _, test = pruning.parts(Run("pruning", "cifar10", config, tmp_path, tmp_path))
+    assert (len(train), len(test), int(train.labels.max())) == (48, 12, 9)
+    assert pruning.chance(config) == {"": 10.0}
+    assert pruning.chance({"filters": pruning.CONFIGS["cpu"]["filters"]}) == {"": 1.0}
+    results = {
+        f"seed-1/squisher/0.75/{epochs}": {
+            "seed": 1, "method": "squisher", "ratio": 0.75, "epochs": epochs, "after": 50.0, "right": right,
+        }
+        for epochs, right in ((15, "10"), (10, "01"))
+    }  # fmt: skip
+    assert pruning.right(results) == {
+        ("75% pruned", "squisher", 1): ["10"],
+        ("75% pruned, base 10 epochs", "squisher", 1): ["01"],
+    }
+
+
 def test_at_a_quarter_of_the_width_every_aggregation_is_retrained_at_every_level():
     config = pruning.CONFIGS["quarter"]
     f = config["filters"]
