@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from squisher.analysis.agreement import FRACTIONS, Agreement, compare, comparing
+from squisher.analysis import agreement
+from squisher.analysis.agreement import FRACTIONS, Agreement, compare
 from squisher.errors import SquisherError
 from squisher.importance import Importance, load
 
@@ -80,7 +81,7 @@ def test_rows_are_the_same_sorted_and_counted(monkeypatch, dtype) -> None:
         for _ in range(2)
     )
     sorted_rows = compare(a, b).rows
-    monkeypatch.setattr("squisher.analysis.agreement.comparing._SORTED", 0)
+    monkeypatch.setattr("squisher.analysis.agreement._SORTED", 0)
     counted = compare(a, b).rows
     assert [repr(row) for row in sorted_rows] == [repr(row) for row in counted]
 
@@ -104,7 +105,7 @@ def test_fractions_of_less_than_one_entry_are_left_out() -> None:
 def test_rounded_ranks_differ_little_from_exact_ones(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = related(noise=0.3)
     exact = compare(a, b)
-    monkeypatch.setattr(comparing, "EXACT_LIMIT", limit)
+    monkeypatch.setattr(agreement, "EXACT_LIMIT", limit)
     rounded = compare(a, b)
     if limit == exact.numel:
         assert rounded == exact
@@ -125,7 +126,7 @@ def test_rounded_ranks_differ_little_from_exact_ones(limit: int, monkeypatch: py
 def test_values_of_16_bits_have_the_same_ranks_either_way(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = ({name: tensor.bfloat16() for name, tensor in side.items()} for side in related())
     exact = compare(a, b)
-    monkeypatch.setattr(comparing, "EXACT_LIMIT", 100)
+    monkeypatch.setattr(agreement, "EXACT_LIMIT", 100)
     streamed = compare(a, b)
     assert streamed.spearman == pytest.approx(exact.spearman, abs=1e-12)
     for rough, fine in zip(streamed.rows, exact.rows, strict=True):
@@ -137,7 +138,7 @@ def test_a_million_streamed_entries_against_exact_ones(monkeypatch: pytest.Monke
     a = {"x": torch.randn(1_000_000, generator=generator).square()}
     b = {"x": a["x"] * torch.exp(2 * torch.randn(1_000_000, generator=generator))}
     exact = compare(a, b)
-    monkeypatch.setattr(comparing, "EXACT_LIMIT", 100_000)
+    monkeypatch.setattr(agreement, "EXACT_LIMIT", 100_000)
     streamed = compare(a, b)
     assert streamed.spearman == pytest.approx(exact.spearman, abs=2e-5)
     assert streamed.overlaps == exact.overlaps
@@ -173,7 +174,7 @@ def test_opposite_ranks() -> None:
 
 @pytest.mark.parametrize("limit", [10, 1_000])
 def test_constant_and_zero_tensors(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "EXACT_LIMIT", limit)
+    monkeypatch.setattr(agreement, "EXACT_LIMIT", limit)
     a = {"zero": torch.zeros(20), "one": torch.ones(20), "empty": torch.zeros(0, 3), "varied": torch.rand(20) + 1}
     found = compare(a, a)
     assert found.spearman == pytest.approx(1)
@@ -221,7 +222,7 @@ def test_files_are_compared_without_loading_them(
     Importance(b).save(f"{tmp_path}/b.safetensors")
     assert compare(load(f"{tmp_path}/a.safetensors"), load(f"{tmp_path}/b.safetensors")) == expected
 
-    monkeypatch.setattr(comparing, "EXACT_LIMIT", 100)
+    monkeypatch.setattr(agreement, "EXACT_LIMIT", 100)
     monkeypatch.setattr(Importance, "__getitem__", lambda self, name: pytest.fail(f"{name} was read whole"))
     found = compare(load(f"{tmp_path}/a.safetensors"), load(f"{tmp_path}/b.safetensors"))
     assert found.overlaps == expected.overlaps
@@ -229,7 +230,7 @@ def test_files_are_compared_without_loading_them(
 
 @pytest.mark.parametrize("limit", [10, 10_000_000])
 def test_progress_rises_to_the_end(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparing, "EXACT_LIMIT", limit)
+    monkeypatch.setattr(agreement, "EXACT_LIMIT", limit)
     calls: list[tuple[int, int]] = []
     found = compare(*related(), progress=lambda done, total: calls.append((done, total)))
     assert [done for done, _ in calls] == sorted(done for done, _ in calls)

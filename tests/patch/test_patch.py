@@ -8,7 +8,6 @@ import torch
 
 from squisher import patch
 from squisher.errors import FileError, NamingError, SquisherError
-from squisher.patch import applying, making
 from squisher.storage import safetensors as archive
 from squisher.storage.tensors import chunks_of
 
@@ -208,13 +207,13 @@ def test_a_type_that_no_file_holds(tmp_path):
 def test_places_beyond_32_bits(size):
     # As in a tensor of that many entries, which nobody has to hold: the last chunk of it, changed in its first and last entry.
     start = size - 1000
-    indices = making._indices(np.array([0, 999]), start, size)
+    indices = patch._indices(np.array([0, 999]), start, size)
     assert indices.tolist() == [start, size - 1]
     assert indices.dtype == (torch.int32 if size < 2**31 else torch.int64)
     earlier = torch.tensor([3], dtype=indices.dtype)
     places = torch.cat([earlier, indices]).numpy()
-    chunk = applying._changed(torch.zeros(1000), start, places, torch.tensor([7.0, 8.0, 9.0]))
+    chunk = patch._changed(torch.zeros(1000), start, places, torch.tensor([7.0, 8.0, 9.0]))
     assert chunk.nonzero().flatten().tolist() == [0, 999]
     assert (chunk[0], chunk[999]) == (8, 9)
     before = torch.zeros(1000)
-    assert applying._changed(before, start - 1000, places, torch.tensor([7.0, 8.0, 9.0])) is before
+    assert patch._changed(before, start - 1000, places, torch.tensor([7.0, 8.0, 9.0])) is before

@@ -144,7 +144,7 @@ def test_compare_says_how_far_they_agree() -> None:
 def test_compare_marks_overlaps_that_reach_into_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.zeros(100)
     values[:20] = torch.arange(1.0, 21.0)
-    monkeypatch.setattr("squisher.analysis.agreement.comparing.EXACT_LIMIT", 10)
+    monkeypatch.setattr("squisher.analysis.agreement.EXACT_LIMIT", 10)
     text = rendered(compare_tables(compare({"x": values}, {"x": values})))
     lines = {line.split()[0]: line for line in text.splitlines() if line.strip()}
     assert "*" not in lines["10%"]

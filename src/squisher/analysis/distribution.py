@@ -86,7 +86,7 @@ class Distribution:
 
 
 class Tally:
-    """Collects values piece by piece."""
+    """Collects values chunk by chunk."""
 
     def __init__(self) -> None:
         self._counts = torch.zeros(BINS, dtype=torch.int64)
@@ -95,7 +95,7 @@ class Tally:
         self._min, self._max = math.inf, -math.inf
 
     def add(self, values: Tensor) -> None:
-        """Count one piece of non-negative finite values."""
+        """Count one chunk of non-negative finite values."""
         if not values.numel():
             return
         low, high = values.aminmax()

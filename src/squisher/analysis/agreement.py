@@ -1,20 +1,32 @@
-"""The comparison: exact in memory, or with rounded ranks over what need not fit into it."""
+"""How far two importances agree: in rank, in scale, and on which entries matter most.
+
+Everything is computed on the stored values of the parameters that both have; convert with `imp.as_fisher()` first where
+the two scales should be compared. Up to `EXACT_LIMIT` common entries everything is exact. Beyond, values are
+read in chunks and memory stays bounded: ranks are mid-ranks of the values rounded to the upper 16 bits of their float32
+(relative resolution 2⁻⁷; a histogram of 32,768 bins holds all ranks), and so is the median ratio. Overlaps are exact at
+any size.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ...order.correlation import Rounded, median, ratios, spearman, total
-from ...storage.tensors import one_thread
-from .overlap import Overlap, overlap_by_sorting, overlaps_of
-from .pair import Pair, Progress, joined
+from ..errors import SquisherError
+from ..importance import Importance
+from ..names import align
+from ..order import Selection, Source, thresholds
+from ..order.correlation import Rounded, median, ratios, spearman, total
+from ..storage.tensors import one_thread
 
-__all__ = ["EXACT_LIMIT", "FRACTIONS", "Agreement", "Row", "compare"]
+__all__ = ["EXACT_LIMIT", "FRACTIONS", "Agreement", "Overlap", "Row", "compare"]
+
 
 EXACT_LIMIT = 10_000_000
 """Up to this many common entries are held in memory and ranked exactly."""
@@ -124,7 +136,7 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress
     compare scales, use `imp.as_fisher()` first.
 
     Args:
-        a: An importance or any mapping from names to non-negative tensors; lazy ones are read in pieces.
+        a: An importance or any mapping from names to non-negative tensors; lazy ones are read in chunks.
         b: Another one. Shapes must agree.
         progress: Called with the number of entries done and in all.
 
@@ -169,9 +181,9 @@ def _exactly(pair: Pair, whole: Pair) -> tuple[float, float, list[Row]]:
     """Spearman and median ratio over everything, and the rows; all values are in memory, by name and as one tensor."""
     rows = []
     for name in pair.names:
-        x, y = (joined(pair.pieces(side, name)) for side in (0, 1))
+        x, y = (joined(pair.chunks(side, name)) for side in (0, 1))
         rows.append(_row(pair, name, spearman(x, y), median(ratios(x, y)), total(x), total(y)))
-    x, y = (joined(whole.pieces(side, "all")) for side in (0, 1))
+    x, y = (joined(whole.chunks(side, "all")) for side in (0, 1))
     return spearman(x, y), median(ratios(x, y)), rows
 
 
@@ -183,7 +195,7 @@ def _streamed(pair: Pair) -> tuple[float, float, list[Row]]:
     for name in pair.names:
         own = Rounded()
         if pair.numels[name] <= EXACT_LIMIT:  # held, so that its own ranks and overlap need no other reading
-            held = Pair({name: joined(pair.pieces(0, name))}, {name: joined(pair.pieces(1, name))})
+            held = Pair({name: joined(pair.chunks(0, name))}, {name: joined(pair.chunks(1, name))})
             own.count(held.both(name))
             own.cross(held.both(name))
             rows[name] = _row(held, name, own.spearman(), own.median_ratio(), *own.totals)
@@ -208,7 +220,7 @@ def _row(pair: Pair, name: str, spearman: float, median_ratio: float, total_a: f
     numel = pair.numels[name]
     overlap = math.nan
     if 0 < numel <= _SORTED:
-        x, y = (joined(pair.pieces(side, name)) for side in (0, 1))
+        x, y = (joined(pair.chunks(side, name)) for side in (0, 1))
         overlap = overlap_by_sorting(x, y, ROW_FRACTION)
     elif numel:
         found = overlaps_of(pair.sources(0, [name]), pair.sources(1, [name]), [ROW_FRACTION], numel)[0]
@@ -227,3 +239,131 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Progress = Callable[[int, int], None]
+"""Called with the entries done and the entries in all, over every pass."""
+
+
+class Pair:
+    """Two importances side by side: what they have in common, read in chunks."""
+
+    def __init__(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress | None = None) -> None:
+        self.sides = tuple(side if isinstance(side, Importance) else Importance(side) for side in (a, b))
+        called = ("one importance", "the other")
+        self.names = list(align(a, b, called, partial=True, advice="They must be of the same model."))
+        self.only_a = [name for name in a if name not in b]
+        self.only_b = [name for name in b if name not in a]
+        self.numels = {name: math.prod(self.sides[0].shape(name)) for name in self.names}
+        self.numel = sum(self.numels.values())
+        self.passes = 1  # that will be made over both, for the progress
+        self._done = 0
+        self._progress = progress
+
+    def chunks(self, side: int, name: str) -> Iterator[Tensor]:
+        """One tensor of one side, chunk by chunk."""
+        for chunk in self.sides[side].chunks(name):
+            yield chunk
+            work = 2 * self.numel * self.passes
+            self._done = min(self._done + chunk.numel(), work)
+            if self._progress:
+                self._progress(self._done, work)
+
+    def sources(self, side: int, names: Sequence[str] | None = None) -> dict[str, Source]:
+        """One side, or some names of it, to be read again and again."""
+        return {name: partial(self.chunks, side, name) for name in names or self.names}
+
+    def both(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Return the same chunks of both sides."""
+        return zip(self.chunks(0, name), self.chunks(1, name), strict=True)
+
+    def in_memory(self) -> Pair:
+        """Return the same, read once."""
+        a, b = ({name: joined(self.chunks(side, name)) for name in self.names} for side in (0, 1))
+        return Pair(a, b)
+
+    def joined(self) -> Pair:
+        """Return the same as one tensor, in memory."""
+        a, b = (joined(chunk for name in self.names for chunk in self.chunks(side, name)) for side in (0, 1))
+        return Pair({"all": a}, {"all": b})
+
+    def finish(self) -> None:
+        """Says that all is done."""
+        work = 2 * self.numel * self.passes
+        if self._progress and self._done < work:
+            self._progress(work, work)
+        self._progress = None
+
+
+def joined(chunks: Iterable[Tensor]) -> Tensor:
+    """Pieces as one tensor."""
+    held = list(chunks)
+    return torch.cat(held) if held else torch.zeros(0)
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """What the k largest entries of both have in common.
+
+    Attributes:
+        fraction: k relative to the number of common entries.
+        k: How many of the largest entries were taken of each.
+        overlap: The share of k that is in both.
+        chance: What two unrelated importances share on average: k/n.
+        threshold_a: The k-th largest value of a. At 0, k reaches into entries without importance, and which of them are
+            taken depends on their place alone: the overlap then says little.
+        threshold_b: The same of b.
+    """
+
+    fraction: float
+    k: int
+    overlap: float
+    chance: float
+    threshold_a: float
+    threshold_b: float
+
+
+def overlaps_of(
+    a: Mapping[str, Source], b: Mapping[str, Source], sizes: Sequence[float | int], numel: int
+) -> list[Overlap]:
+    """Return the overlaps at several k, each a fraction or a count, in the passes of one."""
+    ks = [_entries(size, numel) for size in sizes]
+    kth_a, kth_b = thresholds(a, ks), thresholds(b, ks)
+    chosen = [(Selection(of_a), Selection(of_b)) for of_a, of_b in zip(kth_a, kth_b, strict=True)]
+    common = [0] * len(ks)
+    for name in a:
+        for x, y in zip(a[name](), b[name](), strict=True):
+            for place, (in_a, in_b) in enumerate(chosen):
+                common[place] += int((in_a(x) & in_b(y)).sum())
+    return [
+        Overlap(
+            fraction=size if isinstance(size, float) else k / numel,
+            k=k,
+            overlap=shared / k,
+            chance=k / numel,
+            threshold_a=of_a.value,
+            threshold_b=of_b.value,
+        )
+        for size, k, shared, of_a, of_b in zip(sizes, ks, common, kth_a, kth_b, strict=True)
+    ]
+
+
+def _entries(size: float | int, numel: int) -> int:
+    if isinstance(size, float) and 0 < size <= 1:
+        return max(1, math.floor(size * numel))
+    if isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= numel:
+        return size
+    raise SquisherError(
+        f"overlap(k) takes a fraction (a float between 0 and 1) or a number of entries (1 to {numel:,}), not {size!r}."
+    )
+
+
+def overlap_by_sorting(x: Tensor, y: Tensor, size: float | int) -> float:
+    """Return the same for two tensors of few entries, of which a model may have thousands; nan where it reaches into zeros."""
+    k = _entries(size, x.numel())
+    (values_x, order_x), (values_y, order_y) = (side.sort(descending=True, stable=True) for side in (x, y))
+    if not (values_x[k - 1] > 0 and values_y[k - 1] > 0):
+        return math.nan
+    chosen = torch.zeros(x.numel(), dtype=torch.bool)
+    chosen[order_x[:k]] = True
+    return int(chosen[order_y[:k]].sum()) / k

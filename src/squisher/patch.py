@@ -1,4 +1,11 @@
-"""Making a patch: two models compared bit by bit, and what differs written."""
+"""A fine-tune as base + sparse difference: exact bits, streamed, and tied to the base it was made from.
+
+A patch holds, for every tensor that changed, the flat indices of the entries that differ and their new values; whole
+tensors where that is smaller or where the base has none. Entries differ if their bits do.
+
+    squisher.patch.make(base, tuned, "patch.safetensors", mask=mask)
+    tuned = squisher.patch.apply(base, "patch.safetensors")
+"""
 
 from __future__ import annotations
 
@@ -7,19 +14,21 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .. import __version__
-from ..errors import NamingError, SquisherError, near
-from ..names import align
-from ..storage import safetensors
-from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+from . import __version__
+from .errors import FileError, NamingError, SquisherError, near
+from .names import align, check_known
+from .storage import safetensors
+from .storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, dtype_of, numel_of, shape_of
 
-__all__ = ["FORMAT_VERSION", "INDICES", "VALUES", "Digest", "Summary", "bits", "hash_of", "make"]
+__all__ = ["Summary", "apply", "make"]
+
 
 FORMAT_VERSION = 1
 INDICES, VALUES = "indices/", "values/"
@@ -73,7 +82,7 @@ def make(
     """
     _check_names(base, tuned, mask)
     found, hashes = _compare(base, tuned, mask, progress)
-    outside = {name: part.outside for name, part in found.items() if part.outside}
+    outside = {name: one.outside for name, one in found.items() if one.outside}
     if outside and not drop_outside:
         worst = max(outside, key=lambda name: outside[name])
         raise SquisherError(
@@ -82,14 +91,14 @@ def make(
             "--drop-outside leaves them out: the patch then gives another model than the tuned one."
         )
     entries = {}
-    stored: dict[str, _Part] = {}
-    for name, part in found.items():
-        if part.inside:
-            stored[name] = part
+    stored: dict[str, _Difference] = {}
+    for name, one in found.items():
+        if one.inside:
+            stored[name] = one
             entries[name] = {
-                "encoding": "whole" if part.whole else "indices",
+                "encoding": "whole" if one.whole else "indices",
                 "shape": list(shape_of(tuned, name)),
-                "changed": part.inside,
+                "changed": one.inside,
             }
     metadata = {
         "kind": "patch",
@@ -101,12 +110,12 @@ def make(
     }
     safetensors.save(path, _Stored(base, tuned, None if not drop_outside else mask, stored), metadata)
     return Summary(
-        {name: part.inside for name, part in stored.items()}, outside, sum(numel_of(tuned, name) for name in tuned)
+        {name: one.inside for name, one in stored.items()}, outside, sum(numel_of(tuned, name) for name in tuned)
     )
 
 
 @dataclass
-class _Part:
+class _Difference:
     """How one tensor differs."""
 
     inside: int = 0
@@ -135,21 +144,21 @@ def _compare(
     tuned: Mapping[str, Tensor],
     mask: Mapping[str, Tensor] | None,
     progress: Progress | None,
-) -> tuple[dict[str, _Part], dict[str, str]]:
+) -> tuple[dict[str, _Difference], dict[str, str]]:
     """Count what differs, tensor by tensor, and hash the base on the way."""
-    found: dict[str, _Part] = {}
+    found: dict[str, _Difference] = {}
     hashes: dict[str, str] = {}
     total, done = sum(numel_of(tuned, name) for name in tuned), 0
     for name in base:
         if name not in tuned:
             hashes[name] = hash_of(base, name)
     for name in tuned:
-        part = found[name] = _Part()
+        one = found[name] = _Difference()
         size = numel_of(tuned, name)
         if name not in base or shape_of(base, name) != shape_of(tuned, name):
-            part.new = part.whole = True
+            one.new = one.whole = True
             allowed = mask is None or name in mask
-            part.inside, part.outside = (size, 0) if allowed else (0, size)
+            one.inside, one.outside = (size, 0) if allowed else (0, size)
             if name in base:
                 hashes[name] = hash_of(base, name)
             done += size
@@ -159,17 +168,15 @@ def _compare(
             digest.add(old)
             count = int(np.count_nonzero(differs))
             inside = count if kept is None else int(np.count_nonzero(differs & kept))
-            part.inside += inside
-            part.outside += count - inside
+            one.inside += inside
+            one.outside += count - inside
             done += differs.size
             if progress is not None:
                 progress(done, total)
         hashes[name] = digest.text()
         width = dtype_of(tuned, name).itemsize
         # With entries outside the mask, whole tensors would bring them back.
-        part.whole = (
-            not part.outside and part.inside * (_index_type(size).itemsize + width) >= size * width and size > 0
-        )
+        one.whole = not one.outside and one.inside * (_index_type(size).itemsize + width) >= size * width and size > 0
     return found, hashes
 
 
@@ -210,11 +217,11 @@ class _Stored(Mapping[str, Tensor]):
         base: Mapping[str, Tensor],
         tuned: Mapping[str, Tensor],
         mask: Mapping[str, Tensor] | None,
-        parts: Mapping[str, _Part],
+        found: Mapping[str, _Difference],
     ) -> None:
-        self._base, self._tuned, self._mask, self._parts = base, tuned, mask, parts
+        self._base, self._tuned, self._mask, self._found = base, tuned, mask, found
         self._names = [
-            key for name, part in parts.items() for key in ([] if part.whole else [INDICES + name]) + [VALUES + name]
+            key for name, one in found.items() for key in ([] if one.whole else [INDICES + name]) + [VALUES + name]
         ]
 
     def __getitem__(self, key: str) -> Tensor:
@@ -228,8 +235,8 @@ class _Stored(Mapping[str, Tensor]):
 
     def shape(self, key: str) -> torch.Size:
         name = key.partition("/")[2]
-        part = self._parts[name]
-        return shape_of(self._tuned, name) if part.whole else torch.Size([part.inside])
+        one = self._found[name]
+        return shape_of(self._tuned, name) if one.whole else torch.Size([one.inside])
 
     def dtype(self, key: str) -> torch.dtype:
         kind, _, name = key.partition("/")
@@ -239,7 +246,7 @@ class _Stored(Mapping[str, Tensor]):
 
     def chunks(self, key: str, size: int = CHUNK) -> Iterator[Tensor]:
         kind, _, name = key.partition("/")
-        if self._parts[name].whole:
+        if self._found[name].whole:
             yield from chunks_of(self._tuned, name, size)
             return
         start = 0
@@ -276,3 +283,112 @@ def hash_of(tensors: Mapping[str, Tensor], name: str) -> str:
     for chunk in chunks_of(tensors, name):
         digest.add(chunk)
     return digest.text()
+
+
+def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
+    """Return the fine-tuned weights: a lazy mapping that checks every tensor of the base against the patch as it is read.
+
+    Args:
+        base: The weights that the patch was made from, to the bit.
+        path: What `make` wrote.
+
+    Raises:
+        FileError: The file is no patch, or damaged.
+        NamingError: The base has other tensors than the patch's; one with other values is refused when it is read.
+    """
+    path = Path(path)
+    data, metadata = safetensors.open_archive(path)
+    if metadata is None or metadata.get("kind") != "patch":
+        raise FileError(f"{path} is not a patch; make one with: squisher patch make BASE TUNED --out {path}")
+    if metadata.get("format_version") != FORMAT_VERSION:
+        raise FileError(
+            f"{path} is a patch of format {metadata.get('format_version')}; this version reads {FORMAT_VERSION}."
+        )
+    hashes, entries, names = (metadata.get(key) for key in ("base", "tensors", "names"))
+    if not (isinstance(hashes, dict) and isinstance(entries, dict) and isinstance(names, list)):
+        raise FileError(f"{path}: the description of the patch is damaged.")
+    check_known(hashes, base, (f"the base that {path} was made from", "this one"), "It is another base.")
+    for name in names:
+        if name not in hashes and entries.get(name, {}).get("encoding") != "whole":
+            raise FileError(f"{path}: nothing is known about {name!r}; the file is damaged.")
+    return _Patched(base, data, hashes, entries, names, path)
+
+
+class _Patched(Computed):
+    """The base with a patch, read when asked for; every tensor of the base is checked before its last chunk is out."""
+
+    def __init__(
+        self,
+        base: Mapping[str, Tensor],
+        data: LazyTensors,
+        hashes: Mapping[str, str],
+        entries: Mapping[str, Any],
+        names: list[str],
+        path: Path,
+    ) -> None:
+        super().__init__(base, {name: name for name in names})
+        self._base, self._data, self._hashes, self._entries = base, data, hashes, entries
+        self._path = path
+
+    def _whole(self, name: str) -> bool:
+        return bool(self._entries.get(self._name_there(name), {}).get("encoding") == "whole")
+
+    def shape(self, name: str) -> torch.Size:
+        return self._data.shape(VALUES + name) if self._whole(name) else shape_of(self._base, name)
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._data.dtype(VALUES + name) if self._whole(name) else dtype_of(self._base, name)
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        if self._whole(name):
+            if name in self._hashes:
+                self._check(name, hash_of(self._base, name))
+            yield from self._data.chunks(VALUES + name, size)
+            return
+        digest = Digest(self._base, name)
+        changes = self._changes(name)
+        held: Tensor | None = None
+        start = 0
+        for chunk in chunks_of(self._base, name, size):
+            digest.add(chunk)
+            if held is not None:  # one chunk late, so that the last one comes out only if the base is the right one
+                yield held
+            held = changes(chunk, start)
+            start += chunk.numel()
+        self._check(name, digest.text())
+        if held is not None:
+            yield held
+
+    def _changes(self, name: str) -> Callable[[Tensor, int], Tensor]:
+        if name not in self._entries:
+            return lambda chunk, start: chunk
+        indices, values = self._data[INDICES + name].numpy(), self._data[VALUES + name]
+        size = numel_of(self._base, name)
+        rising = indices.size < 2 or bool((np.diff(indices) > 0).all())
+        if (
+            indices.shape != tuple(values.shape)
+            or not rising
+            or (indices.size and not 0 <= indices[0] <= indices[-1] < size)
+        ):
+            raise FileError(f"{self._path}: the changes of {name!r} do not fit the tensor; the file is damaged.")
+
+        return lambda chunk, start: _changed(chunk, start, indices, values)
+
+    def _check(self, name: str, found: str) -> None:
+        if found != self._hashes[name]:
+            raise SquisherError(
+                f"{self._path} was made from another base: {name!r} has other values here ({found[:19]}… instead of "
+                f"{self._hashes[name][:19]}…). Apply it to the weights that it was made from."
+            )
+
+
+def _changed(chunk: Tensor, start: int, indices: np.ndarray[Any, Any], values: Tensor) -> Tensor:
+    """Return a chunk of a tensor that begins at entry `start`, with the new values in it."""
+    # In the type of the indices: with another one, all of them would be converted for each chunk.
+    ends = np.array([start, start + chunk.numel() - 1], indices.dtype)
+    first, last = int(np.searchsorted(indices, ends[0])), int(np.searchsorted(indices, ends[1], side="right"))
+    if first == last:
+        return chunk
+    new = bits(chunk).copy()
+    new[indices[first:last].astype(np.int64) - start] = bits(values[first:last])
+    return torch.from_numpy(new).view(chunk.dtype)

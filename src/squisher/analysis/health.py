@@ -1,20 +1,99 @@
-"""What can be wrong with an importance, or worth knowing about it, one sentence each."""
+"""Can this importance be trusted, and for what: statistics of its values, and diagnoses in plain sentences.
+
+Every value is read once, in chunks; memory does not grow with the file. What the provenance says (steps, decay, pollution,
+precision) and what the values show (zeros, denormals, NaN) end up in one list of diagnoses.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ...errors import ScaleError, SquisherWarning
-from ...importance import Importance, Provenance, Spoiler
-from ...importance.codec import Codec
-from ..distribution import Distribution
+from torch import Tensor
 
-__all__ = ["SEVERITIES", "Diagnosis", "Row", "effective_steps", "of_provenance", "of_values"]
+from ..errors import FileError, ScaleError, SquisherError, SquisherWarning
+from ..importance import Importance, Provenance, Spoiler
+from ..importance.codec import Codec
+from ..storage.tensors import one_thread
+from .distribution import Distribution, Tally
+
+__all__ = ["Diagnosis", "Health", "Row", "diagnose", "effective_steps", "examine"]
+
+
+Progress = Callable[[int, int], None]
+"""Called with the entries done and the entries in all."""
+
+
+@dataclass(frozen=True)
+class Health:
+    """What `examine` found: one row per parameter, all values together, and the diagnoses, the worst first."""
+
+    rows: list[Row]
+    totals: Distribution
+    diagnoses: list[Diagnosis]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return {
+            "tensors": len(self.rows),
+            **self.totals.to_dict(),
+            "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses],
+            "rows": [
+                {"name": row.name, "shape": list(row.shape), **row.values.to_dict(), "invalid": row.invalid or None}
+                for row in self.rows
+            ],
+        }
+
+
+@one_thread()
+def examine(importance: Mapping[str, Tensor], progress: Progress | None = None) -> Health:
+    """Read every value once and say what is wrong, or worth knowing, about an importance.
+
+    Args:
+        importance: An importance, or a mapping of tensors (which has no provenance to diagnose).
+        progress: Called with the entries done and the entries in all.
+
+    Returns:
+        Statistics per parameter and overall, and the diagnoses.
+
+    Raises:
+        FileError: A file cannot be read. Invalid values raise nothing: they are a diagnosis.
+    """
+    known = importance if isinstance(importance, Importance) else Importance(importance)
+    work = sum(math.prod(known.shape(name)) for name in known)
+    done = 0
+    overall, rows = Tally(), []
+    for name in known:
+        own, invalid = Tally(), ""
+        try:
+            for chunk in known.chunks(name):
+                own.add(chunk)
+                done += chunk.numel()
+                if progress:
+                    progress(done, work)
+        except FileError:
+            raise
+        except SquisherError as error:
+            invalid = str(error)
+        overall.include(own)
+        rows.append(Row(name, tuple(known.shape(name)), own.distribution(), invalid))
+    if progress and done < work:
+        progress(work, work)
+    totals = overall.distribution()
+    found = [*of_values(rows, totals)]
+    if isinstance(importance, Importance):
+        found += [*of_provenance(importance)]
+    return Health(rows, totals, sorted(found, key=lambda diagnosis: SEVERITIES.index(diagnosis.severity)))
+
+
+def diagnose(importance: Mapping[str, Tensor], progress: Progress | None = None) -> list[Diagnosis]:
+    """Return the diagnoses of `examine` alone."""
+    return examine(importance, progress).diagnoses
+
 
 NOISY = 0.25
 """A larger relative error of single entries is worth a warning."""
