@@ -86,7 +86,7 @@ def check_weights(
     """Refuse importances that belong to another of the models than the one they were given for; warn of other weights.
 
     Args:
-        importances: One a model; None is not checked.
+        importances: One per model; None is not checked.
         models: Weights.
         labels: What the models are called.
         any_weights: Check nothing.

@@ -23,7 +23,7 @@ from torch import Tensor
 from ..errors import FileError, SquisherError
 from ..importance import FILE_NAME, Importance, load
 from ..merge import average, fisher
-from ..merge.importances import graded, matched, tied_in
+from ..merge.inputs import graded, matched, tied_in
 from ..storage.atomic import new_folder
 from ..storage.byte_range import ByteRange
 from ..storage.folders import open_model

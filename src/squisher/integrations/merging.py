@@ -106,14 +106,14 @@ def merge_folders(
         method: `average`, `fisher`, `ubgm`, `task-arithmetic` or `ota`.
         models: Folders of models or of LoRA adapters, or weight files; also on the Hub (`hf://owner/name[@revision]`).
         out: The folder to make.
-        importances: One a model, in their order: importance files, or checkpoints to extract from. Without any,
+        importances: One per model, in their order: importance files, or checkpoints to extract from. Without any,
             `squisher.safetensors` beside each model is looked for, then an optimizer state.
         base: What the models started from; for adapters, the model that they adapt.
         base_importance: The base's.
-        coefficients: One a model.
+        coefficients: One per model.
         sizes: For ubgm: the number of training examples of each model.
         base_size: For ubgm: that of the base.
-        keep: For ota: the fraction of its changes that a model keeps, one for all or one a model.
+        keep: For ota: the fraction of its changes that a model keeps, one for all or one per model.
         scale: `auto`, `as_fisher` or `stored`.
         normalize: `mean` or `l2`.
         floor: `relative`, a number, or `+` and a number; for ubgm it is δ.

@@ -7,7 +7,6 @@ tensors are computed when they are asked for. Names and shapes decide what belon
 from __future__ import annotations
 
 from .lazy import Merged
-from .methods import average, fisher, ota, task_arithmetic, ubgm
-from .search import Candidate, search
+from .methods import Candidate, average, fisher, ota, search, task_arithmetic, ubgm
 
 __all__ = ["Candidate", "Merged", "average", "fisher", "ota", "search", "task_arithmetic", "ubgm"]

@@ -13,23 +13,23 @@ from torch import Tensor
 
 from ..errors import SquisherError, near
 from ..storage.tensors import CHUNK, chunks_of, dtype_of, room_for, shape_of
-from .names import Plan
+from .inputs import Plan
 
 __all__ = ["Merged", "Rule"]
 
-_TOGETHER = 8 * CHUNK  # elements that are read for one merged piece, of all models
+_TOGETHER = 8 * CHUNK  # elements that are read for one merged chunk, of all models
 _SHORTEST = 1 << 12
 _BLOCK = 1 << 15  # torch shares longer tensors among threads
 
 
 class Rule(Protocol):
-    """How one method turns pieces of a tensor into a merged piece."""
+    """How one method turns chunks of a tensor into a merged chunk."""
 
     def inputs(self, name: str) -> list[Mapping[str, Tensor]]:
-        """Return what is read for a piece, in the order in which it is needed."""
+        """Return what is read for a chunk, in the order in which it is needed."""
 
-    def piece(self, name: str, pieces: Sequence[Tensor], out: Tensor) -> None:
-        """Fill `out` with the merged piece."""
+    def fill(self, name: str, chunks: Sequence[Tensor], out: Tensor) -> None:
+        """Fill `out` with the merged chunk."""
 
 
 class Merged(Mapping[str, Tensor]):
@@ -94,29 +94,29 @@ class Merged(Mapping[str, Tensor]):
             return self._shared[name]
         out = torch.empty(self.shape(name).numel(), dtype=self.dtype(name))
         start = 0
-        for piece in self.chunks(name):
-            out[start : start + piece.numel()] = piece
-            start += piece.numel()
+        for chunk in self.chunks(name):
+            out[start : start + chunk.numel()] = chunk
+            start += chunk.numel()
         tensor = out.view(self.shape(name))
         if name in self.tied.values():  # as long as anyone holds it, its other names are the very same tensor
             self._shared[name] = tensor
         return tensor
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat pieces, in order; memory is bounded by a few pieces, however many models there are."""
+        """One tensor in flat chunks, in order; memory is bounded by a few chunks, however many models there are."""
         name = self._known(name)
         together = size // self._step(name, size)
-        pieces = self.pieces(name, size)
-        while parts := list(islice(pieces, together)):
+        chunks = self.short_chunks(name, size)
+        while parts := list(islice(chunks, together)):
             yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def pieces(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+    def short_chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """As `chunks`, but smaller than `size` where many models take part, so that what is read for one has one size."""
         name = self._known(name)
         inputs = self._rule.inputs(name) if name in self._in_plan else [self._source]
         merge = self._merged if name in self._in_plan else self._copied
-        for pieces in zip(*(chunks_of(tensors, name, self._step(name, size)) for tensors in inputs), strict=True):
-            yield merge(name, pieces)
+        for chunks in zip(*(chunks_of(tensors, name, self._step(name, size)) for tensors in inputs), strict=True):
+            yield merge(name, chunks)
 
     def _step(self, name: str, size: int) -> int:
         count = len(self._rule.inputs(name)) if name in self._in_plan else 1
@@ -124,19 +124,19 @@ class Merged(Mapping[str, Tensor]):
             size //= 2
         return size
 
-    def _merged(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
-        out = room_for(pieces[0].numel(), self.dtype(name))
-        self._rule.piece(name, pieces, out)
+    def _merged(self, name: str, chunks: Sequence[Tensor]) -> Tensor:
+        out = room_for(chunks[0].numel(), self.dtype(name))
+        self._rule.fill(name, chunks, out)
         if not _finite(out):
             raise self._not_finite(name)
         return out
 
-    def _copied(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
-        piece, target = pieces[0], self.dtype(name)
-        if piece.dtype == target:
-            return piece
-        out = room_for(piece.numel(), target)
-        for to, part in zip(out.split(_BLOCK), piece.split(_BLOCK), strict=True):
+    def _copied(self, name: str, chunks: Sequence[Tensor]) -> Tensor:
+        chunk, target = chunks[0], self.dtype(name)
+        if chunk.dtype == target:
+            return chunk
+        out = room_for(chunk.numel(), target)
+        for to, part in zip(out.split(_BLOCK), chunk.split(_BLOCK), strict=True):
             to.copy_(part)
         if target == torch.float16 and not _finite(out):
             raise _beyond_float16(name)
@@ -169,7 +169,7 @@ class Merged(Mapping[str, Tensor]):
 
     def _not_finite(self, name: str) -> SquisherError:
         for k, model in enumerate(self._models):
-            if any(not np.isfinite(piece.double().numpy()).all() for piece in chunks_of(model, name, 1 << 15)):
+            if any(not np.isfinite(chunk.double().numpy()).all() for chunk in chunks_of(model, name, 1 << 15)):
                 who = self._plan.who(k)
                 return SquisherError(
                     f"{name!r} of {who} has NaN or infinite values: its training diverged, or its file is damaged. Take an earlier "
@@ -180,12 +180,12 @@ class Merged(Mapping[str, Tensor]):
         return SquisherError(f"{name!r} overflows when it is merged: the coefficients are too large.")
 
 
-def _finite(piece: Tensor) -> bool:
-    if piece.dtype != torch.bfloat16:
-        return bool(np.isfinite(piece.numpy()).all())
+def _finite(chunk: Tensor) -> bool:
+    if chunk.dtype != torch.bfloat16:
+        return bool(np.isfinite(chunk.numpy()).all())
     # numpy does not know the type. By their bits, NaN and infinity are beyond all numbers of their sign, and the negative ones
     # are beyond the positive ones only without a sign bit.
-    bits = piece.view(torch.int16).numpy()
+    bits = chunk.view(torch.int16).numpy()
     return bool(bits.max() < 0x7F80 and bits.view(np.uint16).max() < 0xFF80)
 
 

@@ -1,30 +1,20 @@
-"""The five methods: what each weighs a model's tensors with."""
+"""The five methods of merging, what they refuse, and a search for their coefficients."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..errors import SquisherError
-from .arguments import (
-    Floor,
-    Weights,
-    as_dtype,
-    as_floors,
-    as_many,
-    as_number,
-    as_numbers,
-    as_work,
-    taking_part,
-)
-from .importances import graded, matched, tied_in
+from .inputs import graded, matched, plan, tied_in
 from .lazy import Merged
-from .names import plan
 from .rules import Fisher, Grafting, Matching, Mean
 
-__all__ = ["average", "fisher", "ota", "task_arithmetic", "ubgm"]
+__all__ = ["Candidate", "average", "fisher", "ota", "search", "task_arithmetic", "ubgm"]
 
 
 def average(
@@ -39,7 +29,7 @@ def average(
 
     Args:
         models: Two or more mappings of weights.
-        coefficients: One a model, not negative; 0 drops the model. Equal ones by default.
+        coefficients: One per model, not negative; 0 drops the model. Equal ones by default.
         exclude: A regular expression; what it finds is kept as each model has it.
         dtype: The type of the result; by default the first model's.
         precision: What is computed in: `float32` or `float64`.
@@ -99,12 +89,12 @@ def fisher(
 
     Args:
         models: Two or more mappings of weights.
-        importances: One a model: importances, or plain mappings of non-negative tensors.
-        coefficients: One a model, not negative; 0 drops the model. Equal ones by default.
+        importances: One per model: importances, or plain mappings of non-negative tensors.
+        coefficients: One per model, not negative; 0 drops the model. Equal ones by default.
         scale: How importances are brought to one scale: `auto`, `as_fisher` or `stored`.
         normalize: `mean` or `l2`: divides each importance by that of all its merged parameters.
         floor: `relative`: no entry counts less than 1e-6 of its tensor's mean over entries and models. A number: an absolute
-            floor on the importances before they are normalized, one for all or one a model; 0 is none. `"+1e-6"` adds
+            floor on the importances before they are normalized, one for all or one per model; 0 is none. `"+1e-6"` adds
             instead.
         missing: `average` takes the mean where a weight has no importance; `error` refuses.
         exclude: A regular expression; what it finds is kept as each model has it.
@@ -163,7 +153,7 @@ def ubgm(
         base: The weights that the models started from.
         models: One or more mappings of weights.
         base_importance: That of the base; None only with a `base_size` of 0.
-        importances: One a model.
+        importances: One per model.
         coefficients: One α a model, not negative; 0 drops the model. 1 by default.
         sizes: One s a model, its number of training examples for importances that are means. 1 by default.
         base_size: s₀ of the base.
@@ -236,8 +226,8 @@ def ota(
     Args:
         base: The weights that the models started from.
         models: One or more mappings of weights.
-        importances: One a model; the paper uses Adam's accumulator.
-        keep: The fraction of a model's entries that m keeps, one for all or one a model. Entries as salient as the last one that
+        importances: One per model; the paper uses Adam's accumulator.
+        keep: The fraction of a model's entries that m keeps, one for all or one per model. Entries as salient as the last one that
             is kept are kept too.
         scale: How importances are brought to one scale: `auto`, `as_fisher` or `stored`.
         floor: As in `fisher`; it does not affect m.
@@ -274,3 +264,128 @@ def ota(
         as_work(precision),
     )
     return Merged(everyone, layout, rule, averaged=averaged, dtype=as_dtype(dtype))
+
+
+Weights = Mapping[str, Tensor]
+Floor = float | str | Sequence[float]
+
+_DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)}
+
+
+def taking_part(
+    models: Sequence[Weights],
+    coefficients: Sequence[float] | None,
+    base: Weights | None = None,
+    *,
+    negative: bool = False,
+) -> tuple[list[int], list[float]]:
+    """Which models take part (0 drops one), and their coefficients."""
+    if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
+        raise SquisherError("models is a list of mappings from names to tensors, one per model.")
+    everyone = [(f"Model {k + 1}", model) for k, model in enumerate(models)]
+    for who, model in [*everyone, *([] if base is None else [("The base", base)])]:
+        if not isinstance(model, Mapping) or not model:
+            what = "empty" if isinstance(model, Mapping) else f"a {type(model).__name__}"
+            raise SquisherError(f"{who} is {what}; a mapping from names to tensors is expected, such as state_dict().")
+    numbers = as_numbers("coefficient", coefficients, len(models), least=-math.inf if negative else 0.0)
+    used = [k for k, number in enumerate(numbers) if number]
+    if not used:
+        raise SquisherError("Every coefficient is 0, so that no model is left.")
+    return used, [numbers[k] for k in used]
+
+
+def as_numbers(what: str, values: Sequence[float] | None, count: int, *, least: float) -> list[float]:
+    """Finite numbers, as many as there are models; ones by default."""
+    if values is None:
+        return [1.0] * count
+    numbers = [as_number(value) for value in values]
+    if len(numbers) != count:
+        raise SquisherError(f"There are {count} models and {len(numbers)} {what}s; give one per model.")
+    for number in numbers:
+        if not (number >= least and abs(number) < 1e30):
+            raise SquisherError(f"A {what} is a finite number{'' if least < 0 else ' and not negative'}, not {number}.")
+    return numbers
+
+
+def as_number(value: object) -> float:
+    """Return a number, from a command line perhaps."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise SquisherError(f"A number is expected, not {value!r}.") from None
+
+
+def as_many(what: str, given: Sequence[Weights], models: Sequence[Weights]) -> list[Weights]:
+    """Return a list with one entry a model."""
+    if isinstance(given, Mapping) or len(given) != len(models):
+        count = 1 if isinstance(given, Mapping) else len(given)
+        raise SquisherError(f"There are {len(models)} models and {count} {what}s; give a list with one per model.")
+    return list(given)
+
+
+def as_floors(floor: Floor, count: int) -> tuple[list[float] | None, bool]:
+    """One absolute floor a model, or None for the relative one; and whether it is added."""
+    if floor == "relative":
+        return None, False
+    if isinstance(floor, str):
+        return as_numbers("floor", [as_number(floor)] * count, count, least=0.0), floor.startswith("+")
+    if not isinstance(floor, (int, float)):
+        return as_numbers("floor", floor, count, least=0.0), False
+    return as_numbers("floor", [floor] * count, count, least=0.0), False
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Return a type that weights can have; None if none is given."""
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise SquisherError(f"Merged weights are written as {', '.join(_DTYPES)}, not {name}.")
+    return _DTYPES[name]
+
+
+def as_work(precision: str) -> torch.dtype:
+    """Return the type to compute in."""
+    if precision not in ("float32", "float64"):
+        raise SquisherError(f"precision is float32 or float64, not {precision!r}.")
+    return _DTYPES[precision]
+
+
+class Candidate(NamedTuple):
+    """Coefficients that were tried, and how good the merged model was."""
+
+    coefficients: tuple[float, ...]
+    score: float
+
+
+def search(
+    evaluate: Callable[[Sequence[float]], float], count: int, *, draws: int = 51, seed: int = 0
+) -> tuple[Candidate, list[Candidate]]:
+    """Try coefficients that add up to 1 and return the best ones, and all that were tried.
+
+    Two models: an even grid from (0, 1) to (1, 0). More: the even mixture, then draws that are uniform over all mixtures.
+
+    Args:
+        evaluate: Merges with these coefficients and returns a validation score; larger is better.
+        count: Number of models.
+        draws: Number of coefficients to try.
+        seed: For the draws.
+
+    Raises:
+        SquisherError: Nothing can be searched, or no score is a number.
+    """
+    if count < 2 or draws < 2:
+        raise SquisherError(f"A search needs two models and two draws or more, not {count} and {draws}.")
+    tried: list[tuple[float, ...]]
+    if count == 2:
+        tried = [(k / (draws - 1), 1 - k / (draws - 1)) for k in range(draws)]
+    else:
+        generator = torch.Generator().manual_seed(seed)
+        # Exponential numbers over their sum are uniform over all mixtures: Dirichlet(1).
+        raw = -torch.rand(draws - 1, count, generator=generator, dtype=torch.float64).clamp_min(1e-300).log()
+        tried = [(1 / count,) * count, *(tuple(row) for row in (raw / raw.sum(1, keepdim=True)).tolist())]
+    scores = [Candidate(tuple(c), float(evaluate(c))) for c in tried]
+    usable = [candidate for candidate in scores if not math.isnan(candidate.score)]
+    if not usable:
+        raise SquisherError("No coefficients gave a score that is a number.")
+    return max(usable, key=lambda candidate: candidate.score), scores

@@ -24,7 +24,7 @@ class Ahead(Computed):
     threads they would wait for one another. The bytes are those of a run without threads; memory is bounded by a few chunks.
 
     Args:
-        tensors: Any mapping. One that computes its tensors may have a method `pieces(name, size)`, like `chunks` but free to give
+        tensors: Any mapping. One that computes its tensors may have a method `short_chunks(name, size)`, like `chunks` but free to give
             shorter ones.
         names: The names, in the order in which they will be asked for.
     """
@@ -34,7 +34,7 @@ class Ahead(Computed):
         self._tensors = tensors
         self._expected = iter([name for name in names if numel_of(tensors, name)])
         self._next = next(self._expected, None)
-        self._pieces = self._ahead()
+        self._chunks = self._ahead()
 
     def __enter__(self) -> Ahead:
         return self
@@ -42,7 +42,7 @@ class Ahead(Computed):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pieces.close()
+        self._chunks.close()
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors[self._name_there(name)]
@@ -55,22 +55,22 @@ class Ahead(Computed):
         self._next = next(self._expected, None)
         left = numel_of(self._tensors, name)
         while left:
-            piece = next(self._pieces)
-            left -= piece.numel()
-            yield from piece.split(CHUNK)
+            chunk = next(self._chunks)
+            left -= chunk.numel()
+            yield from chunk.split(CHUNK)
 
     def _ahead(self) -> Generator[Tensor, None, None]:
-        pieces = (piece for name in self for piece in self._pieces_of(name))
+        chunks = (chunk for name in self for chunk in self._chunks_of(name))
         with ThreadPoolExecutor(1) as other:
-            waiting = deque(other.submit(next, pieces, None) for _ in range(_IN_FLIGHT))
+            waiting = deque(other.submit(next, chunks, None) for _ in range(_IN_FLIGHT))
             try:
-                while (piece := waiting.popleft().result()) is not None:
-                    yield piece
-                    waiting.append(other.submit(next, pieces, None))
+                while (chunk := waiting.popleft().result()) is not None:
+                    yield chunk
+                    waiting.append(other.submit(next, chunks, None))
             finally:
                 for future in waiting:
                     future.cancel()
 
-    def _pieces_of(self, name: str) -> Iterator[Tensor]:
-        pieces = getattr(self._tensors, "pieces", None)
-        return pieces(name, _AT_ONCE) if callable(pieces) else chunks_of(self._tensors, name)
+    def _chunks_of(self, name: str) -> Iterator[Tensor]:
+        chunks = getattr(self._tensors, "short_chunks", None)
+        return chunks(name, _AT_ONCE) if callable(chunks) else chunks_of(self._tensors, name)

@@ -89,7 +89,7 @@ class LazyTensors(Mapping[str, Tensor]):
         return self._source(name).dtype
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """Yield the tensor in flat pieces of at most `size` elements, in order."""
+        """Yield the tensor in flat chunks of at most `size` elements, in order."""
         source = self._source(name)
         numel = math.prod(source.shape)
         for start in range(0, numel, size):

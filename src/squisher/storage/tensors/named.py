@@ -1,4 +1,4 @@
-"""Any mapping of named tensors, lazy or not: shapes, types and pieces, without reading more than was asked for."""
+"""Any mapping of named tensors, lazy or not: shapes, types and chunks, without reading more than was asked for."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ...ranks import whole
 __all__ = ["CHUNK", "Computed", "chunks_of", "dtype_of", "name_pattern", "numel_of", "one_thread", "shape_of"]
 
 CHUNK = 1 << 18
-"""Elements per piece: 1 MB of float32, so that a piece and what is computed from it stay in the cache."""
+"""Elements per chunk: 1 MB of float32, so that a chunk and what is computed from it stay in the cache."""
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
@@ -38,7 +38,7 @@ def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
 
 
 def chunks_of(tensors: Mapping[str, Tensor], name: str, size: int = CHUNK) -> Iterator[Tensor]:
-    """One tensor of any mapping in flat pieces on the CPU, in order; memory is bounded by a piece for a lazy one.
+    """One tensor of any mapping in flat chunks on the CPU, in order; memory is bounded by a chunk for a lazy one.
 
     A tensor that is spread over processes is gathered first: all of them must ask for it at the same time.
     """
@@ -78,9 +78,9 @@ def name_pattern(pattern: str | None) -> re.Pattern[str] | None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Keep torch from sharing small pieces among threads, for work that streams over many of them.
+    """Keep torch from sharing small chunks among threads, for work that streams over many of them.
 
-    A piece fits a cache, and its threads would wait for one another at every operation: on a machine that has other work to
+    A chunk fits a cache, and its threads would wait for one another at every operation: on a machine that has other work to
     do, that is ten times slower than one thread alone.
     """
     threads = torch.get_num_threads()
@@ -126,7 +126,7 @@ class Computed(Mapping[str, Tensor]):
         return dtype_of(self._like, self._name_there(name))
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat pieces of at most `size` elements, in order."""
+        """One tensor in flat chunks of at most `size` elements, in order."""
         return chunks_of(self._like, self._name_there(name), size)
 
     def _name_there(self, name: str) -> str:

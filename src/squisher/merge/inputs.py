@@ -1,0 +1,413 @@
+"""What is merged: which tensors of models and importances belong together, by name and shape, on one scale.
+
+What cannot be merged is kept as each model has it (heads that differ, excluded names) or copied (buffers). A tensor with two
+names is merged once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
+from ..importance import Absence, Importance, check_values, on_common_scale
+from ..names import check_like, find
+from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
+
+__all__ = ["Graded", "Plan", "graded", "matched", "plan", "tied_in"]
+
+_ROW = 4096
+
+
+class Graded(Computed):
+    """One importance under the names of the weights; `factor` brings its stored values to the common scale."""
+
+    def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str], factor: float, who: str):
+        super().__init__(stored, dict(names))
+        self._who = who
+        self._stored = stored
+        self.factor = factor
+        self._sums: dict[str, tuple[float, float]] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        with self._named():
+            values = self._stored[self._name_there(name)]
+            check_values(name, values)
+        return values
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """Return the stored values in flat chunks, each checked."""
+        checked = isinstance(self._stored, Importance)  # by itself
+        with self._named():
+            for chunk in chunks_of(self._stored, self._name_there(name), size):
+                if not checked:
+                    check_values(name, chunk)
+                yield chunk
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Says whose values are bad; what is wrong with a file says so itself."""
+        try:
+            yield
+        except SquisherError as error:
+            raise (SquisherError(f"In {self._who}: {error}") if type(error) is SquisherError else error) from None
+
+    def sums(self, name: str) -> tuple[float, float]:
+        """Sum and sum of squares on the common scale: from the file where it has them, otherwise by one pass, once."""
+        if name not in self._sums:
+            p = self._stored.provenance if isinstance(self._stored, Importance) else None
+            own = self._name_there(name)
+            if p is not None and own in p.sum and own in p.sum_of_squares:
+                total, squares = p.sum[own], p.sum_of_squares[own]
+            else:
+                total, squares = _pass_over(self.chunks(name))
+            self._sums[name] = (total * self.factor, squares * self.factor * self.factor)
+        return self._sums[name]
+
+    def norm(self, names: Sequence[str], kind: str) -> float:
+        """Return the mean or the L2 norm over several tensors.
+
+        Raises:
+            SquisherError: It is 0, so that nothing can be divided by it.
+        """
+        if kind == "mean":
+            count = sum(math.prod(self.shape(name)) for name in names)
+            value = math.fsum(self.sums(name)[0] for name in names) / max(count, 1)
+        else:
+            value = math.sqrt(math.fsum(self.sums(name)[1] for name in names))
+        if not value > 0:
+            raise SquisherError(f"An importance is 0 everywhere and has no {kind} to be normalized by.")
+        return value
+
+
+def _pass_over(chunks: Iterator[Tensor]) -> tuple[float, float]:
+    # Rows of fixed length and numpy: the same result, and no stalled threads, however many the machine has.
+    totals, squares = [], []
+    for chunk in chunks:
+        for start in range(0, chunk.numel(), _ROW):
+            row = np.asarray(chunk[start : start + _ROW].double())
+            totals.append(float(row.sum()))
+            squares.append(float(np.dot(row, row)))
+    return math.fsum(totals), math.fsum(squares)
+
+
+def graded(
+    importances: Sequence[Mapping[str, Tensor]],
+    names: Sequence[Mapping[str, str]],
+    scale: str,
+    who: Sequence[str],
+    dropped: bool = False,
+) -> list[Graded]:
+    """Return importances on one common scale.
+
+    The factor of the scale is kept apart from the values, so that it costs nothing to apply.
+
+    Args:
+        importances: Those that take part.
+        names: For each one the names of its tensors, by weight name.
+        scale: `auto`, `as_fisher` or `stored`.
+        who: What the importances are called in messages.
+        dropped: Whether the user gave more than these.
+
+    Raises:
+        ScaleError: They have no common scale.
+    """
+    try:
+        common = on_common_scale(importances, scale)
+    except ScaleError as error:
+        raise (ScaleError(f"{error} (Models with a coefficient of 0 are not counted.)") if dropped else error) from None
+    out = []
+    for stored, converted, own, called in zip(importances, common, names, who, strict=True):
+        factor = 1.0
+        if isinstance(stored, Importance) and isinstance(converted, Importance):
+            factor = converted.provenance.scale / stored.provenance.scale
+        out.append(Graded(stored, own, factor, called))
+    return out
+
+
+def tied_in(importances: Sequence[Mapping[str, Tensor]]) -> dict[str, str]:
+    """Which names are one parameter, by what the importances know: alias to name."""
+    out: dict[str, str] = {}
+    for imp in importances:
+        if isinstance(imp, Importance):
+            out |= imp.provenance.tied
+    return out
+
+
+def matched(
+    weights: Mapping[str, Tensor],
+    merged: Sequence[str],
+    tied: Mapping[str, str],
+    importances: Sequence[Mapping[str, Tensor]],
+    missing: str,
+    who: Sequence[str],
+) -> tuple[list[dict[str, str]], dict[str, str]]:
+    """For every importance the names of its tensors by weight name; and the weights that have none, with the reason.
+
+    Args:
+        weights: A model, for shapes.
+        merged: Names of the weights to be merged.
+        tied: Other names of the same tensors: alias to name.
+        importances: One per model.
+        missing: `error` or `average`.
+        who: What the importances are called in messages.
+
+    Raises:
+        NamingError: A weight has no importance, a shape differs, or most weights have none.
+    """
+    if missing not in ("error", "average"):
+        raise SquisherError(f"missing is error or average, not {missing!r}.")
+    found: list[dict[str, str]] = [{} for _ in importances]
+    averaged: dict[str, str] = {}
+    unexplained: list[str] = []
+    for name in merged:
+        here = [_name_in(imp, name, tied) for imp in importances]
+        reasons = [_absent(imp).get(name) for imp in importances]
+        if None not in here:
+            for own, imp, called, table in zip(here, importances, who, found, strict=True):
+                if own is not None:
+                    check_like(weights, name, imp, own, ("the models", called))
+                    table[name] = own
+        elif None not in reasons:
+            averaged[name] = str(reasons[0])
+        else:
+            unexplained.append(name)
+            averaged[name] = "no importance"
+    _check_coverage(weights, merged, averaged, unexplained, importances, missing, who)
+    return found, averaged
+
+
+def _check_coverage(
+    weights: Mapping[str, Tensor],
+    merged: Sequence[str],
+    averaged: Mapping[str, str],
+    unexplained: Sequence[str],
+    importances: Sequence[Mapping[str, Tensor]],
+    missing: str,
+    who: Sequence[str],
+) -> None:
+    total = sum(numel_of(weights, name) for name in merged)
+    without = sum(numel_of(weights, name) for name in averaged)
+    lost = sum(numel_of(weights, name) for name in unexplained)
+    if unexplained:
+        name = unexplained[0]
+        k = next(k for k, imp in enumerate(importances) if _name_in(imp, name, {}) is None)
+        example = f"{name!r}, for example, is not in {who[k]}.{near(name, importances[k])}"
+        if without == total or 2 * lost > total:
+            raise NamingError(
+                f"Only {total - without:,} of {total:,} values have an importance in every model: these importances are not "
+                f"those of these models, or their names differ. {example}"
+            )
+        if missing == "error":
+            raise NamingError(
+                f"{len(unexplained)} of {len(merged)} weights have no importance: {example} Average these with missing='average', or "
+                "leave them out with exclude."
+            )
+    elif without == total:
+        raise NamingError(
+            "The importances list every weight as absent, so nothing says how to weight the models: use the average, or an "
+            "importance of what was trained."
+        )
+    if 2 * without > total:
+        warnings.warn(
+            f"{without:,} of {total:,} values have no importance and are averaged; {len(averaged)} tensors, for example "
+            f"{next(iter(averaged))!r} ({next(iter(averaged.values()))}).",
+            SquisherWarning,
+            stacklevel=4,
+        )
+
+
+def _name_in(imp: Mapping[str, Tensor], name: str, tied: Mapping[str, str]) -> str | None:
+    own = imp.provenance.tied if isinstance(imp, Importance) else {}
+    return find(name, imp, {**tied, **own})
+
+
+def _absent(imp: Mapping[str, Tensor]) -> Mapping[str, Absence]:
+    return imp.provenance.absent if isinstance(imp, Importance) else {}
+
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_MARKS = (torch.bool, torch.int64)  # masks, indices and counters: surely no weights
+_BUFFER = re.compile(
+    r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|position_ids|masked_bias|causal_mask)$"
+)
+_VOCABULARY = re.compile(r"embed|wte|lm_head|vocab|shared\.weight|predictions\.(bias|decoder)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What happens to every name of the first model.
+
+    Attributes:
+        merged: Names that all models have with one shape, in the first model's order.
+        kept: Names that stay as each model has them, and why.
+        copied: Buffers, taken from the first model.
+        tied: Other names of tensors that are in `merged` or `kept` already: alias to name.
+        numbers: Which of the user's models take part, counted from 0.
+    """
+
+    merged: tuple[str, ...]
+    kept: dict[str, str]
+    copied: tuple[str, ...]
+    tied: dict[str, str]
+    numbers: tuple[int, ...]
+
+    def who(self, k: int) -> str:
+        """Return what participant `k` is called in a message."""
+        return _who(k, self.numbers)
+
+
+def _who(k: int, numbers: Sequence[int]) -> str:
+    return f"model {numbers[k] + 1}" if k < len(numbers) else "the base"
+
+
+def plan(
+    models: Sequence[Mapping[str, Tensor]],
+    exclude: str | None = None,
+    *,
+    numbers: Sequence[int],
+    tied: Mapping[str, str] | None = None,
+) -> Plan:
+    """Sorts the names of the first model into merged, kept, copied and tied.
+
+    Args:
+        models: All that take part; the base, if there is one, comes last.
+        exclude: A regular expression; names in which it finds something are kept as each model has them.
+        numbers: Which of the user's models these are, counted from 0; a base has none.
+        tied: Names that an importance knows to be one parameter: alias to name.
+
+    Raises:
+        NamingError: The models do not belong together.
+    """
+    pattern = name_pattern(exclude)
+    first, others = models[0], models[1:]
+    aliases = _aliases(models, tied or {})
+    merged, copied, kept, unasked = [], [], {}, []
+    for name in first:
+        if name in aliases:
+            continue
+        if pattern is not None and pattern.search(name):
+            kept[name] = "excluded"
+        elif dtype_of(first, name) not in _FLOATS or _BUFFER.search(name):
+            _check_type(name, dtype_of(first, name))
+            copied.append(name)
+        elif why := _differs(models, name, numbers):
+            kept[name] = why
+            unasked.append(name)
+        else:
+            merged.append(name)
+    for k, other in enumerate(others, 1):
+        _check_overlap(first, other, merged, copied, kept, (_who(0, numbers), _who(k, numbers)))
+    if not merged:
+        raise NamingError(f"No tensor is left to merge: {exclude!r} excludes all of them.")
+    if unasked:
+        names = ", ".join(repr(name) for name in unasked[:3]) + (", …" if len(unasked) > 3 else "")
+        warnings.warn(
+            f"{len(unasked)} of {len(first)} tensors are not merged but kept as each model has them, because not all models "
+            f"have them with one shape: {names}. Exclude them by a pattern to say that this is meant.",
+            SquisherWarning,
+            stacklevel=4,
+        )
+    return Plan(tuple(merged), kept, tuple(copied), aliases, tuple(numbers))
+
+
+def _check_type(name: str, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point and dtype not in _FLOATS:
+        raise SquisherError(
+            f"{name!r} has the type {str(dtype).removeprefix('torch.')}, a quantised one whose scales lie elsewhere: merge the "
+            "models before they are quantised."
+        )
+
+
+def _differs(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequence[int]) -> str | None:
+    """Why a tensor cannot be merged although nobody excluded it; None if it can be.
+
+    A head has another number of rows and the same columns, or is not in every model. Any other difference of shapes means
+    that these are different networks, and another number of embedding rows that the rows mean different words.
+    """
+    shape = tuple(shape_of(models[0], name))
+    first = _who(0, numbers)
+    why = None
+    for k, other in enumerate(models[1:], 1):
+        who = _who(k, numbers)
+        if name not in other:
+            why = why or f"{who} does not have it"
+            continue
+        found = tuple(shape_of(other, name))
+        if found == shape:
+            continue
+        if _VOCABULARY.search(name) and found[1:] == shape[1:]:
+            raise NamingError(
+                f"The vocabularies differ: {name!r} has {shape[0]:,} rows in {first} and {found[0]:,} in {who}. Bring the models "
+                f"to one vocabulary first, or keep that of {first} with exclude={re.escape(name)!r}."
+            )
+        if len(found) != len(shape) or not shape or found[1:] != shape[1:]:
+            raise NamingError(
+                f"{name!r} has the shape {shape} in {first} and {found} in {who}: these are different networks. If only this "
+                f"part differs, leave it out with exclude={re.escape(name)!r}."
+            )
+        why = why or f"{found[0]} rows in {who}, {shape[0]} in {first}"
+    return why
+
+
+def _check_overlap(
+    first: Mapping[str, Tensor],
+    other: Mapping[str, Tensor],
+    merged: Sequence[str],
+    copied: Sequence[str],
+    kept: Mapping[str, str],
+    pair: tuple[str, str],
+) -> None:
+    """Refuses models of which less than half would be merged: names that do not match must not pass as heads."""
+    weights = [n for n in (*merged, *kept, *copied) if kept.get(n) != "excluded" and dtype_of(first, n) not in _MARKS]
+    total = sum(numel_of(first, name) for name in weights)
+    shared = sum(numel_of(first, name) for name in merged if name in other)
+    if 2 * shared >= total and (merged or not weights):
+        return
+    who, partner = pair
+    lost = next((name for name in weights if name not in other), None)
+    if lost is None:
+        raise NamingError(
+            f"Only {shared:,} of {total:,} values of {who} can be merged with {partner}; the others have a type that no weights "
+            "have, or another shape. Quantised models cannot be merged."
+        )
+    raise NamingError(
+        f"Only {shared:,} of {total:,} values of {who} have a partner of the same name in {partner}: {lost!r}, for example, is "
+        f"not there.{near(lost, other)} Models are merged by name; rename the tensors, or exclude what does not belong."
+    )
+
+
+def _aliases(models: Sequence[Mapping[str, Tensor]], known: Mapping[str, str]) -> dict[str, str]:
+    """Names of the first model that are another name's tensor: in one place, or equal where there is reason to look.
+
+    Reason to look: an importance says that they are one parameter, or another model has only one of the two (a file can hold
+    a tied tensor twice).
+    """
+    first = models[0]
+    aliases = tied_names(first)
+    for alias, name in known.items():
+        if alias in first and name in first and alias not in aliases and _equal(first, alias, name):
+            aliases[alias] = name
+    for name in first:
+        if name in aliases or all(name in other for other in models[1:]) or len(shape_of(first, name)) != 2:
+            continue
+        for twin in first:
+            if twin != name and twin not in aliases and _VOCABULARY.search(twin) and _equal(first, name, twin):
+                aliases[name] = twin
+                break
+    return aliases
+
+
+def _equal(tensors: Mapping[str, Tensor], a: str, b: str) -> bool:
+    if shape_of(tensors, a) != shape_of(tensors, b) or dtype_of(tensors, a) != dtype_of(tensors, b):
+        return False
+    chunks = zip(chunks_of(tensors, a, 1 << 15), chunks_of(tensors, b, 1 << 15), strict=True)
+    return all(torch.equal(x, y) for x, y in chunks)
