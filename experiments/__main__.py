@@ -27,6 +27,7 @@ SETTINGS = (
     "quality",
     "runtime",
     "examples",
+    "strengths",
     "quantization",
     "unlearning",
 )

@@ -244,9 +244,13 @@ def search(run: Run, method: str, exponent: int) -> dict[str, Any]:
 
 def evaluate(run: Run, method: str, seed: int) -> dict[str, Any]:
     """One method with its λ on a fresh seed, all training data, scored on the test set."""
-    contexts = _contexts(run, *_data(run), seed=seed)
-    result = learn_all(contexts, METHODS[method], chosen(run, method), run.config, seed)
+    result = learn_all(dealt(run, seed), METHODS[method], chosen(run, method), run.config, seed)
     return {"case": case(run.config), **result}
+
+
+def dealt(run: Run, seed: int) -> list[Context]:
+    """The contexts of a seed: all training data, and the test set."""
+    return _contexts(run, *_data(run), seed=seed)
 
 
 def stale(run: Run, unit: Unit, result: dict[str, Any]) -> bool:

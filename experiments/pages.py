@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments import ewc_tables, examples, findings, ota, pruning_weights, quantization, trust, unlearning
+from experiments import ewc_tables, examples, findings, ota, pruning_weights, quantization, strengths, trust, unlearning
 from experiments.comparison import RESULTS
 from experiments.markdown import Parts, fill
 
@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGES: dict[str, tuple[Callable[[Path, Path], Parts], ...]] = {
     "results.md": (findings.parts, examples.numbers),
     "results-tables.md": (findings.appendix,),
-    "continual-learning.md": (ewc_tables.parts,),
+    "continual-learning.md": (ewc_tables.parts, strengths.parts),
     "pruning.md": (pruning_weights.parts,),
     "when-to-trust-it.md": (trust.parts, examples.parts),
     "merging.md": (ota.parts,),
