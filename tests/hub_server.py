@@ -22,6 +22,7 @@ class Hub:
         self.requests: list[tuple[str, str]] = []
         self.objects: dict[str, bytes] = {}
         self.messages: list[str] = []
+        self.private: dict[str, bool] = {}
         self.address = ""
 
     def put(self, repo, **files):
@@ -180,6 +181,19 @@ def commit(handler, body, repo, revision):
     )
 
 
+def create(handler, body):
+    if handler.headers.get("Authorization") != "Bearer hf_test":
+        return handler.answer(401, {"error": "Invalid username or password."})
+    asked = json.loads(body)
+    repo = f"{asked['organization']}/{asked['name']}"
+    where = {"url": f"{handler.hub.address}/{repo}"}
+    if repo in handler.hub.repositories:
+        return handler.answer(409, {"error": "You already created this model repo", **where})
+    handler.hub.repositories[repo] = [{}]
+    handler.hub.private[repo] = bool(asked.get("private") or asked.get("visibility") == "private")
+    return handler.answer(body={"name": repo, "id": "1", **where})
+
+
 def validate(handler, *_):
     handler.answer(body={"errors": [], "warnings": []})
 
@@ -199,6 +213,7 @@ ROUTES = [
     (("PUT",), r"/objects/(?P<oid>[0-9a-f]{64})", store),
     (("POST",), rf"/api/models/{_REPO}/commit/(?P<revision>[^/]+)", commit),
     (("POST",), r"/api/validate-yaml", validate),
+    (("POST",), r"/api/repos/create", create),
 ]
 
 

@@ -72,30 +72,23 @@ def test_other_weights_are_told(trained, tmp_path):
     assert "other weights" not in silent.stderr
 
 
-@pytest.mark.parametrize("command", ["prune", "report"])
+@pytest.mark.parametrize("command", ["prune", "report", "quantize", "unlearn"])
 def test_commands_for_one_model(trained, tmp_path, command):
-    def done(importance, *more):
-        file, model = tmp_path / f"{importance}.safetensors", tmp_path / "a"
-        if command == "prune":
-            out = run(
-                "prune",
-                model,
-                "--importance",
-                file,
-                "--sparsity",
-                "0.5",
-                "--out",
-                tmp_path / f"{importance}{len(more)}",
-                *more,
-            )
-        else:
-            out = run("report", file, "--model", model, "--out", tmp_path / f"{importance}{len(more)}.html", *more)
-        assert out.exit_code == 0, out.exception
-        return out.stderr
+    def said(importance, *more):
+        file, model, out = tmp_path / f"{importance}.safetensors", tmp_path / "a", tmp_path / f"{importance}{len(more)}"
+        arguments = {
+            "prune": [model, "--importance", file, "--sparsity", "0.5", "--out", out],
+            "report": [file, "--model", model, "--out", out.with_suffix(".html")],
+            "quantize": [model, "--importance", file, "--bits-per-weight", "20", "--group", "2", "--out", out],
+            "unlearn": [model, "--importance", file, "--forget", tmp_path / "a.safetensors", "--out", out],
+        }
+        done = run(command, *arguments[command], *more)
+        assert done.exit_code == 0, done.exception
+        return done.stderr
 
-    assert "was made with other weights" in done("b")
-    assert done("a") == ""
-    assert done("b", "--any-weights") == ""
+    assert "was made with other weights" in said("b")
+    assert "other weights" not in said("a")
+    assert said("b", "--any-weights") == ""
 
 
 def test_nothing_is_said_where_nothing_is_known(trained):

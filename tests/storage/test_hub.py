@@ -250,6 +250,20 @@ def test_push_again_replaces_only_its_own(hub, tmp_path):
     assert torch.equal(squisher.load("hf://o/a")["0.weight"], importance(1)["0.weight"])
 
 
+@pytest.mark.parametrize("private", [True, False])
+def test_push_makes_a_repository_when_asked(hub, tmp_path, private):
+    importance(0).save(tmp_path / "a.safetensors")
+    options = ["--create", *(["--private"] if private else [])]
+    shown = run("push", tmp_path / "a.safetensors", "hf://o/new", *options, "--dry-run")
+    assert f"a new {'private' if private else 'public'} repository" in shown.output
+    assert hub.requests == []
+    for _ in range(2):  # the second time it is there
+        done = run("push", tmp_path / "a.safetensors", "hf://o/new", *options)
+        assert done.exit_code == 0, (done.output, done.exception)
+    assert hub.private == {"o/new": private}
+    assert set(hub.files("o/new")) == {"README.md", "squisher.safetensors"}
+
+
 def test_extract_and_push(hub, tmp_path):
     live = checkpoint(tmp_path / "optimizer.pt")
     hub.repositories["o/a"] = [{}]
@@ -278,7 +292,9 @@ def test_refused_pushes(hub, tmp_path, monkeypatch):
         assert done.exit_code == 1
         return str(done.exception)
 
-    assert "hf://no/such cannot be written: 404" in refused(tmp_path / "a.safetensors", "hf://no/such")
+    assert "There is no repository no/such on the Hub" in refused(tmp_path / "a.safetensors", "hf://no/such")
+    assert "together with --create" in refused(tmp_path / "a.safetensors", "hf://no/such", "--private")
+    assert "no/such" not in hub.repositories
     assert "give the repository" in refused(tmp_path / "a.safetensors", "hf://o/a/x.safetensors")
     assert "published already" in refused("hf://o/a", "hf://o/a")
     shutil.copy(tmp_path / "a.safetensors", tmp_path / "b.safetensors")

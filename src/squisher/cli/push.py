@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import SquisherError
 from .app import MAKE, Json, app, print_json
 
 
@@ -25,6 +26,8 @@ def push(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be put there, and ask nothing of the Hub.")
     ] = False,
+    create: Annotated[bool, typer.Option("--create", help="Make the repository if there is none.")] = False,
+    private: Annotated[bool, typer.Option("--private", help="With --create: make it a private one.")] = False,
     as_json: Json = False,
 ) -> None:
     """Publish an importance beside its model on the Hub, with one section of the model card that says what it is.
@@ -33,15 +36,18 @@ def push(
     """
     from ..integrations.publishing import prepare
 
+    if private and not create:
+        raise SquisherError("--private says what a new repository is: give it together with --create.")
     publication = prepare(file, address)
     names = ", ".join(publication.files)
     if as_json:
         document = {"address": str(publication.address), "files": list(publication.files), "bytes": publication.size}
-        document["pushed"] = None if dry_run else str(publication.push())
+        document["pushed"] = None if dry_run else str(publication.push(create, private))
         print_json({**document, "section": publication.section})
         return
     if dry_run:
-        typer.echo(f"{publication.address} would get {names} ({publication.size:,} bytes) and in its README.md:\n")
+        new = f" (a new {'private' if private else 'public'} repository, if there is none)" if create else ""
+        typer.echo(f"{publication.address}{new} would get {names} ({publication.size:,} bytes) and in its README.md:\n")
         typer.echo(publication.section)
         return
-    typer.echo(f"{publication.address}: {names} ({publication.size:,} bytes), {publication.push()}")
+    typer.echo(f"{publication.address}: {names} ({publication.size:,} bytes), {publication.push(create, private)}")

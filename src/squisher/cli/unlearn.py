@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, Overwrite, app, check_target, open_importance, print_json, progress_bar
+from .app import USE, AnyWeights, Json, Overwrite, app, check_target, notes, open_importance, print_json, progress_bar
 
 
 @app.command(
@@ -30,25 +30,22 @@ def unlearn(
     ] = 1.0,
     scale: Annotated[str, typer.Option(metavar="S", help="auto, as_fisher or stored.")] = "auto",
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors to leave as they are.")] = None,
+    any_weights: AnyWeights = False,
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
     """Dampen the weights that matter far more to the data to forget than to all data (selective synaptic dampening)."""
+    from ..importance.weights import check_weights
     from ..storage.folders import open_model, write_model
     from ..storage.tensors import tied_names
     from ..unlearn import dampen
 
     check_target(out, overwrite, model, importance, forget, suffix=None)
-    opened = open_model(model)
-    dampened = dampen(
-        opened.weights,
-        open_importance(importance),
-        open_importance(forget),
-        select,
-        strength,
-        scale,
-        exclude=exclude,
-    )
+    opened, whole, part = open_model(model), open_importance(importance), open_importance(forget)
+    with notes():
+        check_weights([whole], [opened.weights], [str(model)], any_weights)
+        check_weights([part], [opened.weights], [f"{model} (--forget)"], any_weights)
+        dampened = dampen(opened.weights, whole, part, select, strength, scale, exclude=exclude)
     with progress_bar("writing") as progress:
         like = model if model.is_dir() else None
         write_model(out, dampened, like, leave_out=tied_names(opened.weights), progress=progress)

@@ -38,14 +38,20 @@ class Publication(NamedTuple):
         """Bytes of all files."""
         return sum(file.stat().st_size for file in self.files.values())
 
-    def push(self) -> str:
+    def push(self, create: bool = False, private: bool = False) -> str:
         """Put the files and the section into the repository, in one commit, and return the commit's address.
 
         Everything else there stays as it is, but files of an earlier importance that this one does not have.
 
+        Args:
+            create: Make the repository first, if there is none.
+            private: Whether a new one is private.
+
         Raises:
             FileError: The repository cannot be reached, does not exist, or may not be written.
         """
+        if create:
+            hub.create(self.address, private)
         card = hub.read_text(self.address, _CARD)
         folder = f"{self.address.path}/" if self.address.path else ""
         files: dict[str, Path | bytes] = {f"{folder}{name}": file for name, file in self.files.items()}

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from ..errors import FileError, SquisherError
 
-__all__ = ["Address", "fetch", "fetch_file", "fetch_model", "is_hub_id", "read_text", "upload"]
+__all__ = ["Address", "create", "fetch", "fetch_file", "fetch_model", "is_hub_id", "read_text", "upload"]
 
 _SCHEME = re.compile(r"hf:/{1,2}(?!/)")  # pathlib makes one slash of two
 _ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>[\w./-]+))?/?")
@@ -149,15 +149,31 @@ def fetch_model(source: str | os.PathLike[str]) -> Path:
     return Path(found, *PurePosixPath(address.path).parts)
 
 
+def create(address: Address, private: bool) -> None:
+    """Make a repository for a model, unless there is one.
+
+    Raises:
+        SquisherError: huggingface_hub is not installed.
+        FileError: The Hub cannot be reached, or does not allow it.
+    """
+    with _asking(address, write=True) as (hub, _):
+        hub.HfApi().create_repo(address.repo, private=private, exist_ok=True)
+
+
 def read_text(address: Address, name: str) -> str | None:
     """Return a text file of a repository as it is now; None if there is none.
 
     Raises:
-        FileError: The repository cannot be reached.
+        FileError: The repository cannot be reached, or there is none.
     """
     with _asking(address, write=True) as (hub, _):
         try:
             found = hub.hf_hub_download(address.repo, name, revision=address.revision)
+        except hub.errors.RepositoryNotFoundError as error:
+            raise FileError(
+                f"There is no repository {address.repo} on the Hub, or your token may not see it: say --create to make it, "
+                "or look at the name and at `hf auth whoami`."
+            ) from error
         except hub.errors.EntryNotFoundError:
             return None
         return Path(found).read_text("utf-8")
