@@ -84,10 +84,11 @@ def moments(trainer):
 def ewc_of(model, strength=10.0):
     """An EWC whose first task lies a little beside the present weights."""
     import squisher
+    from squisher.names import live_parameters
 
     now = {n: p.detach().clone() for n, p in model.named_parameters()}
     held = {n: torch.full_like(p, 1e-2) for n, p in model.named_parameters() if p.requires_grad}
-    names = {p.live_name: p.name for p in squisher.storage.tensors.live_parameters(model)}
+    names = {p.live_name: p.name for p in live_parameters(model)}
     with torch.no_grad():
         for p in model.parameters():
             p.add_(0.01)

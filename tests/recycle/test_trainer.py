@@ -14,8 +14,8 @@ from torch import nn
 
 import squisher
 from squisher.errors import FileError, NamingError, SquisherError
+from squisher.names import adapter_file_name
 from squisher.recycle.formats import model_source, trainer
-from squisher.storage.tensors import adapter_file_name
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "trainer"
 BIN = FIXTURES / "bert_pytorch_model.bin"

@@ -181,7 +181,7 @@ def adapter(model, **more):
 
 @pytest.mark.parametrize("more", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head"]}, {"bias": "all"}], ids=str)
 def test_adapters(tmp_path, more):
-    from squisher.storage.tensors import adapter_file_name
+    from squisher.names import adapter_file_name
 
     base = small_llama(attention_bias=more == {"bias": "all"})
     base.save_pretrained(tmp_path / "base")
@@ -215,7 +215,7 @@ def test_other_adapters(tmp_path, kind):
 
 
 def test_an_adapter_whose_shapes_tell_its_order_needs_no_base(tmp_path):
-    from squisher.storage.tensors import adapter_file_name
+    from squisher.names import adapter_file_name
 
     live = train(adapter(small_llama(num_key_value_heads=1), target_modules=["q_proj", "v_proj"]), tmp_path)
     compare(squisher.extract(tmp_path / "checkpoint-4", bias_correction=False), live, adapter_file_name)

@@ -5,19 +5,11 @@ import concurrent.futures
 import pytest
 import torch
 
+from squisher.names import live_parameters
 from squisher.storage import safetensors as archive
 from squisher.storage import tensors
 from squisher.storage.safetensors import open_safetensors
-from squisher.storage.tensors import (
-    CHUNK,
-    Computed,
-    LazyTensors,
-    chunks_of,
-    live_parameters,
-    numel_of,
-    one_thread,
-    tied_names,
-)
+from squisher.storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, numel_of, one_thread, tied_names
 
 
 def test_chunks_of_a_plain_dict_and_of_a_file_have_the_same_borders(tmp_path):
@@ -65,7 +57,7 @@ def test_live_parameters_are_named_as_their_weight_file_names_them():
 
 
 def test_adapters_are_named_as_peft_writes_them():
-    from squisher.storage.tensors import adapter_file_name
+    from squisher.names import adapter_file_name
 
     for live, file in {
         "base_model.model.q.lora_A.default.weight": "base_model.model.q.lora_A.weight",

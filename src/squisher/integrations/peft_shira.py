@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import NamingError, SquisherError, near
+from ..names import live_parameters
 from ..order import per_source
-from ..storage.tensors import chunks_of, live_parameters, shape_of
+from ..storage.tensors import chunks_of, shape_of
 
 __all__ = ["shira_mask_fn"]
 

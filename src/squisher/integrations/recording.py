@@ -15,12 +15,12 @@ from ..errors import SquisherError
 from ..importance import FILE_NAME, Importance, Pollution, RunFacts, Spoiler, structure_hash
 from ..importance.facts import LOSS_REDUCTIONS
 from ..mask import train_only
+from ..names import live_parameters
 from ..ranks import agree
 from ..recycle.live import from_optimizers, from_tracker, unwrapped
 from ..recycle.naming.candidates import candidates_of_module
 from ..recycle.states import Candidate, Entry, OptimizerState, Piece, check_usable
 from ..storage.codecs import check_codec
-from ..storage.tensors import live_parameters
 from ..tracker import Tracker
 from .batch_counts import BatchCounts
 

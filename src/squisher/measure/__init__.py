@@ -19,8 +19,8 @@ from ..errors import NamingError, SquisherError, near
 from ..guard import as_it_was, eager_original
 from ..importance import Absence, Importance, Level, Naming, Reason, structure_hash
 from ..importance.weights import content_of
+from ..names import LiveParameter, live_parameters
 from ..ranks import is_sharded, local_of, sharded_like
-from ..storage.tensors import LiveParameter, live_parameters
 from .batches import Batch
 from .fast import Fast
 from .joint import Joint

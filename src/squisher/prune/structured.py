@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from ..errors import NamingError, SquisherError
 from ..importance import checked
-from ..names import align, check_known, live_tensors
-from ..storage.tensors import live_parameters
+from ..names import align, check_known, live_parameters, live_tensors
 from .hugging_face import heads_of
 from .scoring import check_score
 

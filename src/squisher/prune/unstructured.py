@@ -14,18 +14,9 @@ from torch import Tensor, nn
 
 from ..errors import SquisherError, near
 from ..importance import Importance
-from ..names import align
+from ..names import align, live_parameters
 from ..order import Source, choose, per_source
-from ..storage.tensors import (
-    CHUNK,
-    Computed,
-    chunks_of,
-    dtype_of,
-    live_parameters,
-    numel_of,
-    shape_of,
-    tied_names,
-)
+from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, numel_of, shape_of, tied_names
 from .pattern import fits, keep_pattern, parse_pattern
 from .scoring import Scores, check_score, scores
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..errors import NamingError, NoAccumulatorError, SquisherWarning
 from ..importance import Absence, Importance, Level, Naming, Reason, RunFacts
 from ..importance.weights import HASHED_BYTES, content_of
-from ..storage.tensors import LiveParameter, live_parameters
+from ..names import LiveParameter, live_parameters
 from .assembly import assemble
 from .optimizers.quantized import check_precision, decoded
 from .states import Entry

@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...errors import NamingError
+from ...names import LiveParameter, live_parameters
 from ...storage.folders import Weights
-from ...storage.tensors import LiveParameter, TensorSource, live_parameters
+from ...storage.tensors import TensorSource
 from ..states import Candidate, Piece
 
 __all__ = ["Candidates", "candidates_of_module", "loose", "surplus"]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ...errors import FileError, NamingError
 from ...importance import Level, Naming
-from ...storage.tensors import adapter_file_name
+from ...names import adapter_file_name
 from ..states import Candidate, OptimizerState
 from .evidence import Evidence, weigh
 from .partitions import sorted_as_text, ways

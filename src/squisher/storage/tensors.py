@@ -1,0 +1,551 @@
+"""Named tensors: in memory or in files, read when asked for, chunk by chunk.
+
+A lazy mapping, a `state_dict()` and a test dict are the same to every caller: `shape_of`, `dtype_of` and `chunks_of`
+work on all of them, and read nothing that was not asked for. One tensor may be a byte range of a file (`FileTensor`), slices
+of several (`Joined`) or rectangular blocks of them (`Blocks`), as the shards of other ranks are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from threading import Lock
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import NamingError, SquisherError, near
+from ..ranks import local_of, whole
+from .byte_range import ByteRange
+
+__all__ = [
+    "CHUNK",
+    "Ahead",
+    "Block",
+    "Blocks",
+    "Computed",
+    "FileTensor",
+    "Joined",
+    "LazyTensors",
+    "Slice",
+    "TensorSource",
+    "chunks_of",
+    "dtype_of",
+    "name_pattern",
+    "numel_of",
+    "one_thread",
+    "room_for",
+    "shape_of",
+    "tied_names",
+]
+
+CHUNK = 1 << 18
+"""Elements per chunk: 1 MB of float32, so that a chunk and what is computed from it stay in the cache."""
+
+
+def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:
+    """Return the shape of one tensor of any mapping; reads no data from a lazy one."""
+    shape = getattr(tensors, "shape", None)
+    return torch.Size(shape(name)) if callable(shape) else _tensor(tensors, name).shape
+
+
+def numel_of(tensors: Mapping[str, Tensor], name: str) -> int:
+    """Return the number of elements of one tensor of any mapping; reads no data from a lazy one."""
+    return math.prod(shape_of(tensors, name))
+
+
+def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
+    """Return the data type of one tensor of any mapping; reads no data from a lazy one."""
+    dtype = getattr(tensors, "dtype", None)
+    return cast(torch.dtype, dtype(name)) if callable(dtype) else _tensor(tensors, name).dtype
+
+
+def chunks_of(tensors: Mapping[str, Tensor], name: str, size: int = CHUNK) -> Iterator[Tensor]:
+    """One tensor of any mapping in flat chunks on the CPU, in order; memory is bounded by a chunk for a lazy one.
+
+    A tensor that is spread over processes is gathered first: all of them must ask for it at the same time.
+    """
+    chunks = getattr(tensors, "chunks", None)
+    if callable(chunks):
+        yield from chunks(name, size)
+        return
+    tensor = _tensor(tensors, name)
+    if tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided:
+        what = "on the meta device" if tensor.is_meta else "quantised" if tensor.is_quantized else "sparse"
+        raise SquisherError(
+            f"{name!r} is {what}, so its values cannot be read one by one: give a dense tensor that has some."
+        )
+    flat = whole(tensor.detach()).reshape(-1)
+    for start in range(0, flat.numel(), size):
+        yield flat[start : start + size].cpu()
+
+
+def _tensor(tensors: Mapping[str, Tensor], name: str) -> Tensor:
+    value = tensors[name]
+    if not isinstance(value, Tensor):
+        raise SquisherError(f"{name!r} is a {type(value).__name__}; a tensor was expected.")
+    return value
+
+
+def name_pattern(pattern: str | None) -> re.Pattern[str] | None:
+    """Return a user's regular expression over parameter names.
+
+    Raises:
+        NamingError: It is not a regular expression.
+    """
+    try:
+        return None if pattern is None else re.compile(pattern)
+    except re.error as error:
+        raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Keep torch from sharing small chunks among threads, for work that streams over many of them.
+
+    A chunk fits a cache, and its threads would wait for one another at every operation: on a machine that has other work to
+    do, that is ten times slower than one thread alone.
+    """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+class Computed(Mapping[str, Tensor]):
+    """Named tensors that are computed from those of another mapping when they are asked for.
+
+    Names, shapes and types are the other mapping's unless a subclass says otherwise; what it computes is in its `chunks`.
+
+    Args:
+        like: The other mapping.
+        names: The names here with those in `like`, in order; None for all of `like`'s own.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
+        self._like = like
+        self._names = names
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.cat([*self.chunks(name), torch.zeros(0, dtype=self.dtype(name))]).view(self.shape(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._like if self._names is None else self._names)
+
+    def __len__(self) -> int:
+        return len(self._like if self._names is None else self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return name in (self._like if self._names is None else self._names)  # the inherited one would read the tensor
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of one tensor, without computing it."""
+        return shape_of(self._like, self._name_there(name))
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the data type of one tensor, without computing it."""
+        return dtype_of(self._like, self._name_there(name))
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat chunks of at most `size` elements, in order."""
+        return chunks_of(self._like, self._name_there(name), size)
+
+    def _name_there(self, name: str) -> str:
+        if self._names is None:
+            return name
+        try:
+            return self._names[name]
+        except KeyError:
+            raise KeyError(f"no tensor named {name!r}.{near(name, self._names)}") from None
+
+
+@runtime_checkable
+class TensorSource(Protocol):
+    """One tensor that is not in memory: its shape and dtype are known, its values are read when asked for."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the stored values."""
+
+    def load(self) -> Tensor:
+        """Return the whole tensor."""
+
+    def read_flat(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` in flat order."""
+
+
+class FileTensor(NamedTuple):
+    """A tensor that is one byte range."""
+
+    byte_range: ByteRange
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def load(self) -> Tensor:
+        """Return the whole tensor."""
+        return self.read_flat(0, math.prod(self.shape)).view(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` in flat order."""
+        out = room_for(stop - start, self.dtype)
+        if stop > start:
+            self.byte_range.read_into(out.view(torch.uint8).numpy().data, start * self.dtype.itemsize)
+        return out
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Named tensors that are read when asked for; opening it costs no more than reading the headers."""
+
+    def __init__(self, sources: Mapping[str, TensorSource], metadata: Mapping[str, str] | None = None):
+        self._sources = dict(sources)
+        self.metadata = dict(metadata or {})
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._source(name).load()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sources)
+
+    def __len__(self) -> int:
+        return len(self._sources)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._sources
+
+    def __repr__(self) -> str:
+        return f"LazyTensors({len(self)} tensors)"
+
+    def shape(self, name: str) -> torch.Size:
+        """Return the shape of one tensor, without reading it."""
+        return torch.Size(self._source(name).shape)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the data type of one tensor, without reading it."""
+        return self._source(name).dtype
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """Yield the tensor in flat chunks of at most `size` elements, in order."""
+        source = self._source(name)
+        numel = math.prod(source.shape)
+        for start in range(0, numel, size):
+            yield source.read_flat(start, min(start + size, numel))
+
+    def source(self, name: str) -> TensorSource:
+        """Where one tensor lies."""
+        return self._source(name)
+
+    def _source(self, name: str) -> TensorSource:
+        try:
+            return self._sources[name]
+        except KeyError:
+            raise KeyError(f"no tensor named {name!r}.{near(name, self._sources)}") from None
+
+
+def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Names that are another name's very tensor: `{alias: first name}`.
+
+    In memory, tensors that share address and shape; in files, those that share their bytes. A mapping that computes its tensors
+    knows it itself, in its attribute `tied`.
+    """
+    if not isinstance(tensors, LazyTensors) and callable(getattr(tensors, "chunks", None)):
+        return dict(getattr(tensors, "tied", {}))  # each tensor is new when asked for, and an address may come twice
+    first: dict[Any, str] = {}
+    tied = {}
+    alive = []  # as long as it is, no other tensor can get its address
+    for name in tensors:
+        if not numel_of(tensors, name):
+            continue
+        if isinstance(tensors, LazyTensors):
+            key = _place(tensors.source(name))
+        else:
+            alive.append(tensors[name])
+            key = _address(alive[-1])
+        if key is not None and first.setdefault(key, name) != name:
+            tied[name] = first[key]
+    return tied
+
+
+def _place(source: Any) -> Any:
+    if isinstance(source, FileTensor):
+        return (source.byte_range, source.shape)
+    storage = getattr(source, "storage", None)
+    return None if storage is None else (storage.byte_range, source.storage_offset, source.shape)
+
+
+def _address(tensor: Tensor) -> Any:
+    tensor = local_of(tensor)
+    return (
+        None
+        if tensor.is_meta or not tensor.numel()
+        else (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+    )
+
+
+_ROOM = 8 * CHUNK  # bytes
+_ROOMS = 32
+_rooms: list[np.ndarray] = []
+_rooms_lock = Lock()
+
+
+def room_for(numel: int, dtype: torch.dtype) -> Tensor:
+    """Return memory for a chunk, with arbitrary content; that of an earlier chunk is used again once nothing refers to it.
+
+    The system takes chunks of this size back when they are freed, and a page fault for every 4 kB of a new one costs as much as
+    the work on it. The first free one is taken, so that few are in use and those are in the cache.
+    """
+    size = numel * dtype.itemsize
+    if not _ROOM // 16 <= size <= _ROOM:
+        return torch.empty(numel, dtype=dtype)
+    with _rooms_lock:
+        place = next((k for k in range(len(_rooms)) if _holders(_rooms, k) == _NOBODY), None)
+        if place is None:
+            if len(_rooms) == _ROOMS:
+                return torch.empty(numel, dtype=dtype)
+            _rooms.append(np.empty(_ROOM, np.uint8))
+            place = -1
+        return torch.from_numpy(_rooms[place][:size]).view(dtype)
+
+
+def _holders(rooms: list[np.ndarray], place: int) -> int:
+    return sys.getrefcount(rooms[place])
+
+
+_NOBODY = _holders([np.empty(0, np.uint8)], 0)  # as this interpreter counts: nothing but the list, and what counts
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements `start` to `stop`, in flat order, of a tensor in some file."""
+
+    source: TensorSource
+    start: int
+    stop: int
+
+
+class Joined:
+    """A tensor that is several slices, one after the other."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, slices: Sequence[Slice]) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self._slices = [one for one in slices if one.stop > one.start]
+        self._ends = list(accumulate(one.stop - one.start for one in self._slices))
+        if (self._ends[-1] if self._ends else 0) != math.prod(self.shape):
+            raise ValueError(f"{self._ends[-1:]} elements for the shape {self.shape}")
+
+    def load(self) -> Tensor:
+        """Return the whole tensor."""
+        return self.read_flat(0, math.prod(self.shape)).reshape(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` in flat order; only the slices that hold them are read."""
+        found = []
+        k = bisect_right(self._ends, start)
+        while start < stop:
+            one, end = self._slices[k], self._ends[k]
+            taken = min(stop, end)
+            shift = one.stop - end  # from places in this tensor to places in the slice's source
+            found.append(one.source.read_flat(start + shift, taken + shift))
+            start, k = taken, k + 1
+        if len(found) == 1:
+            return found[0]
+        return torch.cat(found) if found else torch.empty(0, dtype=self.dtype)
+
+
+class Block:
+    """A rectangular part of a tensor, itself stored as a tensor.
+
+    Elements that are neighbours in the block and in the whole form runs; block and whole have the runs in the same order.
+
+    Attributes:
+        offsets: Where it begins, in each dimension.
+        sizes: Its shape.
+        source: Where its elements are, in its own flat order.
+    """
+
+    def __init__(
+        self, whole: Sequence[int], offsets: Sequence[int], sizes: Sequence[int], source: TensorSource
+    ) -> None:
+        self.offsets, self.sizes, self.source = tuple(offsets), tuple(sizes), source
+        self.numel = math.prod(self.sizes)
+        split = max((d for d in range(len(whole)) if sizes[d] != whole[d]), default=0)
+        self.run = math.prod(sizes[split:])
+        self.count = math.prod(sizes[:split])
+        self._split = split
+        self._steps = [math.prod(whole[d + 1 :]) for d in range(len(whole))]
+        self._first = sum(o * step for o, step in zip(offsets, self._steps, strict=True))
+
+    def place(self, run: int) -> int:
+        """Where a run begins in the flat order of the whole."""
+        place = self._first
+        for d in reversed(range(self._split)):
+            run, k = divmod(run, self.sizes[d])
+            place += k * self._steps[d]
+        return place
+
+    def places(self, first: int, last: int) -> Tensor:
+        """Where each element of the runs `first` to `last` is in the flat order of the whole."""
+        run = torch.arange(first, last)
+        place = torch.full_like(run, self._first)
+        for d in reversed(range(self._split)):
+            place += run % self.sizes[d] * self._steps[d]
+            run = run // self.sizes[d]
+        return (place[:, None] + torch.arange(self.run)).reshape(-1)
+
+    def first_run(self, position: int) -> int:
+        """Return the first run that ends after a flat position of the whole."""
+        low, high = 0, self.count
+        while low < high:
+            middle = (low + high) // 2
+            if self.place(middle) + self.run > position:
+                high = middle
+            else:
+                low = middle + 1
+        return low
+
+    def overlaps(self, other: Block) -> bool:
+        """Whether two blocks of one tensor have an element in common."""
+        parts = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        return all(a < b + n and b < a + m for a, m, b, n in parts)
+
+
+class Blocks:
+    """A tensor that is cut into rectangular blocks, however they lie."""
+
+    def __init__(self, shape: Sequence[int], dtype: torch.dtype, blocks: Sequence[Block]) -> None:
+        self.shape = tuple(shape)
+        self.dtype = dtype
+        self._blocks = [block for block in blocks if block.numel]
+
+    @property
+    def gap(self) -> str | None:
+        """What is wrong with the blocks, if they do not cover every element once."""
+        total = math.prod(self.shape)
+        for block in self._blocks:
+            if any(o < 0 or o + n > size for o, n, size in zip(block.offsets, block.sizes, self.shape, strict=True)):
+                return "one of its parts lies outside of it"
+        found = sum(block.numel for block in self._blocks)
+        if found != total:
+            return f"its parts hold {found} elements instead of {total}"
+        ordered = sorted(self._blocks, key=lambda block: block.place(0))
+        if all(block.count == 1 for block in ordered):
+            pairs = pairwise(ordered)  # flat ranges: only neighbours can overlap
+            clash = any(a.place(0) + a.numel > b.place(0) for a, b in pairs)
+        else:
+            clash = any(a.overlaps(b) for k, a in enumerate(ordered) for b in ordered[k + 1 :])
+        return "two of its parts overlap" if clash else None
+
+    def load(self) -> Tensor:
+        """Return the whole tensor."""
+        numel = math.prod(self.shape)
+        whole = torch.empty(numel, dtype=self.dtype)
+        for start in range(0, numel, CHUNK):
+            stop = min(start + CHUNK, numel)
+            whole[start:stop] = self.read_flat(start, stop)
+        return whole.reshape(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> Tensor:
+        """Elements `start` to `stop` in flat order; of each block only what lies among them is read."""
+        out = torch.empty(stop - start, dtype=self.dtype)
+        for block in self._blocks:
+            if stop > start:
+                _copy(block, start, stop, out)
+        return out
+
+
+def _copy(block: Block, start: int, stop: int, out: Tensor) -> None:
+    first, last = block.first_run(start), block.first_run(stop - 1)
+    if last < block.count and block.place(last) < stop:
+        last += 1
+    if first >= last:
+        return
+    if last - first == 1:
+        place = block.place(first)
+        begin, end = max(start, place), min(stop, place + block.run)
+        shift = first * block.run - place  # from places in the whole to places in the block
+        out[begin - start : end - start] = block.source.read_flat(begin + shift, end + shift)
+        return
+    places = block.places(first, last)
+    inside = (places >= start) & (places < stop)
+    values = block.source.read_flat(first * block.run, last * block.run)
+    out[places[inside] - start] = values[inside]
+
+
+_IN_FLIGHT = 2  # chunks that are being computed, or wait to be written
+_AT_ONCE = 2 * CHUNK  # handing a chunk over costs as much as merging a tenth of this
+
+
+class Ahead(Computed):
+    """Some names of a mapping, to be asked for in order; in any other order it is only slower.
+
+    Another thread reads and computes, the caller's has only to write: long calls that leave the interpreter alone. With more
+    threads they would wait for one another. The bytes are those of a run without threads; memory is bounded by a few chunks.
+
+    Args:
+        tensors: Any mapping. One that computes its tensors may have a method `short_chunks(name, size)`, like `chunks` but
+            free to give shorter ones.
+        names: The names, in the order in which they will be asked for.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], names: Sequence[str]):
+        super().__init__(tensors, {name: name for name in names})
+        self._tensors = tensors
+        self._expected = iter([name for name in names if numel_of(tensors, name)])
+        self._next = next(self._expected, None)
+        self._chunks = self._ahead()
+
+    def __enter__(self) -> Ahead:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._chunks.close()
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._tensors[self._name_there(name)]
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat chunks, in order; they may be shorter than `size`."""
+        if name != self._next or size != CHUNK:
+            yield from chunks_of(self._tensors, name, size)
+            return
+        self._next = next(self._expected, None)
+        left = numel_of(self._tensors, name)
+        while left:
+            chunk = next(self._chunks)
+            left -= chunk.numel()
+            yield from chunk.split(CHUNK)
+
+    def _ahead(self) -> Generator[Tensor, None, None]:
+        chunks = (chunk for name in self for chunk in self._chunks_of(name))
+        with ThreadPoolExecutor(1) as other:
+            waiting = deque(other.submit(next, chunks, None) for _ in range(_IN_FLIGHT))
+            try:
+                while (chunk := waiting.popleft().result()) is not None:
+                    yield chunk
+                    waiting.append(other.submit(next, chunks, None))
+            finally:
+                for future in waiting:
+                    future.cancel()
+
+    def _chunks_of(self, name: str) -> Iterator[Tensor]:
+        chunks = getattr(self._tensors, "short_chunks", None)
+        return chunks(name, _AT_ONCE) if callable(chunks) else chunks_of(self._tensors, name)
