@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from squisher import mask
 from squisher.errors import FileError, SquisherError
-from squisher.mask.packed import pack
+from squisher.mask.choosing import pack
 from squisher.storage import safetensors as archive
 from squisher.storage.tensors import chunks_of
 

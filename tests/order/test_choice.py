@@ -20,7 +20,7 @@ def sizes_of(tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def marks(choice, tensors: dict[str, Tensor]) -> dict[str, list[bool]]:
-    return {name: torch.cat([*choice.pieces(name), torch.zeros(0, dtype=bool)]).tolist() for name in tensors}
+    return {name: torch.cat([*choice.chunks(name), torch.zeros(0, dtype=bool)]).tolist() for name in tensors}
 
 
 def by_sorting(tensors: dict[str, Tensor], k: int, always=(), minimum=None) -> dict[str, list[bool]]:
@@ -70,7 +70,7 @@ def test_agrees_with_sorting(tensors, k, always, minimum) -> None:
     assert sum(map(sum, found.values())) == k
     assert found == by_sorting(tensors, k, always, minimum)
     assert marks(choice, tensors) == found  # again, and in any order
-    assert torch.cat(list(choice.pieces("ties"))).tolist() == found["ties"]
+    assert torch.cat(list(choice.chunks("ties"))).tolist() == found["ties"]
 
 
 def test_each_source_by_itself(tensors) -> None:

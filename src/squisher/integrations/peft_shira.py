@@ -60,6 +60,6 @@ def shira_mask_fn(importance: Mapping[str, Tensor], model: nn.Module) -> Callabl
                 f"r={r} asks for {budget:,} entries of {name!r}, which has {weight.numel():,}. Choose a smaller r."
             )
         choice = per_source({name: lambda: chunks_of(importance, name)}, {name: budget})
-        return torch.cat(list(choice.pieces(name))).view(weight.shape).to(weight)
+        return torch.cat(list(choice.chunks(name))).view(weight.shape).to(weight)
 
     return mask_fn

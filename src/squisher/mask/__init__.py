@@ -9,10 +9,7 @@ A mask is a mapping from parameter name to a boolean tensor: True where training
 
 from __future__ import annotations
 
-from .choosing import top_k
-from .compacting import compact
-from .packed import Mask, load
-from .resetting import reset_outside
-from .training import Handle, train_only
+from .choosing import Mask, load, top_k
+from .training import Handle, compact, reset_outside, train_only
 
 __all__ = ["Handle", "Mask", "compact", "load", "reset_outside", "top_k", "train_only"]

@@ -1,17 +1,23 @@
-"""Training under a mask: frozen entries do not move by a single bit, whatever the optimizer does."""
+"""Training what a mask keeps: with any optimizer, or with one over the kept entries alone; and undoing what moved outside it.
+
+Half a percent of the parameters needs half a percent of Adam's state: `compact` gives the optimizer the kept entries only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import SquisherError
-from .matching import Kept, match
+from ..names import align, live_tensors
+from ..storage.tensors import CHUNK, Computed, chunks_of
+from .choosing import Mask
 
-__all__ = ["Handle", "mask_gradient", "masking_hook", "train_only"]
+__all__ = ["Handle", "compact", "reset_outside", "train_only"]
 
 _SPARSE = 0.05  # below this share, kept entries are moved by index; above it, by one comparison an entry
 
@@ -139,3 +145,189 @@ def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise SquisherError(f"train_only needs a torch.optim.Optimizer, but got a {type(optimizer).__name__}.")
     return optimizer
+
+
+def compact(
+    model: nn.Module, mask: Mapping[str, Tensor], optimizer_class: type[torch.optim.Optimizer], **options: Any
+) -> torch.optim.Optimizer:
+    """Return an optimizer that holds and moves the kept entries alone.
+
+    It is an instance of a subclass of `optimizer_class`, so that schedulers and everything else take it for one. Its
+    parameters are one vector of kept entries per tensor; a step gathers them and their gradients from the model and
+    writes them back, and nothing else in the model is touched. As with `train_only`, gradients are masked in the backward
+    pass, so that `clip_grad_norm_(model.parameters(), …)` sees the kept entries alone.
+
+    Right for optimizers that treat every entry by itself (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, …). One that looks at
+    rows or whole tensors (Adafactor, LAMB, Muon) would see other tensors than in full training. LBFGS is refused, and
+    `torch.amp.GradScaler` does not find its gradients: use `train_only` with those.
+
+    Args:
+        model: The module; parameters that the mask does not name are frozen.
+        mask: True where training may move an entry.
+        optimizer_class: For example `torch.optim.AdamW`.
+        **options: Passed on to it (`lr=1e-3`, `weight_decay=0.01`).
+
+    Returns:
+        The optimizer. `optimizer.release()` removes its hooks from the model.
+
+    Raises:
+        NamingError: The mask does not fit the model.
+        SquisherError: The mask keeps nothing.
+    """
+    if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, torch.optim.Optimizer)):
+        raise SquisherError(f"compact needs an optimizer class such as torch.optim.AdamW, but got {optimizer_class!r}.")
+    if issubclass(optimizer_class, torch.optim.LBFGS):
+        raise SquisherError("LBFGS evaluates the loss inside its step, which compact cannot follow; use train_only.")
+    kept = match(model, mask)
+    moving = [part for part in kept if part.indices.numel()]
+    if not moving:
+        raise SquisherError("The mask keeps no entry of this model, so there is nothing to train.")
+    made = type(f"Compact{optimizer_class.__name__}", (_Compact, optimizer_class), {})
+    vectors = [nn.Parameter(part.parameter.detach().view(-1)[part.indices].clone()) for part in moving]
+    optimizer: Any = made(vectors, **options)
+    optimizer._attach(kept, list(zip(moving, vectors, strict=True)))
+    return cast(torch.optim.Optimizer, optimizer)
+
+
+class _Compact:
+    """Gathers before the step of the class that it is mixed with, and scatters after it."""
+
+    _all: list[Kept]
+    _moving: list[tuple[Kept, nn.Parameter]]
+    _hooks: list[Any]
+
+    def _attach(self, every: list[Kept], moving: list[tuple[Kept, nn.Parameter]]) -> None:
+        self._all, self._moving = every, moving
+        self._hooks = []
+        for part in every:
+            if part.parameter.grad is not None:
+                mask_gradient(part, part.parameter.grad)
+            if not part.whole:
+                self._hooks.append(part.parameter.register_post_accumulate_grad_hook(masking_hook(part)))
+
+    def release(self) -> None:
+        """Remove the hooks from the model; all gradients are whole again."""
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step of the kept entries, written back into the model."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for part, vector in self._moving:
+                gradient = part.parameter.grad
+                vector.grad = None if gradient is None else gradient.view(-1)[part.indices]
+                vector.copy_(part.parameter.view(-1)[part.indices])  # weights may have been loaded meanwhile
+        self._inner_step()
+        with torch.no_grad():
+            for part, vector in self._moving:
+                part.parameter.view(-1)[part.indices] = vector
+                vector.grad = None
+        return loss
+
+    def _inner_step(self) -> None:
+        inner: Any = next(cls.__dict__["step"] for cls in type(self).__mro__[2:] if "step" in cls.__dict__)
+        # torch wraps the step of every class that was ever used so that it calls the instance's hooks; ours is wrapped too,
+        # and they are to be called once.
+        (inner.__wrapped__ if getattr(inner, "hooked", False) else inner)(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients of the whole model."""
+        for part in self._all:
+            gradient = part.parameter.grad
+            if gradient is not None and not set_to_none:
+                gradient.detach_().zero_()
+            elif gradient is not None:
+                part.parameter.grad = None
+
+
+def reset_outside(
+    tuned: Mapping[str, Tensor], base: Mapping[str, Tensor], mask: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Return the tuned weights inside the mask, the base's outside; a lazy mapping, exact to the bit.
+
+    Args:
+        tuned: The fine-tuned weights.
+        base: The weights that training started from, with every tensor of `tuned`.
+        mask: True where the tuned value stays; tensors missing from it are the base's.
+
+    Raises:
+        NamingError: The three do not fit one another.
+    """
+    align(tuned, base, ("the tuned model", "the base"), dtypes=True)
+    if mask:
+        align(mask, tuned, ("the mask", "the tuned model"))
+    return _Reset(tuned, base, mask)
+
+
+class _Reset(Computed):
+    def __init__(self, tuned: Mapping[str, Tensor], base: Mapping[str, Tensor], mask: Mapping[str, Tensor]) -> None:
+        super().__init__(tuned)
+        self._tuned, self._base, self._mask = tuned, base, mask
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name not in self._mask:
+            return self._base[name]
+        tuned = self._tuned[name]
+        return torch.where(self._mask[name].to(tuned.device), tuned, self._base[name].to(tuned.device))
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        if name not in self._mask:
+            yield from chunks_of(self._base, name, size)
+            return
+        sources = (chunks_of(tensors, name, size) for tensors in (self._mask, self._tuned, self._base))
+        for marked, tuned, base in zip(*sources, strict=True):
+            yield torch.where(marked, tuned, base)
+
+
+class Kept(NamedTuple):
+    """One parameter, and which of its entries may move."""
+
+    name: str
+    parameter: Tensor
+    indices: Tensor
+    """Flat indices of the entries that may move, on the parameter's device."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether every entry may move."""
+        return self.indices.numel() == self.parameter.numel()
+
+
+def match(model: nn.Module, mask: Mapping[str, Tensor]) -> list[Kept]:
+    """Every trainable parameter of a model with the indices that the mask keeps; none for those it does not name.
+
+    Raises:
+        NamingError: The mask has a name or a shape that the model has not.
+        SquisherError: A parameter is kept that is not trainable.
+    """
+    parameters, tied = live_tensors(model)
+    names = align(mask, parameters, ("the mask", "the model"), tied=tied) if mask else {}
+    out = []
+    for name, parameter in parameters.items():
+        indices = _indices(mask, names[name]) if name in names else torch.zeros(0, dtype=torch.int64)
+        if not parameter.requires_grad:
+            if indices.numel():
+                raise SquisherError(
+                    f"The mask keeps {indices.numel():,} entries of {name!r}, but requires_grad is False there."
+                )
+            continue
+        if not parameter.is_contiguous():
+            raise SquisherError(f"{name!r} is not contiguous in memory; call .contiguous() on it first.")
+        out.append(Kept(name, parameter, indices.to(parameter.device)))
+    return out
+
+
+def _indices(mask: Mapping[str, Tensor], name: str) -> Tensor:
+    if isinstance(mask, Mask):
+        return mask.indices(name)
+    found, start = [torch.zeros(0, dtype=torch.int64)], 0
+    for chunk in chunks_of(mask, name):
+        if chunk.dtype != torch.bool:
+            raise SquisherError(f"The mask of {name!r} has the type {chunk.dtype}; a mask is made of boolean tensors.")
+        found.append(torch.from_numpy(np.flatnonzero(chunk.numpy())) + start)
+        start += chunk.numel()
+    return torch.cat(found)

@@ -1,6 +1,6 @@
 """Exact top-k over any number of tensors, in bounded memory.
 
-Non-negative floats are ordered as the integers that their bits spell; the k-th largest is found by passes over pieces of
+Non-negative floats are ordered as the integers that their bits spell; the k-th largest is found by passes over chunks of
 them (`narrow` for one k in one process, `radix` for several k or several processes). Equal scores are taken in order,
 the first source and its lowest flat index first, so that exactly k are chosen and the same k every time.
 
@@ -31,7 +31,7 @@ def threshold(sources: Mapping[str, Source], k: int, reduce: Callable[[Tensor], 
     """Return the k-th largest of all scores, exactly.
 
     Args:
-        sources: For each name, a callable that gives the scores as flat pieces. Order decides between equal scores.
+        sources: For each name, a callable that gives the scores as flat chunks. Order decides between equal scores.
         k: How many to choose, from 0 to the number of all scores.
         reduce: Sums an int64 vector over processes, where each holds some of the sources; called once a pass.
 

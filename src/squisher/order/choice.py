@@ -21,7 +21,7 @@ Progress = Callable[[int, int], None]
 
 
 class Choice:
-    """Which entries are chosen; `pieces` gives the marks of one source, as often as asked for and in any order.
+    """Which entries are chosen; `chunks` gives the marks of one source, as often as asked for and in any order.
 
     Attributes:
         kept: The sources that are chosen whole.
@@ -35,20 +35,20 @@ class Choice:
     def _add(self, name: str, kth: Threshold, before: int) -> None:
         self._rounds[name].append((kth, before))
 
-    def pieces(self, name: str) -> Iterator[Tensor]:
-        """Boolean pieces, cut as the source cuts its scores."""
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """Boolean chunks, cut as the source cuts its scores."""
         for _, chosen in self._marked(name):
             yield chosen
 
     def left(self, name: str) -> Iterator[Tensor]:
         """Return the scores of a source that are not chosen yet."""
-        for piece, chosen in self._marked(name):
-            yield piece[~chosen]
+        for chunk, chosen in self._marked(name):
+            yield chunk[~chosen]
 
     def _marked(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         rounds = [Selection(kth, before) for kth, before in self._rounds[name]]
-        for piece in self._sources[name]():
-            flat = piece.reshape(-1)
+        for chunk in self._sources[name]():
+            flat = chunk.reshape(-1)
             chosen = torch.full((flat.numel(),), name in self.kept)
             for number, select in enumerate(rounds):
                 if number == 0:
@@ -71,7 +71,7 @@ def choose(
     """Exactly k entries: the sources in `always` whole, each other one's best `minimum`, then the best of what is left.
 
     Args:
-        sources: For each name, a callable that gives the scores as flat pieces. Order decides between equal scores.
+        sources: For each name, a callable that gives the scores as flat chunks. Order decides between equal scores.
         k: How many entries to choose, in all processes together.
         sizes: The number of scores of each source.
         always: Sources that are chosen whole; they count inside k.
@@ -124,7 +124,7 @@ def per_source(
     """Exactly `ks[name]` entries of each source, every one ranked by itself.
 
     Args:
-        sources: For each name, a callable that gives the scores as flat pieces.
+        sources: For each name, a callable that gives the scores as flat chunks.
         ks: How many entries of each.
         sizes: The number of scores of each source, for the progress.
         progress: Called with the scores read so far and those that will probably be read in all.
@@ -158,13 +158,13 @@ def _watched(sources: Mapping[str, Source], total: int, progress: Progress | Non
     done = 0
 
     def watch(source: Source) -> Source:
-        def pieces() -> Iterator[Tensor]:
+        def chunks() -> Iterator[Tensor]:
             nonlocal done
-            for piece in source():
-                yield piece
-                done += piece.numel()
+            for chunk in source():
+                yield chunk
+                done += chunk.numel()
                 progress(min(done, 2 * total), 2 * total)
 
-        return pieces
+        return chunks
 
     return {name: watch(source) for name, source in sources.items()}

@@ -1,7 +1,7 @@
 """Non-negative floats as unsigned integers: their bits, read as a number, are in the order of the values.
 
 Everything happens on integers: denormals are ordered exactly, whatever the processor is told to do with them. numpy does
-the work, because torch would share even a piece of a megabyte among threads, which stalls on a machine that has other
+the work, because torch would share even a chunk of a megabyte among threads, which stalls on a machine that has other
 work to do.
 """
 
@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 Source = Callable[[], Iterable[Tensor]]
-"""Gives the scores of one tensor as pieces in order; called once a pass, and each time from the start."""
+"""Gives the scores of one tensor as chunks in order; called once a pass, and each time from the start."""
 
 Keys = np.ndarray[Any, np.dtype[Any]]
 """Unsigned integers of 32 or 64 bits, in the order of the scores."""
@@ -45,26 +45,26 @@ _SIGNLESS = {32: np.uint32(0x7FFFFFFF), 64: np.uint64(0x7FFFFFFFFFFFFFFF)}
 _NEEDS = {torch.bfloat16: 16, torch.float16: 32, torch.float32: 32, torch.float64: 64}
 
 
-def bits_of(piece: Tensor, name: str) -> int:
+def bits_of(chunk: Tensor, name: str) -> int:
     """How many upper bits of a float32 (or float64) tell all values of this dtype apart.
 
     Raises:
         SquisherError: The scores are not floats that can be ranked.
     """
-    if piece.dtype not in _NEEDS:
+    if chunk.dtype not in _NEEDS:
         raise SquisherError(
-            f"The scores of {name!r} are {piece.dtype}, which are not ranked; expected float64, float32, bfloat16 or "
+            f"The scores of {name!r} are {chunk.dtype}, which are not ranked; expected float64, float32, bfloat16 or "
             "float16. Convert them first."
         )
-    return _NEEDS[piece.dtype]
+    return _NEEDS[chunk.dtype]
 
 
-def keys_of(piece: Tensor, width: int) -> Keys:
+def keys_of(chunk: Tensor, width: int) -> Keys:
     """Return the bits of the scores as float32 or float64, flat; `checked` must have seen them once.
 
-    A piece of the wanted width is not copied.
+    A chunk of the wanted width is not copied.
     """
-    flat = piece.detach().reshape(-1).cpu()
+    flat = chunk.detach().reshape(-1).cpu()
     if flat.dtype == torch.bfloat16 and width == 32:
         # Not through a conversion: one that flushes denormals would lose the order of the smallest.
         return flat.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << np.uint32(16)
@@ -92,10 +92,10 @@ def checked(keys: Keys, width: int, name: str) -> Keys:
     return magnitude
 
 
-def reverse(piece: Tensor) -> Tensor:
+def reverse(chunk: Tensor) -> Tensor:
     """Return scores of the opposite order, from scores that are 0 or more: what was k-th largest is k-th smallest."""
-    wide = piece.dtype == torch.float64
-    bits = piece.abs() if wide else piece.float().abs()  # -0.0 is 0
+    wide = chunk.dtype == torch.float64
+    bits = chunk.abs() if wide else chunk.float().abs()  # -0.0 is 0
     top = INFINITY[64 if wide else 32]
     return (top - bits.view(torch.int64 if wide else torch.int32)).view(bits.dtype)
 

@@ -3,7 +3,7 @@
 A pass counts what lies above a bracket of values and keeps a thinned sample of what lies inside. From the sample follows
 a much narrower bracket, which the next pass checks by counting: a guess that was wrong is noticed and costs a pass, never
 exactness. When the sample is no longer thinned, or the bracket is a single value, the answer is exact. Two passes settle
-some billions of scores, three any number; what is in memory is a piece and the sample of at most four million keys.
+some billions of scores, three any number; what is in memory is a chunk and the sample of at most four million keys.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def narrow(sources: Mapping[str, Source], k: int, held: int = _HELD) -> Threshol
     """Return the k-th largest of all scores, exactly.
 
     Args:
-        sources: For each name, a callable that gives the scores as flat pieces. Order decides between equal scores.
+        sources: For each name, a callable that gives the scores as flat chunks. Order decides between equal scores.
         k: How many to choose, from 0 to the number of all scores.
         held: How many keys may be held in memory.
 
@@ -123,7 +123,7 @@ class _Sample:
         if self._stride > 1:
             start, stop = self._seen, self._seen + keys.size
             rows = np.arange(start // self._stride, (stop - 1) // self._stride + 1)
-            # Which key of a row is taken must not depend on how the scores are cut into pieces.
+            # Which key of a row is taken must not depend on how the scores are cut into chunks.
             random = _RANDOM[(rows + 7919 * self._seed) % _RANDOM.size]
             places = rows * self._stride + (random & (self._stride - 1)) - start
             picked = keys[places[(places >= 0) & (places < keys.size)]]
@@ -180,14 +180,14 @@ def _look(sources: Mapping[str, Source], width: int, low: int, high: int, sample
 
 
 def _blocks(name: str, chunks: Source, width: int) -> Iterator[Keys]:
-    for piece in chunks():
-        if bits_of(piece, name) > width:
+    for chunk in chunks():
+        if bits_of(chunk, name) > width:
             raise _Finer
-        if piece.dtype in _AS_THEY_ARE and piece.device.type == "cpu" and piece.is_contiguous():
-            keys = keys_of(piece, width)
+        if chunk.dtype in _AS_THEY_ARE and chunk.device.type == "cpu" and chunk.is_contiguous():
+            keys = keys_of(chunk, width)
             yield from (keys[start : start + _BLOCK] for start in range(0, keys.size, _BLOCK))
         else:  # converted in parts, so that no large copy is made
-            yield from (keys_of(part, width) for part in piece.detach().reshape(-1).split(_BLOCK))
+            yield from (keys_of(part, width) for part in chunk.detach().reshape(-1).split(_BLOCK))
 
 
 def _bracket(seen: _Seen, k: int, first: int, last: int) -> tuple[int, int]:

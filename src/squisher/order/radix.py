@@ -2,7 +2,7 @@
 
 One pass over all scores counts the upper 16 bits, which names the bin that holds the k-th largest; the next pass counts
 the next 16 bits of the entries in that bin. Two passes settle float32, one bfloat16, four float64, with one histogram of
-65,536 counts and one piece in memory, however many scores there are. Histograms add up, so that processes that hold
+65,536 counts and one chunk in memory, however many scores there are. Histograms add up, so that processes that hold
 different scores need one sum of 65,536 integers a pass to agree.
 """
 
@@ -40,7 +40,7 @@ def thresholds(
     """Return the k-th largest of all scores for several k, exactly, in the passes that one k takes.
 
     Args:
-        sources: For each name, a callable that gives the scores as flat pieces. Order decides between equal scores.
+        sources: For each name, a callable that gives the scores as flat chunks. Order decides between equal scores.
         ks: How many to choose, each from 0 to the number of all scores.
         reduce: Sums an int64 vector over processes, where each holds some of the sources; called once a pass.
 
@@ -134,7 +134,7 @@ def _descend(counts: Tensor, prefix: int, above: int, k: int) -> tuple[int, int]
 
 
 def _count(digits: Keys, into: Tensor) -> None:
-    """Add to the counts how often each digit occurs; a small piece is not worth a whole histogram of its own."""
+    """Add to the counts how often each digit occurs; a small chunk is not worth a whole histogram of its own."""
     if digits.size < _BINS // 4:
         np.add.at(into.numpy(), digits, 1)
     else:

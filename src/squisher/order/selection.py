@@ -40,9 +40,9 @@ class Threshold:
 
 
 class Selection:
-    """Marks the k chosen scores, piece by piece.
+    """Marks the k chosen scores, chunk by chunk.
 
-    Call it once with every piece of every source, in the order in which `threshold` saw and checked them (the pieces may
+    Call it once with every chunk of every source, in the order in which `threshold` saw and checked them (the chunks may
     be cut differently). It counts the ties that it has taken.
 
     Args:
@@ -76,7 +76,7 @@ def equal_in(sources: Mapping[str, Source], kth: Threshold) -> dict[str, int]:
         return dict.fromkeys(sources, 0)
     return {
         name: sum(
-            int(np.count_nonzero(checked(keys_of(piece, kth.width), kth.width, name) == kth.key)) for piece in chunks()
+            int(np.count_nonzero(checked(keys_of(chunk, kth.width), kth.width, name) == kth.key)) for chunk in chunks()
         )
         for name, chunks in sources.items()
     }

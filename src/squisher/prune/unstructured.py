@@ -162,7 +162,7 @@ def _by_rank(
         least = {name: math.ceil(minimum * size) for name, size in sizes.items()} if minimum else None
         k = total - math.floor(sparsity * total)
         choice = choose(sources, k, sizes, minimum=least, progress=progress)
-    return {name: _marks_of(choice.pieces, name) for name in scored}
+    return {name: _marks_of(choice.chunks, name) for name in scored}
 
 
 def _by_pattern(scored: Scores, keep: int, of: int) -> dict[str, Source]:
