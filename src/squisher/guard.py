@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .errors import SquisherError
 
-__all__ = ["as_it_was", "eager_original", "only_requiring"]
+__all__ = ["as_it_was", "eager_original", "eagerly", "only_requiring", "refuse_batch_statistics"]
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -22,6 +22,41 @@ def eager_original(model: nn.Module) -> nn.Module:
     while type(model).__name__ in _WRAPPERS:
         model = getattr(model, _WRAPPERS[type(model).__name__])
     return model
+
+
+@contextmanager
+def eagerly(model: nn.Module) -> Iterator[None]:
+    """Have what is compiled of the model run eagerly inside."""
+    modules = list(model.modules())
+    compiled = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
+    with ExitStack() as stack:
+        if any(type(m).__name__ == "OptimizedModule" for m in modules) and hasattr(torch.compiler, "set_stance"):
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            for module, _ in compiled:
+                module._compiled_call_impl = None
+            yield
+        finally:
+            for module, implementation in compiled:
+                module._compiled_call_impl = implementation
+
+
+def refuse_batch_statistics(model: nn.Module, instead: str) -> None:
+    """Refuse a model in which an example has no gradient of its own, because a layer normalises with the batch's statistics.
+
+    Args:
+        model: In the mode in which it will run.
+        instead: What to do instead.
+
+    Raises:
+        SquisherError: It names the layer.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
+            raise SquisherError(
+                f"{name!r} normalises with the statistics of the batch in training mode, so an example has no gradient of its "
+                f"own. {instead}"
+            )
 
 
 @contextmanager
@@ -46,18 +81,14 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
         (b, b._version, b.clone())
         for b in {id(b): b for _, bs in buffers for b in bs.values() if b is not None}.values()
     ]
-    compiled = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.enable_grad())
-        if any(type(m).__name__ == "OptimizedModule" for m in modules) and hasattr(torch.compiler, "set_stance"):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(eagerly(model))
         try:
             torch.backends.mha.set_fastpath_enabled(False)
-            for module, _ in compiled:
-                module._compiled_call_impl = None
             for parameter, _, _ in flags:
                 parameter.grad = None
             for table in tables:
@@ -67,8 +98,6 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast_path)
-            for module, implementation in compiled:
-                module._compiled_call_impl = implementation
             for module, mode in training:
                 module.training = mode
             for parameter, required, grad in flags:

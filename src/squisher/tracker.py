@@ -5,6 +5,9 @@ of something else than the data's gradient. A `Tracker` keeps the same average t
 of the gradient as it stands when `observe()` is called.
 
 It is a call and not a gradient hook: a hook sees the gradient of one process, of one micro-batch, and scaled.
+
+With `per="example"` it is the average of (1/B) Σ_n g_n² instead, the empirical Fisher of each step's batch: the gradients of
+single examples are squared inside the training step, by the rules of `squisher.fisher`.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import ranks
 from .errors import NamingError, SquisherError, SquisherWarning, near
 from .importance import Absence, Reason
 
@@ -43,6 +48,18 @@ class Tracker:
 
     A gradient that a GradScaler has scaled looks like any other: give `scaler` and `observe()` refuses it.
 
+    With `per="example"` there is no `observe()`; the forward and backward passes of an optimizer step are made inside `step()`:
+
+        with tracker.step():
+            loss = loss_function(model(inputs), labels)
+            loss.backward()             # with gradient accumulation, all micro-batches inside
+        optimizer.step()
+
+    The gradients that training gets are the same to the bit. The factors of the loss (1/B of a mean, 1/T of a mean over tokens,
+    accumulation, a scaler) are divided out, so that the average is a Fisher, and `as_fisher()` changes nothing. A parameter that no
+    rule can do is absent. The average starts with a proof, one backward pass more, and so does every new sequence of operations.
+    With several processes, the squares are summed over all of them in every observed step.
+
     Attributes:
         model: The model whose parameters are observed.
         optimizer: The optimizer whose parameters alone are observed, or None.
@@ -51,6 +68,9 @@ class Tracker:
         automatic: Whether the optimizer's step makes the observation.
         after_clipping: Whether (some of) the gradients may have been clipped or changed before they were seen.
         skipped: How many observations were left out because a gradient was not finite.
+        per: "batch" or "example".
+        every: Only each `every`-th step is observed.
+        examples: How many examples were observed, with `per="example"`.
     """
 
     def __init__(
@@ -58,6 +78,8 @@ class Tracker:
         model: nn.Module,
         optimizer: torch.optim.Optimizer | None = None,
         beta2: float = 0.999,
+        per: str = "batch",
+        every: int = 1,
         *,
         automatic: bool = False,
         scaler: torch.amp.GradScaler | None = None,
@@ -70,6 +92,8 @@ class Tracker:
             optimizer: Observe only what this optimizer trains; otherwise everything that requires a gradient. With it,
                 two observations without a step between them are noticed.
             beta2: The decay, in [0, 1).
+            per: "batch" averages the square of the batch's gradient, "example" the squares of the examples' gradients.
+            every: Observe only each `every`-th step, beginning with the first.
             automatic: Observe just before each step of `optimizer`, by a step hook. That is after clipping and after a
                 penalty, and so it is recorded.
             scaler: The GradScaler of the run; `observe()` then checks that the gradients were unscaled.
@@ -86,6 +110,14 @@ class Tracker:
             raise SquisherError(
                 f"Tracker keeps its average in float32 or float64, not in {dtype}: in a shorter one it stops moving."
             )
+        if per not in ("batch", "example"):
+            raise SquisherError(f"Tracker(per={per!r}) is not known; expected 'batch' or 'example'.")
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise SquisherError(f"Tracker expects every to be a positive whole number, and got {every!r}.")
+        if per == "example" and automatic:
+            raise SquisherError(
+                "Tracker(per='example') observes inside `with tracker.step():`; leave automatic=True out."
+            )
         if optimizer is None and (automatic or scaler is not None):
             raise SquisherError(
                 f"Tracker({'automatic=True' if automatic else 'scaler=...'}) needs to know the optimizer: "
@@ -98,6 +130,11 @@ class Tracker:
         self.automatic = automatic
         self.after_clipping = automatic
         self.skipped = 0
+        self.per, self.every, self.examples = per, every, 0
+        self._calls = 0
+        self._refused: dict[str, str] = {}
+        self._positions = False
+        self._proven: Any = None
         self._scaler = scaler
         self._values: dict[str, Tensor] = {}
         self._steps: dict[str, int] = {}
@@ -120,7 +157,7 @@ class Tracker:
         """Take the parameters' present gradients into the average.
 
         Returns:
-            True, or False if the step was left out because a gradient is not finite.
+            True, or False if the step was left out, because a gradient is not finite or it is not its turn (`every`).
 
         Raises:
             SquisherError: If no parameter has a gradient, if gradients are known to be scaled, or if the tracker
@@ -131,6 +168,13 @@ class Tracker:
                 "observe() was called on a Tracker(automatic=True), which observes at each step of its optimizer. "
                 "Leave the call out, or make the tracker with automatic=False to observe before clipping."
             )
+        if self.per == "example":
+            raise SquisherError(
+                "observe() was called on a Tracker(per='example'), which observes inside `with tracker.step():` around the "
+                "forward and backward passes. Use that, or per='batch'."
+            )
+        if not self._turn():
+            return False
         self._check_unscaled()
         if self._clock is not None and self._clock.steps == self._observed_at:
             warnings.warn(
@@ -149,6 +193,60 @@ class Tracker:
         if counted and self._clock is not None:
             self._observed_at = self._clock.steps
         return counted
+
+    @contextmanager
+    def step(self, factor: float | None = None) -> Iterator[None]:
+        """Observe the forward and backward passes made inside, those of one optimizer step; for `per="example"`.
+
+        Every example is a row of the model's inputs, and the loss a sum or mean over them by torch's own operations. A step that
+        cannot be observed raises an error as long as nothing was observed, and is left out with a warning afterwards.
+
+        Args:
+            factor: What the sum of the examples' losses was multiplied by; only where the parts of a loss have different factors.
+
+        Raises:
+            SquisherError: Examples have no gradients of their own, or the loss could not be followed; the message says why.
+        """
+        if self.per != "example":
+            raise SquisherError(
+                "Tracker.step() is for per='example'; with per='batch' call observe() before each step."
+            )
+        if not self._turn():
+            yield
+            return
+        from .measure.step import Proven, Step
+
+        tracked = {name: p for name, p in self._tracked() if p.requires_grad and name not in self._refused}
+        sharded = next((name for name, p in tracked.items() if ranks.is_sharded(p)), None)
+        if sharded is not None:
+            raise SquisherError(
+                f"Tracker(per='example'): {sharded!r} is sharded (fully_shard), whose layers are whole only for a moment. Use "
+                "per='batch', or measure with squisher.fisher."
+            )
+        self._proven = Proven() if self._proven is None else self._proven
+        anew = self._observed() in _PROVEN_ANEW
+        with Step(self.model, tracked, self._proven, anew, self.dtype, factor) as one:
+            yield
+        self._average(one, tracked)
+
+    @property
+    def estimator(self) -> dict[str, Any] | None:
+        """What kind of Fisher the average is, or None if it is the batch's squared gradient."""
+        if self.per != "example":
+            return None
+        return {
+            "labels": "data",
+            "per": "example",
+            "draws": 1,
+            "average": "moving",
+            "beta2": self.beta2,
+            "every": self.every,
+        }
+
+    @property
+    def unit(self) -> str | None:
+        """What the average is per, with `per="example"`: an example, or the summed positions of a sequence."""
+        return None if self.per != "example" else "sequence" if self._positions else "example"
 
     def items(self) -> Iterator[tuple[str, nn.Parameter, Tensor, int]]:
         """Return what was observed of the model as it is now: name, parameter, average (uncorrected, not a copy) and steps.
@@ -169,6 +267,8 @@ class Tracker:
                     reasons[name] = Absence(Reason.FROZEN, "frozen")
                 elif name not in tracked:
                     reasons[name] = Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer")
+                elif name in self._refused:
+                    reasons[name] = Absence(Reason.NO_RULE, self._refused[name])
                 else:
                     reasons[name] = Absence(Reason.NO_GRADIENT, "never had a gradient")
         return reasons
@@ -177,7 +277,9 @@ class Tracker:
         """Forgets what was observed, for instance when a new task begins."""
         self._values.clear()
         self._steps.clear()
-        self.skipped = 0
+        self.skipped = self.examples = self._calls = 0
+        self._refused.clear()
+        self._positions, self._proven = False, None
         self.after_clipping = self.automatic
         self._observed_at = None
 
@@ -187,6 +289,11 @@ class Tracker:
             "beta2": self.beta2,
             "after_clipping": self.after_clipping,
             "skipped": self.skipped,
+            "per": self.per,
+            "calls": self._calls,
+            "examples": self.examples,
+            "positions": self._positions,
+            "refused": dict(self._refused),
             "steps": dict(self._steps),
             "values": dict(self._values),
         }
@@ -210,6 +317,11 @@ class Tracker:
                 f"The tracker's state was made with beta2={state['beta2']}, and this tracker has beta2={self.beta2}. "
                 f"Use Tracker(..., beta2={state['beta2']}) to go on."
             )
+        if state.get("per", "batch") != self.per:
+            raise SquisherError(
+                f"The tracker's state was made with per={state.get('per', 'batch')!r}, and this tracker has per={self.per!r}: "
+                f"other averages. Use Tracker(..., per={state.get('per', 'batch')!r}) to go on."
+            )
         parameters = dict(self.model.named_parameters())
         values = {}
         for name, value in state["values"].items():
@@ -227,6 +339,8 @@ class Tracker:
         self._values = values
         self._steps = {name: int(state["steps"][name]) for name in values}
         self.skipped = int(state["skipped"])
+        self._calls, self.examples = int(state.get("calls", 0)), int(state.get("examples", 0))
+        self._positions, self._refused = bool(state.get("positions", False)), dict(state.get("refused", {}))
         self.after_clipping = self.automatic or bool(state["after_clipping"])
         self._observed_at = None
 
@@ -244,6 +358,51 @@ class Tracker:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _turn(self) -> bool:
+        """Whether this step is to be observed."""
+        self._calls += 1
+        return (self._calls - 1) % self.every == 0
+
+    def _observed(self) -> int:
+        return max(self._steps.values(), default=0) + 1
+
+    @torch.no_grad()
+    def _average(self, one: Any, tracked: Mapping[str, Tensor]) -> None:
+        """Take the squares of a step, of all processes together, into the average."""
+        finite = one.finite and all(
+            bool(torch.linalg.vector_norm(total, math.inf).isfinite()) for total in one.sums.values()
+        )
+        every = ranks.gather((one.problem, one.refused, one.examples, one.positions, finite, sorted(one.sums)))
+        problems = [problem for problem, *_ in every if problem]
+        for _, refused, *_ in every:
+            self._refused.update(refused)
+        for name in self._refused:
+            self._values.pop(name, None)
+            self._steps.pop(name, None)
+        if problems:
+            if not self._values:
+                raise SquisherError(f"Tracker(per='example') cannot observe this step: {problems[0]}.")
+            self.skipped += 1
+            warnings.warn(f"Tracker(per='example') left out a step: {problems[0]}.", SquisherWarning, stacklevel=4)
+            return
+        if not all(finite for *_, finite, _ in every):
+            self.skipped += 1
+            return
+        examples = sum(count for _, _, count, *_ in every)
+        self.examples += examples
+        self._positions = self._positions or any(positions for *_, positions, _, _ in every)
+        seen = {name for *_, names in every for name in names} - self._refused.keys()
+        names = [name for name in tracked if name in seen or name in self._values]
+        sums = {name: one.sums.get(name) for name in names}
+        sums = {name: torch.zeros_like(tracked[name], dtype=self.dtype) if s is None else s for name, s in sums.items()}
+        ranks.sum_in_place(sums.values())
+        for name, total in sums.items():
+            if name not in self._values:
+                self._values[name] = torch.zeros_like(total)
+            value = self._values[name] = self._values[name].to(total.device)
+            value.mul_(self.beta2).add_(total.to(value.dtype), alpha=(1 - self.beta2) / examples)
+            self._steps[name] = self._steps.get(name, 0) + 1
 
     def _register(self, optimizer: torch.optim.Optimizer) -> None:
         try:
@@ -334,6 +493,10 @@ class Tracker:
             self._steps[name] = self._steps.get(name, 0) + 1
         average_squares_([self._values[name] for name, _, _ in found], gradients, self.beta2, scale)
         return True
+
+
+_PROVEN_ANEW = {16**k for k in range(12)}
+"""Observations that are proven whatever they do; others when they do something new."""
 
 
 class _Clock:

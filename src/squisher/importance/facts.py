@@ -44,6 +44,7 @@ class Reason(_Code):
     NOT_FLOATING = "not_floating"
     NO_GRADIENT = "no_gradient"
     NO_ACCUMULATOR = "no_accumulator"
+    NO_RULE = "no_rule"
     OTHER = "other"
 
 

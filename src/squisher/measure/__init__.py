@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..errors import NamingError, SquisherError, near
-from ..guard import as_it_was, eager_original
+from ..guard import as_it_was, eager_original, refuse_batch_statistics
 from ..importance import Absence, Importance, Level, Naming, Reason, structure_hash
 from ..importance.weights import content_of
 from ..names import LiveParameter, live_parameters
@@ -111,7 +111,7 @@ def fisher(
     objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift)
     chosen, absent = _choose(model, parameters)
     if not eval_mode and per == "example":
-        _refuse_batch_statistics(model)
+        refuse_batch_statistics(model, "Use eval_mode=True, put it into evaluation mode, or use per='batch'.")
     by_name: dict[str, Tensor] = {p.name: p.parameter for p in chosen}
     partial = Sums({name: local_of(p) for name, p in by_name.items()}, dtype)
     spread = _Spread(by_name, spread_out) if standard_error else None
@@ -250,15 +250,6 @@ def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParam
             + ("trainable; choose some with parameters=..." if wanted is None else f"chosen by parameters={wanted!r}.")
         )
     return chosen, absent
-
-
-def _refuse_batch_statistics(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
-            raise SquisherError(
-                f"{name!r} normalises with the statistics of the batch in training mode, so an example has no gradient of its "
-                "own. Use eval_mode=True, put it into evaluation mode, or use per='batch'."
-            )
 
 
 def _dtypes(parameters: Iterable[Tensor]) -> str:

@@ -48,7 +48,7 @@ from .rules import (
     supports,
 )
 
-__all__ = ["Obstacle", "Pass", "forward_pass"]
+__all__ = ["Obstacle", "Pass", "forward_pass", "looks_only"]
 
 MOST_COPIES = 1 << 24
 """Elements of the copies, one for each example, that a shared tensor may be given."""
@@ -106,6 +106,11 @@ _VIEWS = {"get.T", "get.mT", "get.H", "get.mH", "get.data", "get.real", "get.ima
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 
 
+def looks_only(name: str) -> bool:
+    """Whether an operation only looks at a tensor's form; `name` as of `name_of`."""
+    return name in _FORM or (name.startswith("get.") and name not in _VIEWS)
+
+
 class _Watch(TorchFunctionMode):
     """Hands every operation of the model to the pass."""
 
@@ -116,7 +121,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = name_of(func)
-        if name in _FORM or (name.startswith("get.") and name not in _VIEWS):
+        if looks_only(name):
             return func(*args, **kwargs)
         if torch._C._functorch.maybe_current_level() is not None:
             return func(*args, **kwargs)  # inside vmap: what comes out is not followed
@@ -310,7 +315,7 @@ class Pass:
         output = func(*args, **kwargs)
 
         def after(t: Tensor) -> tuple[State, str]:
-            state = state_after(name, args, kwargs, t, look)
+            state = self._state_after(name, args, kwargs, t, look)
             return state, f"{name} moves or mixes the rows of examples" if state is UNKNOWN else ""
 
         if uses:
@@ -319,6 +324,11 @@ class Pass:
         if base is not None and output is args[0] and self._state(output) == base[1]:
             self._mark(base[0], base[2])
         return output
+
+    def _state_after(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look
+    ) -> State:
+        return state_after(name, args, kwargs, output, look)
 
     def _finish(self, output: Any, name: str, after: Any) -> Any:
         results = list(tensors_in(output))

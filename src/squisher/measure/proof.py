@@ -24,7 +24,7 @@ from .rules import Piece, examples_of
 from .sampling import normals
 from .sums import Sums
 
-__all__ = ["Proof", "check_alone", "compare", "prove", "two_of"]
+__all__ = ["Proof", "check_alone", "compare", "prove", "tolerance_of", "total_of", "two_of"]
 
 # How far the square roots may differ, relative to the root of the sum of the squares of what is added up in a gradient.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -114,7 +114,7 @@ def _proven(
 
     alone: list[Tensor] = []
     each_gradient(receive, model, two, index, objective, parameters, on_arrival=not one.reentrant, seen=alone)
-    tolerance = _tolerance(one.types)
+    tolerance = tolerance_of(one.types)
     wrong = dict(unseen)
     evident = set()
     for name, difference in differences.items():
@@ -135,10 +135,10 @@ def compare(
     types: Iterable[torch.dtype],
 ) -> dict[str, str]:
     """Return what differs between sums of squares of a whole batch and the loop's, and how; `bounds` as `Pass` gives them."""
-    tolerance = _tolerance(types)
+    tolerance = tolerance_of(types)
     wrong = {}
     for name, theirs in expected.items():
-        bound = _total(bounds[name], theirs) if name in bounds else theirs
+        bound = total_of(bounds[name], theirs) if name in bounds else theirs
         error = _relative(found[name], theirs, bound)
         if not error <= tolerance:
             wrong[name] = f"it differs from the loop (by {error:.1e}, allowed {tolerance:.0e})"
@@ -146,7 +146,8 @@ def compare(
 
 
 @torch.no_grad()
-def _total(bounds: list[Piece], like: Tensor) -> Tensor:
+def total_of(bounds: list[Piece], like: Tensor) -> Tensor:
+    """Return the sum over all examples of pieces, in the shape of `like`."""
     whole = torch.zeros_like(like)
     for piece in bounds:
         for n in range(examples_of(piece)):
@@ -257,7 +258,8 @@ def two_of(batch: Batch) -> list[int] | None:
     return sorted(chosen[:2]) or None
 
 
-def _tolerance(types: Iterable[torch.dtype]) -> float:
+def tolerance_of(types: Iterable[torch.dtype]) -> float:
+    """Return how far square roots may differ, where gradients of these types arrived."""
     # One coarse type anywhere (autocast) makes every gradient after it coarse.
     return max((_TOLERANCE.get(t, _COARSEST) for t in types), default=0.0)
 
@@ -325,7 +327,7 @@ class _Difference:
         """
         if not self.rest.numel():
             return 0.0
-        whole = _total(bounds, self.rest) if bounds else None
+        whole = total_of(bounds, self.rest) if bounds else None
         bound = self.theirs if whole is None else self._some(whole)
         largest = max(self.largest, float(self.theirs.max())) if whole is None else float(whole.max())
         own = _relative(self.ours, self.theirs, bound)

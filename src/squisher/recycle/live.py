@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from ..errors import NamingError, NoAccumulatorError, SquisherWarning
+from ..errors import NamingError, NoAccumulatorError, SquisherError, SquisherWarning
 from ..importance import Absence, Importance, Level, Naming, Reason, RunFacts
 from ..importance.weights import HASHED_BYTES, content_of
 from ..names import LiveParameter, live_parameters
@@ -23,7 +23,10 @@ __all__ = ["Tracked", "from_optimizers", "from_tracker", "unwrapped"]
 
 @runtime_checkable
 class Tracked(Protocol):
-    """What is needed of a tracker; `squisher.Tracker` has it, and so may another class."""
+    """What is needed of a tracker; `squisher.Tracker` has it, and so may another class.
+
+    One that averages the squares of single examples also has `estimator`, `unit` and `examples`, as a Fisher's provenance has them.
+    """
 
     model: nn.Module
     beta2: float
@@ -117,13 +120,27 @@ def from_tracker(
     _refuse_strangers(strangers, len(named))
     if not named:
         raise NoAccumulatorError(
-            "The tracker has observed no step yet: call tracker.observe() before every optimizer step."
+            "The tracker has observed no step yet: call tracker.observe() before every optimizer step (with per='example', make the "
+            "forward and backward passes inside `with tracker.step():`)."
+        )
+    estimator = getattr(tracker, "estimator", None)
+    if estimator is not None and not bias_correction:
+        raise SquisherError(
+            "An average of squares per example is a Fisher, which is always corrected: use bias_correction=True."
         )
     names = {name for name, _, _ in named}
     reasons = {p.name: reason for p in parameters if (reason := tracker.absent().get(p.live_name))}
     facts = replace(_about(facts, parameters, names, reasons), after_clipping=tracker.after_clipping)
     content = _content(parameters, names, hash_weights)
-    return assemble(named, facts, _shapes(parameters), content, bias_correction=bias_correction, lazy=False)
+    found = assemble(named, facts, _shapes(parameters), content, bias_correction=bias_correction, lazy=False)
+    if estimator is None:
+        return found
+    measured = {
+        "estimator": estimator,
+        "unit": getattr(tracker, "unit", None),
+        "examples": getattr(tracker, "examples", None),
+    }
+    return found.with_provenance(kind="fisher", **measured)
 
 
 def unwrapped(source: Any) -> torch.optim.Optimizer | None:

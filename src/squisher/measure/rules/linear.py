@@ -55,7 +55,9 @@ class Outer:
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """Return the gradient of one example, in full."""
-        return (self.left[n].mT @ self.right[n]).view(shape)
+        left, right = self.left[n], self.right[n]
+        dtype = torch.promote_types(left.dtype, right.dtype)  # they differ under autocast
+        return (left.mT.to(dtype) @ right.to(dtype)).view(shape)
 
 
 def outer_squares(total: Tensor, outer: Outer, rows: Rows | None = None, squares: Squares | None = None) -> None:

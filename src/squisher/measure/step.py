@@ -1,0 +1,561 @@
+"""The squares of per-example gradients, taken inside an ordinary training step.
+
+The step is the user's own: its forward pass, its loss, its backward pass, and gradients that are the same to the bit as without us.
+Every operation is watched as in `capture`, but no parameter is detached; hooks on the outputs of operations with a rule receive the
+gradients that are on their way anyway. What differs from a measurement:
+
+- The loss is the user's, so its factors are read off: an operation that sums over the examples (`reductions`) is known with its own
+  factor, and the gradient that arrives at its output is all that came later (accumulation, a scaler, a weight).
+- There is no second try. What is not known makes the step unusable, and `Step.problem` says why.
+- Nothing can be run again one example at a time, so the proof is another one: the backward pass is made a second time with the loss of
+  each example multiplied by a random number r_n. What arrives at a parameter then is Σ r_n g_n, and so must be what the rules say.
+  Dropout, and whatever else is in the pass, is proven with it. Every new sequence of operations is.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..guard import eager_original, eagerly, refuse_batch_statistics
+from .batches import Batch, leaves_of
+from .capture import Pass, looks_only
+from .examples import SHARED, UNKNOWN, Examples, Look, State, _Other, is_random, name_of, tensors_in
+from .likelihood import Objective
+from .proof import tolerance_of, total_of
+from .reductions import REDUCTIONS, counts_positions, factor_of
+from .rules import Broadcast, Dense, Piece, Rule, Squares, add_squares
+from .sums import Sums
+
+__all__ = ["Proven", "Step"]
+
+REDUCED = _Other("reduced")
+"""A number that is a sum over examples, or made of such numbers."""
+FLAT = _Other("flat")
+"""Rows of examples that are no neighbours: (positions, examples, ...) in one dimension, as torch's attention has them."""
+_OBJECTIVE = Objective("categorical")
+# What torch calls inside is seen only if it does not ask first whether somebody is watching.
+_attention = F.multi_head_attention_forward
+_open_attention = FunctionType(
+    _attention.__code__,
+    {**_attention.__globals__, "has_torch_function": lambda *_: False},
+    argdefs=_attention.__defaults__,
+)
+
+
+class Proven(dict[Any, set[str]]):
+    """For every sequence of operations, the parameters for which the rules were seen to be right; `guess` as of `Pass`."""
+
+    guess = True
+
+
+class Step:
+    """One optimizer step under observation: forward and backward passes inside, as often as gradients are accumulated.
+
+    Args:
+        model: In training; called as a whole (`model(...)`).
+        parameters: Those to observe, by name.
+        proven: What was proven in earlier steps; gets what is proven in this one.
+        anew: Prove again, whatever was proven.
+        dtype: At least of the sums.
+        factor: What the sum of the examples' losses was multiplied by, where the parts of a loss have different factors.
+
+    Attributes:
+        sums: Σ_n g_n² over the examples of the step, by name; g_n is the gradient of the loss of example n before it was reduced.
+        examples: How many there were.
+        positions: Whether the loss of an example is a sum over positions.
+        refused: Parameters that no rule can do, and why.
+        problem: Why nothing can be said about this step; "" if something can.
+        finite: Whether all gradients were.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        proven: Proven,
+        anew: bool = False,
+        dtype: torch.dtype = torch.float32,
+        factor: float | None = None,
+    ):
+        self.model, self.parameters, self.proven, self.anew, self.dtype = model, parameters, proven, anew, dtype
+        self.factor = factor
+        self.sums: dict[str, Tensor] = {}
+        self.examples, self.positions = 0, False
+        self.refused: dict[str, str] = {}
+        self.problem, self.finite = "", True
+        self.passes = 0
+        self.current: _StepPass | None = None
+        self.last: _StepPass | None = None
+        self._watch = _StepWatch(self)
+
+    def __enter__(self) -> Step:
+        refuse_batch_statistics(self.model, "Put it into evaluation mode, or use per='batch'.")
+        self._original = eager_original(self.model)
+        self._hook = self._original.register_forward_pre_hook(self._called, with_kwargs=True)
+        self._eager = eagerly(self.model)
+        self._eager.__enter__()
+        self._watch.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._watch.__exit__(*exception)
+        self._eager.__exit__(None, None, None)
+        self._hook.remove()
+        self.current = self.last = None
+        if exception[0] is None and not self.passes and not self.problem:
+            self.problem = "no backward pass of the model was made: call model(...) and loss.backward() inside"
+
+    def __deepcopy__(self, memo: Any) -> Step:
+        return self  # of a model that is copied inside, with our hook
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if (
+            module is not self._original
+            or not torch.is_grad_enabled()
+            or torch._C._functorch.maybe_current_level() is not None
+        ):
+            return
+        if self.current is not None:
+            self.problem = "the model was called twice before the backward pass, so that examples cannot be told apart"
+        shapes = [t.shape for t in leaves_of([args, kwargs]) if t.dim()]
+        if not shapes:
+            self.problem = "the model was called without a tensor that has a row for each example"
+            return
+        batch = Batch(None, args, kwargs, None, shapes[0][0])
+        with torch._C.DisableTorchFunction():
+            self.current = _StepPass(self.model, batch, self.parameters, self.proven.guess)
+
+    def backward(self, loss: Tensor, gradient: Tensor | None, **settings: Any) -> None:
+        """Make the user's backward pass and take its squares on the way."""
+        one, self.current = self.current, None
+        if one is None:
+            if self.last is not None and self.last.is_reduced(loss):
+                self.problem = "two backward passes were made after one forward pass: add the losses up"
+            loss.backward(gradient, **settings)
+            return
+        self.last = one
+        self.problem = self.problem or one.hindrance(loss, settings)
+        if self.problem:
+            self._forget_guess(one)
+            loss.backward(gradient, **settings)
+            return
+        known = self.proven.get(one.program, set())
+        prove = self.anew or one.program not in self.proven
+        try:
+            expected = one.weighted(loss, gradient) if prove else None
+        except RuntimeError as error:
+            self.problem, expected = f"a second backward pass is not possible here ({error})", None
+        one.start(self.dtype, expected)
+        loss.backward(gradient, **settings)
+        one.finish()
+        self.problem = self.problem or one.spoiled
+        if self.problem:
+            self._forget_guess(one)
+            return
+        self.finite = self.finite and one.finite
+        if not self.finite:
+            self.passes += 1
+            return
+        if prove:
+            known = known | one.evident
+            self.proven[one.program] = known
+        self._take(one, known)
+
+    @torch.no_grad()
+    def _take(self, one: _StepPass, known: set[str]) -> None:
+        factor = one.factor() if self.factor is None else self.factor
+        if factor is None:
+            self.problem = (
+                "the loss is a sum of several parts with different factors, so that the loss of an example is not known: give "
+                "step(factor=...), or reduce them together"
+            )
+            return
+        self.refused.update(one.refused)
+        self.passes += 1
+        self.examples += one.examples
+        self.positions = self.positions or one.positions
+        for name, total in one.sums.items():
+            if name not in known and bool(total.any()):  # zero so far, and so never proven: in the next step
+                self.proven.pop(one.program, None)
+                self.problem = f"{name} has its first gradient, which is proven in the next step"
+                return
+            if not factor:
+                total.zero_()
+            elif name in self.sums:
+                self.sums[name].add_(total, alpha=factor**-2)
+            else:
+                self.sums[name] = total.mul_(factor**-2)
+
+    def _forget_guess(self, one: _StepPass) -> None:
+        if one.guessed:
+            self.proven.guess = False
+
+
+class _StepWatch(TorchFunctionMode):
+    """Hands every operation between the model's call and the backward pass to the pass."""
+
+    def __init__(self, step: Step):
+        super().__init__()
+        self.step = step
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        one = self.step.current
+        if func in (Tensor.backward, torch.autograd.backward):
+            return self._backward(func, args, kwargs)
+        if one is None:
+            return func(*args, **kwargs)
+        name = name_of(func)
+        if looks_only(name) or torch._C._functorch.maybe_current_level() is not None:
+            return func(*args, **kwargs)
+        if func is _attention:
+            with self:  # inside a mode's own handler it is off
+                return _open_attention(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            one.without_gradient(args, kwargs)
+            return func(*args, **kwargs)
+        return one.call(func, name, args, kwargs)
+
+    def _backward(self, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        names = ("tensors", "gradient", "retain_graph", "create_graph", "inputs")
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        losses, gradient = given.pop("tensors"), given.pop("gradient", given.pop("grad_tensors", None))
+        losses = list(losses) if isinstance(losses, (tuple, list)) else [losses]
+        if len(losses) > 1:
+            self.step.problem = "backward was called with several losses at once: add them up"
+            func(*args, **kwargs)
+            return
+        gradient = gradient[0] if isinstance(gradient, (tuple, list)) else gradient
+        self.step.backward(losses[0], gradient, **given)
+
+
+@dataclass
+class _Reduction:
+    """Where the loss sums over examples: what it sums, by which factor, and the gradient that arrives."""
+
+    inputs: list[tuple[Tensor, Examples]]
+    factor: float
+    arrived: list[Tensor] = field(default_factory=list)
+
+
+class _StepPass(Pass):
+    """The forward pass of one (micro-)batch and its backward pass.
+
+    Attributes:
+        refused: Parameters that are used in an operation without a rule, or for which the rules were wrong.
+        evident: Parameters for which they were seen to be right.
+        spoiled: Why the gradients of examples cannot be told apart, seen in the backward pass.
+        finite: Whether what arrived at the loss, and at the parameters where they were proven, is finite.
+    """
+
+    def __init__(self, model: nn.Module, batch: Batch, parameters: Mapping[str, Tensor], guess: bool):
+        super().__init__(model, _OBJECTIVE, batch, parameters, guess=guess)
+        self.refused: dict[str, str] = {}
+        self.evident: set[str] = set()
+        self.spoiled, self.positions, self.finite = "", False, True
+        self._flat: dict[int, tuple[Tensor, torch.Size, Examples]] = {}
+        self.reductions: list[_Reduction] = []
+        self._weights: Tensor | None = None
+        self._wanted: dict[str, Tensor | None] = {}
+        self._passing = False
+        for tensor, apart in batch.tensors():
+            self._mark(tensor, Examples(0) if apart else SHARED)
+
+    # -- forward -------------------------------------------------------------------------------------------------------
+
+    def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation; see `Pass.call`. What sums over the examples is kept as part of the loss."""
+        if self.reductions:
+            tensors = list(tensors_in((args, kwargs)))
+            if any(self.is_reduced(t) for t in tensors):
+                mixing = [t for t in tensors if t.requires_grad and self._state(t) not in (REDUCED, SHARED)]
+                state = UNKNOWN if mixing else REDUCED
+                return self._finish(func(*args, **kwargs), name, lambda _: (state, "a part of the loss mixes examples"))
+        if args and id(args[0]) in self._flat:
+            return self._of_flat(func, name, args, kwargs)
+        if name in REDUCTIONS:
+            reduced = self._reduced(func, name, args, kwargs)
+            if reduced is not None:
+                return reduced
+        return super().call(func, name, args, kwargs)
+
+    def _of_flat(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation on flat rows: a linear layer is given them as they were before, and a view may bring that back."""
+        flat, shape, state = self._flat[id(args[0])]
+        if func is F.linear:
+            rows = flat.view(*shape[:2], -1)
+            self._mark(rows, state)
+            output = self.call(func, name, (rows, *args[1:]), kwargs)
+            return self._flattened(output, output.flatten(0, 1), state)
+        output = func(*args, **kwargs)
+        back = name in ("view", "reshape", "unflatten") and output.shape[:2] == shape[:2] and output.dim() == 3
+        return self._finish(output, name, lambda _: (state if back else UNKNOWN, f"{name} mixes the rows of examples"))
+
+    def _flattened(self, t: Tensor, output: Tensor, state: Examples) -> Tensor:
+        self._flat[id(output)] = (output, t.shape, state)
+        return self._finish(output, "flat", lambda _: (FLAT, ""))
+
+    def is_reduced(self, t: Tensor) -> bool:
+        """Whether this is (a part of) the loss."""
+        return self._state(t) is REDUCED
+
+    def without_gradient(self, args: Any, kwargs: Any) -> None:
+        """Note that a parameter was used without gradients, perhaps to be used again in the backward pass."""
+        self.reentrant = self.reentrant or any(id(t) in self._names for t in tensors_in((args, kwargs)))
+
+    def _reduced(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        first = args[0] if args else kwargs.get("input")
+        if not isinstance(first, Tensor):
+            return None
+        state = self._state(first)
+        attached = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
+        if not isinstance(state, Examples) or not attached:
+            return None
+        factor = factor_of(name, state, args, kwargs)
+        if factor is None:
+            return None
+        inputs: list[tuple[Tensor, Examples]] = []
+        instead: dict[int, Tensor] = {}
+        for t in attached:
+            where = self._state(t)
+            if isinstance(where, Examples):
+                instead[id(t)] = t.view_as(t)  # so that this use of it has a gradient of its own
+                inputs.append((instead[id(t)], where))
+            elif where is SHARED:
+                self._refuse(t, "it is used in the loss")
+            else:
+                return None
+        output = func(*_replaced(args, instead), **_replaced(kwargs, instead))
+        reduction = _Reduction(inputs, factor)
+        output.register_hook(lambda g: reduction.arrived.append(g.detach()) if self._in_backward else None)
+        self.reductions.append(reduction)
+        self.positions = self.positions or counts_positions(name, first, state)
+        return self._finish(output, name, lambda _: (REDUCED, ""))
+
+    def _state(self, t: Tensor) -> State:
+        state = super()._state(t)
+        return SHARED if state is UNKNOWN and not t.requires_grad else state  # without a gradient it is a constant
+
+    def _state_after(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look
+    ) -> State:
+        if "dropout" in name and is_random(name, args, kwargs):
+            return look.fits(output.shape, look(args[0] if args else kwargs["input"]))
+        if name in ("view", "reshape", "flatten"):
+            t, state = args[0], look(args[0])
+            if isinstance(state, Examples) and state.dim == 1 and output.dim() == 2:
+                shape = torch.Size((t.shape[0], self.examples, state.inner * math.prod(t.shape[2:])))
+                if output.shape == (shape[0] * shape[1], shape[2]) and shape[0] > 1:
+                    self._flat[id(output)] = (output, shape, Examples(1))
+                    return FLAT
+        return super()._state_after(name, args, kwargs, output, look)
+
+    def _finish(self, output: Any, name: str, after: Any) -> Any:
+        output = super()._finish(output, name, after)
+        for t in tensors_in(output):
+            if t.requires_grad and self._state(t) is UNKNOWN:
+                t.register_hook(partial(self._spoil, self._why(t)))
+        return output
+
+    def _spoil(self, reason: str, _: Tensor) -> None:
+        if self._in_backward and not self.spoiled:
+            self.spoiled = reason
+
+    # -- uses of parameters --------------------------------------------------------------------------------------------
+
+    def _detach(self, t: Tensor) -> Tensor:
+        return t  # training needs its gradient
+
+    def _copies(self, t: Tensor, shape: tuple[int, ...], state: Examples, look: Look) -> Tensor | None:
+        return None  # the gradient of a copy would be summed in another order
+
+    def _expanded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look) -> Any:
+        source, output = args[0], func(*args, **kwargs)
+        padded = (1,) * (output.dim() - source.dim()) + tuple(source.shape)
+        one_each = output.dim() > 0 and output.shape[0] == self.examples and padded[0] == 1
+        if not one_each or (name in ("repeat", "tile") and tuple(output.shape[1:]) != padded[1:]):
+            self._mark(output, SHARED)
+            return output
+        output = self._captured(output, [(source, Broadcast.of(source))], lambda _: (Examples(0), ""))
+        return self._finish(output, name, lambda _: (Examples(0), ""))
+
+    def _replaced(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor], look: Look
+    ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Rule]]]:
+        args, kwargs, uses = super()._replaced(func, name, args, kwargs, sources, look)
+        seen = {id(t) for t, _ in uses}
+        for t in sources:
+            if id(t) not in seen:
+                self._refuse(t, f"it is used in an operation without a rule ({name})")
+        return args, kwargs, [(t, rule) for t, rule in uses if self._names_of(t)]
+
+    def _captured(self, output: Any, uses: list[tuple[Tensor, Rule]], after: Any) -> Any:
+        new = [source for source, _ in uses if id(source) not in self._names and id(source) not in self._behind]
+        output = super()._captured(output, uses, after)
+        for source in {id(s): s for s in new}.values():
+            if id(source) in self._behind:
+                # Before the gradient goes on, and the graph behind it is freed.
+                source.register_hook(partial(self._pass_on, source))
+        return output
+
+    def _refuse(self, source: Tensor, reason: str) -> None:
+        self.refused.update(dict.fromkeys(self._names_of(source), reason))
+
+    # -- backward ------------------------------------------------------------------------------------------------------
+
+    def hindrance(self, loss: Tensor, settings: Mapping[str, Any]) -> str:
+        """Return why a backward pass from this loss cannot be observed; "" if it can."""
+        if settings.get("create_graph") or settings.get("inputs") is not None:
+            return "backward was called with create_graph or inputs"
+        if not self.is_reduced(loss):
+            if self.reentrant:
+                return "a part of the model runs without gradients first (checkpointing: give use_reentrant=False)"
+            return f"the loss is no sum over examples that could be followed: {self._why(loss)}"
+        return ""
+
+    def weighted(self, loss: Tensor, gradient: Tensor | None) -> dict[str, Tensor | None]:
+        """Return Σ_n r_n g_n for every parameter, by a backward pass with the loss of example n multiplied by r_n."""
+        generator = torch.Generator().manual_seed(self.examples)
+        weights = self._weights = torch.rand(self.examples, generator=generator, dtype=torch.float64) + 0.5
+        inputs = [pair for reduction in self.reductions for pair in reduction.inputs]
+        found = torch.autograd.grad(loss, [t for t, _ in inputs], gradient, retain_graph=True, allow_unused=True)
+        used = [(t, g * _rows(weights, g, state)) for (t, state), g in zip(inputs, found, strict=True) if g is not None]
+        outputs, columns = [t for t, _ in used], [g for _, g in used]
+        arrived = torch.autograd.grad(
+            outputs, list(self.parameters.values()), columns, retain_graph=True, allow_unused=True
+        )
+        return dict(zip(self.parameters, arrived, strict=True))
+
+    def start(self, dtype: torch.dtype, expected: dict[str, Tensor | None] | None) -> None:
+        """Begin to take the squares of what arrives; compare it with what is expected, if that is given."""
+        self.sums = Sums(self.parameters, dtype)
+        self._wanted = expected or {}
+        if expected is None:
+            self._weights = None
+        else:
+            self.bounds = {}
+        for use in self._uses:
+            if not use.intact():
+                self._refuse(use.source, "its input is changed in place after use")
+        self._uses.clear()
+        self._in_backward = True
+
+    def _take(self, source: Tensor, piece: Piece, squares: Squares) -> None:
+        key = id(source)
+        self._arrivals[key] = self._arrivals.get(key, 0) + 1
+        self._pending.setdefault(key, []).append(piece)
+        name = self._names.get(key)
+        if name is not None and name not in self._parts and self._arrivals[key] == self._expected[key]:
+            self._add(name, self._pending.pop(key), squares)
+
+    @torch.no_grad()
+    def _pass_on(self, source: Tensor, _: Tensor) -> None:
+        """Send each example's gradient of what was made of parameters on to the parameters."""
+        pieces = None if self._passing or not self._in_backward else self._pending.pop(id(source), None)
+        if pieces is None:
+            return
+        names = sorted(self._behind[id(source)][1])
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        self._passing = True
+        for n in range(self.examples):
+            arriving = sum(p.example(n, source.shape) for p in pieces).to(source.dtype)  # type: ignore[union-attr]
+            if self.bounds is not None:
+                self._bound_through(self.bounds, names, [arriving])
+            parameters = [self.parameters[name] for name in names]
+            gradients = torch.autograd.grad([source], parameters, [arriving], retain_graph=True, allow_unused=True)
+            for name, gradient, p in zip(names, gradients, parameters, strict=True):
+                found[name].append(torch.zeros_like(p) if gradient is None else gradient.to_dense())
+        self._passing = False
+        for name, gradients_of in found.items():
+            self._pending.setdefault(id(self.parameters[name]), []).append(Dense(torch.stack(gradients_of)))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Complete what waited for a use whose output did not matter: the backward pass is over."""
+        self._in_backward = False
+        self.finite = self.finite and all(bool(g.isfinite().all()) for r in self.reductions for g in r.arrived)
+        for key, pieces in self._pending.items():
+            if key in self._names:
+                self._add(self._names[key], pieces, None)
+        self._pending.clear()
+        for name, gradient in self._wanted.items():
+            if gradient is not None and bool(gradient.any()):
+                self.refused.setdefault(name, "it is used in an operation that was not seen")
+        self.sums = {name: total for name, total in self.sums.items() if name not in self.refused}
+        self._wanted.clear()
+
+    def _add(self, name: str, pieces: list[Piece], squares: Squares | None) -> None:
+        if name in self.refused:
+            self._wanted.pop(name, None)
+        elif self._weights is not None:
+            self._compare(name, pieces, self._weights)
+        elif len(pieces) == 1:
+            pieces[0].add_squares(self.sums[name], squares)
+        else:
+            add_squares(self.sums[name], pieces)
+
+    def _compare(self, name: str, pieces: list[Piece], weights: Tensor) -> None:
+        """Add the squares, and see whether Σ r_n g_n is what arrived when the losses were multiplied by r_n."""
+        own = self.sums[name]
+        add_squares(own, pieces)
+        given, one_by_one = torch.zeros_like(own), torch.zeros_like(own)
+        for n, weight in enumerate(weights.tolist()):
+            gradient: Tensor = sum(p.example(n, own.shape).to(own.dtype) for p in pieces)  # type: ignore[assignment]
+            given.add_(gradient, alpha=weight)
+            one_by_one.addcmul_(gradient, gradient)
+        arrived = self._wanted.pop(name, None)
+        arrived = torch.zeros_like(own) if arrived is None else arrived.to_dense().to(own.dtype)
+        bounds = (self.bounds or {}).pop(name, None)
+        bound = total_of(bounds, own) if bounds else one_by_one
+        wrong = max(_apart(given, arrived, bound), _apart(own.sqrt(), one_by_one.sqrt(), bound))
+        if not bool(arrived.isfinite().all()):
+            self.finite = False
+        elif not wrong <= tolerance_of(self.types):
+            self.refused[name] = f"the rules differ from the gradient (by {wrong:.1e})"
+        elif bool(one_by_one.any()):
+            self.evident.add(name)
+
+    def factor(self) -> float | None:
+        """Return what the loss of each example was multiplied by, or None if that differs between parts of the loss."""
+        found: list[Tensor] = []
+        for reduction in self.reductions:
+            found += [g.double().reshape(-1).cpu() * reduction.factor for g in reduction.arrived]
+        if not found:
+            return 0.0
+        factors = torch.cat(found)
+        low, high = float(factors.min()), float(factors.max())
+        return high if high - low <= 1e-5 * max(abs(high), abs(low)) else None
+
+
+def _rows(weights: Tensor, g: Tensor, state: Examples) -> Tensor:
+    """Return a number for each example, against the rows of a gradient."""
+    rows = weights.to(g.device, g.dtype).repeat_interleave(state.inner)
+    return rows.view([-1 if d == state.dim else 1 for d in range(g.dim())])
+
+
+def _apart(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
+    """Return the largest difference, each relative to the root of its bound, or of a typical one."""
+    if not ours.numel():
+        return 0.0
+    root = bound.sqrt()
+    typical = root.sum() / (root > 0).sum().clamp(min=1)
+    least = torch.finfo(root.dtype).tiny
+    return float(((ours - theirs).abs() / torch.maximum(root, typical).clamp(min=least)).max())
+
+
+def _replaced(value: Any, instead: Mapping[int, Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return instead.get(id(value), value)
+    if isinstance(value, dict):
+        return {k: _replaced(v, instead) for k, v in value.items()}
+    return type(value)(_replaced(v, instead) for v in value) if isinstance(value, (tuple, list)) else value
