@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.multiprocessing as mp
@@ -125,3 +127,20 @@ def test_two_processes_choose_what_one_would(tensors) -> None:
         assert {**first[k], **second[k]} == by_sorting(tensors, k, ("head",), {"weak": 3})
     assert first["error"] == second["error"]
     assert "7 are always kept" in first["error"]
+
+
+@pytest.mark.parametrize(("ties", "passes"), [(False, 2), (True, 3)])
+def test_ties_are_counted_only_where_some_of_them_are_not_chosen(ties: bool, passes: int) -> None:
+    calls = 0
+    scores = torch.arange(20.0)
+    scores[8:12] = 8.0
+
+    def chunks() -> Iterator[Tensor]:
+        nonlocal calls
+        calls += 1
+        return iter(scores.split(7))
+
+    k = 10 if ties else 12
+    choice = choose({"x": chunks}, k, {"x": 20})
+    assert calls == passes
+    assert torch.cat(list(choice.chunks("x"))).nonzero().flatten().tolist() == sorted([*range(12, 20), *range(8, k)])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from squisher.order.correlation import Rounded, median, ratios, spearman
+from squisher.order import Rounded, median, ratios, spearman
 
 values = st.lists(st.sampled_from([0.0, 1e-45, 1e-38, 0.5, 1.0, 1.5, 2.0, 3e38]), min_size=1, max_size=30)
 

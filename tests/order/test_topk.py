@@ -11,7 +11,6 @@ from torch import Tensor
 
 from squisher.errors import SquisherError
 from squisher.order import Selection, Source, Threshold, threshold, thresholds
-from squisher.order.narrow import narrow
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
@@ -201,11 +200,36 @@ def test_several_k_in_the_same_passes(dtype: torch.dtype) -> None:
     assert together == [threshold({"x": chunks}, k) for k in ks]
 
 
-@pytest.mark.parametrize("find", [lambda s: narrow(s, 40, held=8), lambda s: thresholds(s, [40])])
-def test_scores_that_change_between_passes_are_refused(find: Callable[[dict[str, Source]], object]) -> None:
+def test_scores_that_change_between_passes_are_refused() -> None:
     answers = [torch.rand(50), torch.zeros(20), torch.zeros(20), torch.zeros(20)]
     with pytest.raises(SquisherError, match="changed while they were being ranked"):
-        find({"x": lambda: iter([answers.pop(0)])})
+        threshold({"x": lambda: iter([answers.pop(0)])}, 40)
+
+
+SHAPES = {
+    "many scales": lambda n, g: torch.randn(n, generator=g).mul(8).exp(),
+    "few values": lambda n, g: torch.randint(0, 4, (n,), generator=g).float(),
+    "two values": lambda n, g: torch.arange(n).ge(n // 2).float(),
+    "all zero": lambda n, g: torch.zeros(n),
+    "mostly zero": lambda n, g: torch.rand(n, generator=g) * (torch.rand(n, generator=g) < 0.02),
+    "denormal": lambda n, g: torch.rand(n, generator=g) * 1e-42,
+    "sorted": lambda n, g: torch.arange(n).float(),
+    "one large": lambda n, g: torch.cat([torch.tensor([9.0]), torch.zeros(n - 1)]),
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_agrees_with_sorting_however_the_scores_are_distributed(shape: str) -> None:
+    tensor = SHAPES[shape](3000, torch.Generator().manual_seed(0))
+    bits = tensor.view(torch.int32)  # by their bits, whatever the processor does with denormals
+    ordered = bits.sort(descending=True).values
+    for k in (1, 2, 299, 1499, 1500, 1501, 2940, 2999, 3000):
+        kth = threshold(
+            {"a": pieces(tensor[:1111], 97), "empty": pieces(tensor[:0], 1), "b": pieces(tensor[1111:], 97)}, k
+        )
+        assert kth.key == int(ordered[k - 1])
+        assert kth.above == int((bits > kth.key).sum())
+        assert kth.equal == int((bits == kth.key).sum())
 
 
 def test_nothing_from_nothing() -> None:

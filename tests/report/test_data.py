@@ -15,7 +15,7 @@ from squisher.analysis.distribution import LOG10_EDGES
 from squisher.analysis.health import examine
 from squisher.embed import distances, embedding
 from squisher.errors import SquisherError
-from squisher.order.correlation import spearman
+from squisher.order import spearman
 from squisher.report import Subject, collect
 from squisher.report.data import FRACTIONS, SHARES, SPARSITIES, joint_counts
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from ..errors import SquisherError
 from ..importance import Importance
 from ..names import align
-from ..order import Selection, Source, thresholds
-from ..order.correlation import Rounded, median, ratios, spearman, total
+from ..order import Rounded, Selection, Source, median, ratios, spearman, thresholds, total
 from ..storage.tensors import one_thread
 
 __all__ = ["EXACT_LIMIT", "FRACTIONS", "Agreement", "Overlap", "Row", "compare"]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..order.keys import BINS, bins_of, middles
+from ..order import BINS, bins_of, middles
 
 __all__ = ["LOG10_EDGES", "Distribution", "Tally", "places_of"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError
-from ..order.correlation import spearman
+from ..order import spearman
 from ..storage.codecs import Encoded
 from ..storage.safetensors import WIDEST, rounded
 

@@ -13,6 +13,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -25,11 +26,10 @@ from ..analysis.health import Health, examine
 from ..embed import distances, embedding
 from ..errors import FileError, NamingError, ScaleError, SquisherError, SquisherWarning, near
 from ..importance import Importance
-from ..order.correlation import Rounded
+from ..order import Rounded, Source, concentration
 from ..prune import scores
-from ..storage.tensors import numel_of, one_thread, shape_of
+from ..storage.tensors import chunks_of, numel_of, one_thread, shape_of
 from .atlas import Place, grid, labels, layers_in_order, place
-from .concentration import concentration
 from .tables import facts
 from .words import answer, counted, in_words, summary
 
@@ -169,7 +169,7 @@ def depth_of(health: Health) -> dict[str, list[Any]]:
 
 
 def _budget(importance: Importance, numel: int) -> dict[str, Any]:
-    kept, needed = concentration(importance, [math.floor(fraction * numel) for fraction in FRACTIONS], SHARES)
+    kept, needed = concentration(_sources(importance), [math.floor(fraction * numel) for fraction in FRACTIONS], SHARES)
     return {
         "kept": {
             "fraction": list(FRACTIONS),
@@ -264,7 +264,7 @@ def on_model(importance: Importance, weights: Mapping[str, Tensor]) -> dict[str,
     covered = scaled.restrict(fitting.__contains__)
     numel = sum(numel_of(covered, name) for name in covered)
     removed = [math.floor(sparsity * numel) for sparsity in SPARSITIES]
-    kept, _ = concentration(scores(weights, covered), [0, *(numel - some for some in removed)])
+    kept, _ = concentration(_sources(scores(weights, covered)), [0, *(numel - some for some in removed)])
     total = kept.pop(0).rest  # of none kept
     return {
         "tensors": len(weights),
@@ -418,3 +418,7 @@ def similarities_between(tasks: Mapping[str, Importance]) -> dict[str, Any]:
         "distance": matrix.tolist(),
         "left_out": unlike,
     }
+
+
+def _sources(values: Mapping[str, Tensor]) -> dict[str, Source]:
+    return {name: partial(chunks_of, values, name) for name in values}

@@ -1,0 +1,711 @@
+"""Everything that needs an order, in bounded memory: top-k, ranks, and on how few entries a sum rests.
+
+Non-negative floats are ordered as the integers that their bits spell. The k-th largest is found digit by digit: one pass
+over all scores counts the upper 16 bits, which names the bin that holds the k-th largest; the next pass counts the next 16
+bits of the entries in that bin. Two passes settle float32, one bfloat16, four float64, with a histogram of 65,536 counts
+and a chunk in memory, however many scores there are. Histograms add up, so several k need no more passes than one, and
+processes that hold different scores need one sum of 65,536 integers per pass to agree. Equal scores are taken in order,
+the first source and its lowest flat index first, so that exactly k are chosen and the same k every time.
+
+    sources = {"a": lambda: iter([a.flatten()]), "b": lambda: chunks_of(file, "b")}
+    kth = threshold(sources, k)
+    chosen = Selection(kth)
+    masks = {name: torch.cat([chosen(chunk) for chunk in chunks()]) for name, chunks in sources.items()}
+
+`choose` does the same with budgets: sources that are always kept, and a minimum for each. `spearman` and `median` are
+definitions; `Rounded` gives the same of values rounded to the upper 16 bits of their float32 (a relative resolution of 2⁻⁷),
+of which a histogram of 32,768 bins holds all ranks. `concentration` answers from the same bins.
+
+Keys are handled by numpy, because torch would share even a chunk of a megabyte among threads, which stalls on a machine
+that has other work to do; and as integers, so that denormals are ordered exactly, whatever the processor does with them.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from . import ranks
+from .errors import SquisherError
+
+__all__ = [
+    "BINS", "Choice", "Held", "Rounded", "Selection", "Source", "Threshold", "bins_of", "choose", "concentration", "median", "middles",
+    "per_source", "ratios", "reverse", "spearman", "threshold", "thresholds", "total",
+]  # fmt: skip
+
+
+Source = Callable[[], Iterable[Tensor]]
+"""Gives the scores of one tensor as chunks in order; called once per pass, and each time from the start."""
+
+Progress = Callable[[int, int], None]
+"""Called with the scores read so far and those that will probably be read in all."""
+
+Keys = np.ndarray[Any, np.dtype[Any]]
+"""Unsigned integers of 32 or 64 bits, in the order of the scores."""
+
+INFINITY = {32: 0x7F800000, 64: 0x7FF0000000000000}
+
+CHANGED = "The scores changed while they were being ranked; every pass over them must give the same ones."
+
+BINS = 1 << 15
+"""How many values the upper 16 bits of a non-negative float32 can have."""
+
+_SIGNLESS = {32: np.uint32(0x7FFFFFFF), 64: np.uint64(0x7FFFFFFFFFFFFFFF)}
+
+_NEEDS = {torch.bfloat16: 16, torch.float16: 32, torch.float32: 32, torch.float64: 64}
+
+_DIGIT = 16  # bits
+_DIGITS = 1 << _DIGIT  # different ones
+
+
+def bits_of(chunk: Tensor, name: str) -> int:
+    """How many upper bits of a float32 (or float64) tell all values of this dtype apart.
+
+    Raises:
+        SquisherError: The scores are not floats that can be ranked.
+    """
+    if chunk.dtype not in _NEEDS:
+        raise SquisherError(
+            f"The scores of {name!r} are {chunk.dtype}, which are not ranked; expected float64, float32, bfloat16 or "
+            "float16. Convert them first."
+        )
+    return _NEEDS[chunk.dtype]
+
+
+def keys_of(chunk: Tensor, width: int) -> Keys:
+    """Return the bits of the scores as float32 or float64, flat; `checked` must have seen them once.
+
+    A chunk of the wanted width is not copied.
+    """
+    flat = chunk.detach().reshape(-1).cpu()
+    if flat.dtype == torch.bfloat16 and width == 32:
+        # Not through a conversion: one that flushes denormals would lose the order of the smallest.
+        return flat.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << np.uint32(16)
+    if width == 64:
+        return flat.to(torch.float64).numpy().view(np.uint64)
+    return flat.to(torch.float32).numpy().view(np.uint32)
+
+
+def checked(keys: Keys, width: int, name: str) -> Keys:
+    """Return the same keys with -0.0 as 0; refuse what has no rank.
+
+    Raises:
+        SquisherError: NaN or negative scores; the message names the source.
+    """
+    if not keys.size or int(keys.max()) <= INFINITY[width]:
+        return keys
+    magnitude = keys & _SIGNLESS[width]
+    if int(magnitude.max()) > INFINITY[width]:
+        raise SquisherError(f"The scores of {name!r} hold NaN, which has no rank. Remove it where the scores are made.")
+    if bool(((keys != magnitude) & (magnitude > 0)).any()):
+        raise SquisherError(
+            f"The scores of {name!r} hold negative values; importances and scores are 0 or more. "
+            "Take the absolute value first if that is what should be ranked."
+        )
+    return magnitude
+
+
+def value_of(key: int, width: int) -> float:
+    """Return the score that a key stands for."""
+    if width == 64:
+        return float(struct.unpack("<d", struct.pack("<Q", key))[0])
+    return float(struct.unpack("<f", struct.pack("<I", key))[0])
+
+
+def reverse(chunk: Tensor) -> Tensor:
+    """Return scores of the opposite order, from scores that are 0 or more: what was k-th largest is k-th smallest."""
+    wide = chunk.dtype == torch.float64
+    bits = chunk.abs() if wide else chunk.float().abs()  # -0.0 is 0
+    top = INFINITY[64 if wide else 32]
+    return (top - bits.view(torch.int64 if wide else torch.int32)).view(bits.dtype)
+
+
+def bins_of(values: Tensor) -> Tensor:
+    """Return the upper 16 bits of each value as float32, without the sign: integers in the order of the values."""
+    return (values.to(torch.float32).view(torch.int32) >> 16) & (BINS - 1)
+
+
+@cache
+def middles() -> Tensor:
+    """Return the value in the middle of each of these bins."""
+    return ((torch.arange(BINS, dtype=torch.int32) << 16) | 0x8000).view(torch.float32)
+
+
+@dataclass(frozen=True)
+class Threshold:
+    """The k-th largest score, and what is needed to choose exactly k.
+
+    Attributes:
+        value: The k-th largest score; infinity for k = 0.
+        above: How many scores are larger.
+        ties: How many of the scores equal to `value` belong to the k: `above + ties == k`.
+        equal: How many scores equal to `value` there are among these sources (in this process).
+        total: How many scores there are in all (over all processes).
+        key: The bits of `value` as an integer of `width` bits.
+        width: 32, or 64 where a source holds float64.
+    """
+
+    value: float
+    above: int
+    ties: int
+    equal: int
+    total: int
+    key: int
+    width: int
+
+
+def threshold(sources: Mapping[str, Source], k: int, reduce: Callable[[Tensor], Tensor] | None = None) -> Threshold:
+    """Return the k-th largest of all scores, exactly.
+
+    Args:
+        sources: For each name, a callable that gives the scores as flat chunks. Order decides between equal scores.
+        k: How many to choose, from 0 to the number of all scores.
+        reduce: Sums an int64 vector over processes, where each holds some of the sources; called once per pass.
+
+    Returns:
+        The threshold, from which `Selection` marks exactly k scores.
+
+    Raises:
+        SquisherError: For NaN or negative scores (the message names the source), scores that are not floats, and a k
+            that is negative or larger than the number of scores.
+    """
+    return thresholds(sources, [k], reduce)[0]
+
+
+def thresholds(
+    sources: Mapping[str, Source], ks: Sequence[int], reduce: Callable[[Tensor], Tensor] | None = None
+) -> list[Threshold]:
+    """Return the k-th largest of all scores for several k, exactly, in the passes that one k takes.
+
+    Args:
+        sources: For each name, a callable that gives the scores as flat chunks. Order decides between equal scores.
+        ks: How many to choose, each from 0 to the number of all scores.
+        reduce: Sums an int64 vector over processes, where each holds some of the sources; called once per pass.
+
+    Returns:
+        One threshold for each k, from which `Selection` marks exactly k scores.
+
+    Raises:
+        SquisherError: For NaN or negative scores (the message names the source), scores that are not floats, and a k
+            that is negative or larger than the number of scores.
+    """
+    gather = reduce or (lambda counts: counts)
+    width = 32
+    counts, mine, finest, clean = _first_digit(sources, width, gather)
+    if finest == 64:
+        width = 64
+        counts, mine, _, clean = _first_digit(sources, width, gather)
+    total = int(counts.sum())
+    for k in ks:
+        if not 0 <= k <= total:
+            raise SquisherError(f"The {k} largest scores were asked for; k must be from 0 to {total}, their number.")
+
+    # For each k the bits known so far and the number of scores above them; k = 0 asks for nothing more.
+    found = {k: _descend(counts, 0, 0, k) for k in ks if k}
+    here = {prefix: mine for prefix, _ in found.values()}
+    shift = width - _DIGIT
+    while shift and finest > 16 and found:
+        shift -= _DIGIT
+        prefixes = {prefix: row for row, prefix in enumerate(here)}
+        all_mine = torch.zeros(len(prefixes), _DIGITS, dtype=torch.int64)
+        for name, chunks in sources.items():
+            for chunk in chunks():
+                keys = keys_of(chunk, width)
+                keys = keys if clean else checked(keys, width, name)
+                upper = keys >> keys.dtype.type(shift + _DIGIT)
+                for prefix, row in prefixes.items():
+                    inside = keys[np.flatnonzero(upper == prefix)]
+                    _count((inside >> keys.dtype.type(shift)) & keys.dtype.type(_DIGITS - 1), all_mine[row])
+        all_counts = gather(all_mine.flatten()).view_as(all_mine)
+        rows = {k: prefixes[prefix] for k, (prefix, _) in found.items()}
+        found = {k: _descend(all_counts[rows[k]], prefix, above, k) for k, (prefix, above) in found.items()}
+        here = {prefix: all_mine[rows[k]] for k, (prefix, _) in found.items()}
+
+    results = []
+    for k in ks:
+        if k == 0:
+            results.append(Threshold(math.inf, 0, 0, 0, total, INFINITY[width], width))
+            continue
+        prefix, above = found[k]
+        key, equal = prefix << shift, int(here[prefix][prefix & (_DIGITS - 1)])
+        results.append(Threshold(value_of(key, width), above, k - above, equal, total, key, width))
+    return results
+
+
+def _first_digit(
+    sources: Mapping[str, Source], width: int, gather: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, int, bool]:
+    """Count the upper 16 bits: over all processes, in this one; the bits that the finest dtype needs; whether no -0.0 is here."""
+    mine = torch.zeros(_DIGITS + 3, dtype=torch.int64)
+    problem: SquisherError | None = None
+    finest, clean = 16, True
+    try:
+        for name, chunks in sources.items():
+            for chunk in chunks():
+                finest = max(finest, bits_of(chunk, name))
+                if finest > width:
+                    break
+                stored = keys_of(chunk, width)
+                keys = checked(stored, width, name)
+                clean &= keys is stored
+                _count(keys >> keys.dtype.type(width - _DIGIT), mine[:_DIGITS])
+            if finest > width:
+                break
+    except SquisherError as found:
+        problem = found
+    # A process that raised at once would leave the others waiting for its sums.
+    mine[_DIGITS:] = torch.tensor([finest >= 32, finest >= 64, problem is not None])
+    both = gather(mine.clone())
+    if problem is not None:
+        raise problem
+    if both[_DIGITS + 2]:
+        raise SquisherError("Another process found scores that cannot be ranked; its message says which.")
+    finest = 64 if both[_DIGITS + 1] else 32 if both[_DIGITS] else 16
+    return both[:_DIGITS], mine[:_DIGITS], finest, clean
+
+
+def _descend(counts: Tensor, prefix: int, above: int, k: int) -> tuple[int, int]:
+    """From the counts of the next digit: the prefix that holds the k-th largest, and how many scores lie above it."""
+    from_top = counts.flip(0).cumsum(0)
+    place = int(torch.searchsorted(from_top, k - above))
+    if place == _DIGITS:
+        raise SquisherError(CHANGED)
+    above += int(from_top[place - 1]) if place else 0
+    return (prefix << _DIGIT) | (_DIGITS - 1 - place), above
+
+
+def _count(digits: Keys, into: Tensor) -> None:
+    """Add to the counts how often each digit occurs; a small chunk is not worth a whole histogram of its own."""
+    if digits.size < _DIGITS // 4:
+        np.add.at(into.numpy(), digits, 1)
+    else:
+        # Digits fit an int32 either way, and one of 64 bits is not shared among threads.
+        signed = digits.view(np.int32) if digits.itemsize == 4 else digits.astype(np.int32)
+        counts = torch.bincount(torch.from_numpy(signed))
+        into[: counts.numel()] += counts
+
+
+class Selection:
+    """Marks the k chosen scores, chunk by chunk.
+
+    Call it once with every chunk of every source, in the order in which `threshold` saw and checked them (the chunks may
+    be cut differently). It counts the ties that it has taken.
+
+    Args:
+        kth: What `threshold` returned for the same scores.
+        before: How many scores equal to the threshold come before these sources, because other processes hold them.
+    """
+
+    def __init__(self, kth: Threshold, before: int = 0) -> None:
+        self._kth = kth
+        self._left = max(0, kth.ties - before)
+
+    def __call__(self, scores: Tensor) -> Tensor:
+        """Return a boolean tensor of the shape of `scores`: True where a score is among the k."""
+        keys = keys_of(scores, self._kth.width)
+        if self._kth.key == 0:  # only then does it matter that -0.0 counts as 0 ...
+            keys = checked(keys, self._kth.width, "a source")
+        keys = keys.view(f"i{keys.itemsize}")  # ... and otherwise it is below everything
+        chosen = keys > self._kth.key
+        if self._left:
+            taken = np.flatnonzero(keys == self._kth.key)[: self._left]
+            chosen[taken] = True
+            self._left -= taken.size
+        return torch.from_numpy(chosen).view(scores.shape).to(scores.device)
+
+
+def _equal_in(sources: Mapping[str, Source], kth: Threshold) -> dict[str, int]:
+    """How many scores equal to the threshold each source holds, by one more pass."""
+    return {
+        name: sum(
+            int(np.count_nonzero(checked(keys_of(chunk, kth.width), kth.width, name) == kth.key)) for chunk in chunks()
+        )
+        for name, chunks in sources.items()
+    }
+
+
+class Choice:
+    """Which entries are chosen; `chunks` gives the marks of one source, as often as asked for and in any order.
+
+    Attributes:
+        kept: The sources that are chosen whole.
+    """
+
+    def __init__(self, sources: Mapping[str, Source], kept: Collection[str] = ()) -> None:
+        self._sources = dict(sources)
+        self.kept = frozenset(kept)
+        self._rounds: dict[str, list[tuple[Threshold, int]]] = {name: [] for name in sources}
+
+    def _add(self, name: str, kth: Threshold, before: int) -> None:
+        self._rounds[name].append((kth, before))
+
+    def chunks(self, name: str) -> Iterator[Tensor]:
+        """Boolean chunks, cut as the source cuts its scores."""
+        for _, chosen in self._marked(name):
+            yield chosen
+
+    def left(self, name: str) -> Iterator[Tensor]:
+        """Return the scores of a source that are not chosen yet."""
+        for chunk, chosen in self._marked(name):
+            yield chunk[~chosen]
+
+    def _marked(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        rounds = [Selection(kth, before) for kth, before in self._rounds[name]]
+        for chunk in self._sources[name]():
+            flat = chunk.reshape(-1)
+            chosen = torch.full((flat.numel(),), name in self.kept)
+            for number, select in enumerate(rounds):
+                if number == 0:
+                    chosen = select(flat)
+                else:  # a later round saw only what the earlier ones left
+                    chosen[~chosen] = select(flat[~chosen])
+            yield flat, chosen
+
+
+def choose(
+    sources: Mapping[str, Source],
+    k: int,
+    sizes: Mapping[str, int],
+    *,
+    always: Collection[str] = (),
+    minimum: Mapping[str, int] | None = None,
+    sharded: bool = False,
+    progress: Progress | None = None,
+) -> Choice:
+    """Exactly k entries: the sources in `always` whole, each other one's best `minimum`, then the best of what is left.
+
+    Args:
+        sources: For each name, a callable that gives the scores as flat chunks. Order decides between equal scores.
+        k: How many entries to choose, in all processes together.
+        sizes: The number of scores of each source.
+        always: Sources that are chosen whole; they count inside k.
+        minimum: How many of a source's entries are chosen at least; they count inside k.
+        sharded: Each process holds other sources (or other parts); their order is that of ranks. One sum per pass.
+        progress: Called with the scores read so far and those that will probably be read in all.
+
+    Raises:
+        SquisherError: What must be kept is more than k, k is more than there is, or scores cannot be ranked.
+    """
+    watched = _watched(sources, sum(sizes[name] for name in sources), progress)
+    ranked = {name: source for name, source in watched.items() if name not in always}
+    least = {name: min(count, sizes[name]) for name, count in (minimum or {}).items() if name in ranked and count > 0}
+    whole = sum(sizes[name] for name in watched if name not in ranked)
+    forced = torch.tensor([whole, sum(least.values()), sum(sizes[name] for name in sources)])
+    if sharded:
+        ranks.sum_in_place([forced])
+    all_whole, all_least, total = forced.tolist()
+    if all_whole + all_least > k:
+        raise SquisherError(
+            f"{k:,} entries are to be chosen, but {all_whole:,} are always kept"
+            + (f" and {all_least:,} are the minimum of the others" if all_least else "")
+            + f" (of {total:,}). Keep more in all, or demand less."
+        )
+    choice = Choice(watched, [name for name in watched if name not in ranked])
+    rest: Mapping[str, Source] = ranked
+    if all_least:
+        for name, count in least.items():
+            choice._add(name, threshold({name: ranked[name]}, count), 0)
+        rest = {name: _left(choice, name) if name in least else source for name, source in ranked.items()}
+    if sharded and not ranks.is_alone():
+        kth = thresholds(rest, [k - all_whole - all_least], _sum_over_ranks)[0]
+        equal = ranks.gather(kth.equal)
+    else:
+        kth = threshold(rest, k - all_whole - all_least)
+        equal = [kth.equal]
+    # Where all equal scores are chosen, as they nearly always are, nobody needs to know how many come before.
+    some = sum(equal) > kth.ties
+    before = sum(equal[: ranks.rank()]) if some and len(equal) > 1 else 0
+    ties = _equal_in(rest, kth) if some else {}
+    for name in rest:
+        choice._add(name, kth, before)
+        before += ties.get(name, 0)
+    choice._sources = dict(sources)  # what is read from now on is not part of choosing
+    return choice
+
+
+def per_source(
+    sources: Mapping[str, Source],
+    ks: Mapping[str, int],
+    sizes: Mapping[str, int] | None = None,
+    progress: Progress | None = None,
+) -> Choice:
+    """Exactly `ks[name]` entries of each source, every one ranked by itself.
+
+    Args:
+        sources: For each name, a callable that gives the scores as flat chunks.
+        ks: How many entries of each.
+        sizes: The number of scores of each source, for the progress.
+        progress: Called with the scores read so far and those that will probably be read in all.
+
+    Raises:
+        SquisherError: A k is more than there is, or scores cannot be ranked.
+    """
+    choice = Choice(sources)
+    watched = _watched(sources, sum((sizes or {}).values()), progress)
+    for name, source in watched.items():
+        choice._add(name, threshold({name: source}, ks[name]), 0)
+    return choice
+
+
+def _left(choice: Choice, name: str) -> Source:
+    # The choice goes on to learn a round about this source; what was left is what the rounds so far left.
+    before = Choice({name: choice._sources[name]})
+    before._rounds[name] = list(choice._rounds[name])
+    return lambda: before.left(name)
+
+
+def _sum_over_ranks(counts: Tensor) -> Tensor:
+    counts = counts.clone()
+    ranks.sum_in_place([counts])
+    return counts
+
+
+def _watched(sources: Mapping[str, Source], total: int, progress: Progress | None) -> dict[str, Source]:
+    if progress is None:
+        return dict(sources)
+    done = 0
+
+    def watch(source: Source) -> Source:
+        def chunks() -> Iterator[Tensor]:
+            nonlocal done
+            for chunk in source():
+                yield chunk
+                done += chunk.numel()
+                progress(min(done, 2 * total), 2 * total)
+
+        return chunks
+
+    return {name: watch(source) for name, source in sources.items()}
+
+
+_SMALLEST = torch.finfo(torch.float32).tiny  # below are denormals, which count as 0 in ratios
+_LARGEST = torch.finfo(torch.float32).max
+
+
+def spearman(x: Tensor, y: Tensor) -> float:
+    """Rank correlation with mid-ranks for ties; nan where there is nothing, or a side is constant."""
+    if not x.numel():
+        return math.nan
+    _, bins_x, counts_x = x.unique(return_inverse=True, return_counts=True)
+    _, bins_y, counts_y = y.unique(return_inverse=True, return_counts=True)
+    ranks_x, ranks_y = centred_ranks(counts_x), centred_ranks(counts_y)
+    return correlation(float(torch.dot(ranks_x[bins_x], ranks_y[bins_y])), ranks_x, ranks_y, counts_x, counts_y)
+
+
+def centred_ranks(counts: Tensor) -> Tensor:
+    """Return the mid-rank of each distinct value (or bin), from how often each occurs; mean 0, within ±½."""
+    counts = counts.double()
+    number = counts.sum()
+    return (counts.cumsum(0) - counts / 2 - number / 2) / number.clamp(min=1)
+
+
+def correlation(cross: float, ranks_x: Tensor, ranks_y: Tensor, counts_x: Tensor, counts_y: Tensor) -> float:
+    """Return the correlation, from the sum of products of ranks and how often each rank occurs; nan where a side is constant."""
+    spread = float((counts_x * ranks_x.square()).sum()) * float((counts_y * ranks_y.square()).sum())
+    return max(-1.0, min(1.0, cross / math.sqrt(spread))) if spread > 0 else math.nan
+
+
+class Rounded:
+    """Spearman and median ratio of rounded values: `count` everything, then `cross` everything once more."""
+
+    def __init__(self) -> None:
+        self._counts = torch.zeros(3, BINS, dtype=torch.int64)  # of a, of b, of a/b
+        self._ranks: tuple[Tensor, Tensor] | None = None
+        self._cross = 0.0
+        self.totals = (0.0, 0.0)
+
+    def count(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Make the first pass: how often each rounded value and each rounded ratio occurs, and both sums."""
+        for x, y in pairs:
+            for row, values in enumerate((x, y, ratios(x, y))):
+                self._counts[row] += torch.bincount(bins_of(values), minlength=BINS)
+            self.totals = (self.totals[0] + total(x), self.totals[1] + total(y))
+
+    def include(self, other: Rounded) -> None:
+        """Add what another one has counted."""
+        self._counts += other._counts
+        self.totals = (self.totals[0] + other.totals[0], self.totals[1] + other.totals[1])
+
+    def packed(self) -> Rounded:
+        """Itself, small while it waits for the second pass: most bins are empty."""
+        self._counts = self._counts.to_sparse()
+        return self
+
+    def cross(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Make the second pass: the products of the ranks, which are known now."""
+        if self._ranks is None:
+            self._counts = self._counts.to_dense()
+            self._ranks = centred_ranks(self._counts[0]), centred_ranks(self._counts[1])
+        for x, y in pairs:
+            of_x, of_y = self._ranks[0].index_select(0, bins_of(x)), self._ranks[1].index_select(0, bins_of(y))
+            self._cross += float(torch.dot(of_x, of_y))
+
+    def spearman(self) -> float:
+        """Rank correlation with mid-ranks; nan where there is nothing, or all rounded values of a side are equal."""
+        if self._ranks is None:
+            return math.nan
+        return correlation(self._cross, *self._ranks, self._counts[0], self._counts[1])
+
+    def median_ratio(self) -> float:
+        """Return the middle of the bin that holds the median; nan where there is no ratio."""
+        counts = self._counts[2]
+        number = int(counts.sum())
+        if not number:
+            return math.nan
+        middle = torch.searchsorted(counts.cumsum(0), torch.tensor([(number + 1) // 2, number // 2 + 1]))
+        low, high = middles()[middle].tolist()
+        return math.sqrt(low) * math.sqrt(high)
+
+
+def ratios(x: Tensor, y: Tensor) -> Tensor:
+    """x/y where both are more than denormals; clipped to what a float32 can hold."""
+    both = (x >= _SMALLEST) & (y >= _SMALLEST)
+    return (x[both].double() / y[both].double()).clamp_(_SMALLEST, _LARGEST)
+
+
+def median(values: Tensor) -> float:
+    """Return the middle value, or the geometric mean of the two middle ones, so that it inverts with its values."""
+    number = values.numel()
+    if not number:
+        return math.nan
+    low, high = (float(values.kthvalue(place).values) for place in ((number + 1) // 2, number // 2 + 1))
+    return math.sqrt(low) * math.sqrt(high)
+
+
+def total(values: Tensor) -> float:
+    """Return the sum, in float64."""
+    return float(values.sum(dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the largest `k` values hold.
+
+    Attributes:
+        k: How many there are.
+        share: Their share of the total.
+        rest: The sum of all others, summed from the smallest up.
+        threshold: The smallest of the k; infinity for k = 0.
+    """
+
+    k: int
+    share: float
+    rest: float
+    threshold: float
+
+
+def concentration(
+    sources: Mapping[str, Source], ks: Sequence[int] = (), shares: Sequence[float] = ()
+) -> tuple[list[Held], list[Held]]:
+    """Return what the largest values of several sources hold together; exact, in two passes; float64 is rounded to float32.
+
+    The first pass counts and sums the values by their upper 16 bits. Each question then ends within one bin, and the second
+    pass counts the lower 16 bits in these few.
+
+    Args:
+        sources: For each name, a callable that gives non-negative values as flat chunks.
+        ks: Numbers of values: what do the largest k hold?
+        shares: Of the total, each above 0 and at most 1: how many values, the largest first, hold as much?
+
+    Returns:
+        An answer for each k, and an answer for each share.
+
+    Raises:
+        SquisherError: A value is negative, NaN or infinite, or all are 0.
+    """
+    counts, sums = np.zeros(BINS, np.int64), np.zeros(BINS)
+    for keys in _finite_keys(sources):
+        upper = keys >> np.uint32(_DIGIT)
+        counts += np.bincount(upper, minlength=BINS)
+        sums += np.bincount(upper, weights=keys.view(np.float32), minlength=BINS)
+    total = math.fsum(sums)
+    if not total > 0:
+        raise SquisherError("All values are 0, so no entry holds more than another.")
+    around = _Around(counts, sums, total)
+    bins_of_k = [int(np.flatnonzero(around.count_above < k)[0]) if k else None for k in ks]
+    goals = [share * total for share in shares]
+    bins_of_goal = [int(np.flatnonzero((around.sum_above < goal) & (sums > 0))[0]) for goal in goals]
+    fine = _fine(sources, {b for b in (*bins_of_k, *bins_of_goal) if b is not None})
+    return (
+        [
+            Held(0, 0.0, total, math.inf) if b is None else around.held_by(k, b, *fine[b])
+            for k, b in zip(ks, bins_of_k, strict=True)
+        ],
+        [around.holding(goal, b, *fine[b]) for goal, b in zip(goals, bins_of_goal, strict=True)],
+    )
+
+
+class _Around:
+    """What lies above and below each bin, and where a question ends within one."""
+
+    def __init__(self, counts: Keys, sums: Keys, total: float) -> None:
+        self.count_above = np.concatenate([[0], np.cumsum(counts[::-1])])[:-1][::-1]
+        self.sum_above = np.concatenate([[0.0], np.cumsum(sums[::-1])])[:-1][::-1]
+        self.sum_below = np.concatenate([[0.0], np.cumsum(sums)])[:-1]
+        self.total = total
+
+    def held_by(self, k: int, number: int, values: Keys, counts: Keys) -> Held:
+        """Return the k largest, the last of which is in this bin."""
+        left = k - int(self.count_above[number])
+        place = int(np.searchsorted(np.cumsum(counts), left))
+        return self._held(number, place, left - int(counts[:place].sum()), values, counts)
+
+    def holding(self, goal: float, number: int, values: Keys, counts: Keys) -> Held:
+        """Return the fewest that hold `goal`, the last of which is in this bin."""
+        upto = float(self.sum_above[number]) + np.cumsum(values * counts)
+        place = min(int(np.searchsorted(upto, goal)), int((values > 0).sum()) - 1)
+        before = float(upto[place - 1]) if place else float(self.sum_above[number])
+        some = min(int(counts[place]), max(1, math.ceil((goal - before) / float(values[place]))))
+        return self._held(number, place, some, values, counts)
+
+    def _held(self, number: int, place: int, some: int, values: Keys, counts: Keys) -> Held:
+        value, ties = float(values[place]), int(counts[place])
+        held = float(self.sum_above[number]) + float(np.dot(values[:place], counts[:place])) + some * value
+        after = float(np.dot(values[place + 1 :], counts[place + 1 :]))
+        rest = float(self.sum_below[number]) + after + (ties - some) * value
+        k = int(self.count_above[number]) + int(counts[:place].sum()) + some
+        return Held(k, 1.0 if rest == 0 else min(1.0, held / self.total), rest, value)
+
+
+def _finite_keys(sources: Mapping[str, Source]) -> Iterator[Keys]:
+    for name, chunks in sources.items():
+        for chunk in chunks():
+            keys = checked(keys_of(chunk, 32), 32, name)
+            if keys.size and int(keys.max()) == INFINITY[32]:
+                raise SquisherError(f"The values of {name!r} are infinite in places and cannot be summed.")
+            yield keys
+
+
+def _fine(sources: Mapping[str, Source], bins: set[int]) -> dict[int, tuple[Keys, Keys]]:
+    """For each of some bins, its values from the largest down and how often each occurs."""
+    slots = np.full(BINS, -1, np.int64)
+    for slot, number in enumerate(sorted(bins)):
+        slots[number] = slot
+    counts = np.zeros(len(bins) * _DIGITS, np.int64)
+    held: list[Keys] = []
+    waiting = 0
+    for keys in _finite_keys(sources):
+        slot = slots[keys >> _DIGIT]
+        chosen = slot >= 0
+        held.append(slot[chosen] * _DIGITS + (keys[chosen] & 0xFFFF).astype(np.int64))
+        waiting += held[-1].size
+        if waiting > counts.size:  # counting costs as much as the counts are long
+            counts += np.bincount(np.concatenate(held), minlength=counts.size)
+            held.clear()
+            waiting = 0
+    if held:
+        counts += np.bincount(np.concatenate(held), minlength=counts.size)
+    found = {}
+    for slot, number in enumerate(sorted(bins)):
+        own = counts[slot * _DIGITS : (slot + 1) * _DIGITS]
+        lower = np.flatnonzero(own)[::-1]
+        found[number] = ((np.uint32(number << 16) | lower.astype(np.uint32)).view(np.float32).astype(float), own[lower])
+    return found
