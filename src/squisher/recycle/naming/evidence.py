@@ -10,8 +10,10 @@ for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import NormalDist
 
 import numpy as np
 
@@ -22,14 +24,15 @@ __all__ = ["Evidence", "weigh"]
 
 # From a simulation of wrong assignments on real runs (benchmarks/naming_rates.py); rates in docs/formats.md.
 AGREE = 0.8  # a pair obeys a law: its channel sums are equal to within a few percent of their variance
-APART = 0.3  # and no other entry comes nearer than this
-BEHIND = 0.05  # nor does any other parameter come near with the same entry: a frozen copy of the model
-CARRIED = 12  # by at least so many channels
+APART = 0.3  # and no other entry comes nearer than this in the same law
+CLEARER = 3.0  # nor, in any law, does another entry or another parameter come so near that its error is less than so many times
 ALIKE = 0.7  # correlation of the logarithms of v of a bias and of the rows of its weight
-ALONE = 0.25  # and no other bias comes nearer than this
+ALONE = 0.25  # and no other bias, nor another weight, comes nearer than this
 NEIGHBOURS = 6  # matrices of the model, on either side, that a matrix may be tied to
 MOVED = 0.1  # correlation of a movement with the steps of its state
 TIMES = 3.0  # and so many times that of any other entry
+CARRIED = 8  # fewer channels cannot tell anything
+CHANCE = 1e-4  # that one of all the comparisons made comes out as well as this by accident
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,13 @@ class Evidence:
 
 @dataclass(frozen=True)
 class _Vote:
-    """An entry's parameter, how well it agrees, and how much worse every other entry does."""
+    """An entry's parameter, how well it agrees, how much worse every other entry does, and how sure that is."""
 
     entry: int
     candidate: int
     agreement: float
     margin: float
+    certainty: float
 
 
 def weigh(candidates: Sequence[Candidate], entries: Sequence[Entry]) -> Evidence:
@@ -110,6 +114,7 @@ def _by_laws(values: Values) -> Iterator[_Vote]:
     sides = [*_matrices(values), *_norms(values)]
     nearest = np.full((len(values.candidates), len(values.entries)), -1.0)
     votes: list[_Vote] = []
+    compared = 0
     for i, left in enumerate(sides):
         for right in sides[i:]:
             if left.length != right.length or max(len(left.entries), len(right.entries)) < 2:
@@ -122,11 +127,14 @@ def _by_laws(values: Values) -> Iterator[_Vote]:
                         continue
                     agreement = _concordance(left.sums[:, a], right.sums[:, b])
                     agreement[same] = -1.0
+                    compared += agreement.size
                     _remember(nearest, own, left.entries, agreement.max(1))
                     _remember(nearest, other, right.entries, agreement.max(0))
                     votes += _best_pair(left, a, right, b, agreement)
     for vote in votes:
-        if np.delete(nearest[:, vote.entry], vote.candidate).max(initial=-1.0) < vote.agreement - BEHIND:
+        rivals = [np.delete(nearest[:, vote.entry], vote.candidate), np.delete(nearest[vote.candidate], vote.entry)]
+        error = 1 - max(float(r.max(initial=-1.0)) for r in rivals)
+        if vote.certainty >= _needed(compared) and error >= CLEARER * (1 - vote.agreement):
             yield vote
 
 
@@ -134,6 +142,16 @@ def _remember(nearest: Array, candidates: Sequence[int], entries: Sequence[tuple
     """Keep the best agreement of each candidate with each entry."""
     for candidate, numbers in zip(candidates, zip(*entries, strict=True), strict=True):
         nearest[candidate, list(numbers)] = np.maximum(nearest[candidate, list(numbers)], agreement)
+
+
+def _needed(compared: int) -> float:
+    """Return how many standard deviations rule out an accident among so many comparisons."""
+    return -NormalDist().inv_cdf(min(0.5, CHANCE / max(compared, 1)))
+
+
+def _certainty(agreement: float, channels: float) -> float:
+    """Return by how many standard deviations a correlation over so many channels differs from none (Fisher's z)."""
+    return math.atanh(min(agreement, 1 - 1e-9)) * math.sqrt(channels - 3) if channels >= CARRIED else 0.0
 
 
 def _matrices(values: Values) -> Iterator[_Side]:
@@ -167,14 +185,15 @@ def _best_pair(left: _Side, a: int, right: _Side, b: int, agreement: Array) -> I
     """Yield who two candidates are, if exactly one pair of entries obeys a law between them."""
     i, j = divmod(int(agreement.argmax()), agreement.shape[1])
     best = float(agreement[i, j])
-    if best < AGREE or min(_carried(left.sums[:, a, i]), _carried(right.sums[:, b, j])) < CARRIED:
+    if best < AGREE:
         return
+    certainty = _certainty(best, min(_carried(left.sums[:, a, i]), _carried(right.sums[:, b, j])))
     for k, side, chosen, axis in ((i, left, a, 1), (j, right, b, 0)):
         others = np.delete(agreement.max(axis), k)
         margin = best - float(others.max(initial=-1.0))
         # A norm's weights are all near one: its sums tell which entry it is tied to, not which norm that entry is.
         if margin >= APART and len(side.candidates[chosen]) == 1:
-            yield _Vote(side.entries[k][0], side.candidates[chosen][0], best, margin)
+            yield _Vote(side.entries[k][0], side.candidates[chosen][0], best, margin, certainty)
 
 
 def _concordance(a: Array, b: Array) -> Array:
@@ -189,7 +208,7 @@ def _carried(sums: Array) -> float:
     """Return by how many channels a vector is carried: (Σ x²)² / Σ x⁴, three times that for a normal distribution."""
     squares = (sums - sums.mean()) ** 2
     fourth = float(squares @ squares)
-    return 3 * float(squares.sum()) ** 2 / fourth if fourth > 0 else 0.0
+    return min(len(sums), 3 * float(squares.sum()) ** 2 / fourth) if fourth > 0 else 0.0
 
 
 # -- profiles of v -------------------------------------------------------------------------------------------------------
@@ -199,29 +218,41 @@ def _by_profiles(values: Values, known: Mapping[int, _Vote]) -> Iterator[_Vote]:
     """Biases by their weights: both have the gradient of the same outputs, so v of a bias goes with the rows of the weight's."""
     number = {c.name: k for k, c in enumerate(values.candidates)}
     entry_of = {vote.candidate: entry for entry, vote in known.items()}
+    weights: dict[int, list[tuple[int, int]]] = {}  # length to the entry of a weight and the bias that belongs to it
     for name, weight in number.items():
         bias = number.get(f"{name[:-6]}bias") if name.endswith("weight") else None
         entry = entry_of.get(weight, values.alone(weight))
-        if bias is None or entry is None or len(values.candidates[weight].shape) < 2:
+        if bias is None or entry is None or len(values.candidates[weight].shape) < 2 or not values.has_square(entry):
             continue
         shape = values.candidates[bias].shape
-        others = [k for k, e in enumerate(values.entries) if e.shape == shape and values.has_square(k)]
-        if len(others) < 2 or shape[0] < CARRIED or not values.has_square(entry):
+        if len(shape) == 1 and shape[0] == values.candidates[weight].shape[0]:
+            weights.setdefault(shape[0], []).append((entry, bias))
+    found: list[_Vote] = []
+    compared = 0
+    for length, own in weights.items():
+        biases = [k for k, e in enumerate(values.entries) if e.shape == (length,) and values.has_square(k)]
+        if len(biases) < 2:
             continue
-        rows = values.profile(entry)
-        if len(rows) != len(values.profile(others[0])):
-            continue
-        agreement = _unit(rows[None]) @ _unit(np.stack([values.profile(k) for k in others])).T
-        best = int(agreement.argmax())
-        margin = float(agreement[0, best] - np.delete(agreement[0], best).max())
-        if agreement[0, best] >= ALIKE and margin >= ALONE:
-            yield _Vote(others[best], bias, float(agreement[0, best]), margin)
+        rows = np.stack([values.profile(entry) for entry, _ in own])
+        profiles = np.stack([values.profile(k) for k in biases])
+        agreement = _unit(rows) @ _unit(profiles).T
+        compared += agreement.size
+        for i, (_, bias) in enumerate(own):
+            j = int(agreement[i].argmax())
+            best = float(agreement[i, j])
+            second = max(np.delete(agreement[i], j).max(), np.delete(agreement[:, j], i).max(initial=-1.0))
+            certainty = _certainty(best, min(_carried(rows[i]), _carried(profiles[j])))
+            if best >= ALIKE and best - second >= ALONE:
+                found.append(_Vote(biases[j], bias, best, best - float(second), certainty))
+    yield from (vote for vote in found if vote.certainty >= _needed(compared))
 
 
 # -- movement ------------------------------------------------------------------------------------------------------------
 
 
 def _by_movement(values: Values) -> Iterator[_Vote]:
+    found: list[_Vote] = []
+    compared = 0
     for shape in values.shapes:
         candidates = [k for k, c in enumerate(values.candidates) if c.shape == shape and c.before is not None]
         entries = [
@@ -231,14 +262,43 @@ def _by_movement(values: Values) -> Iterator[_Vote]:
         ]
         if not candidates or len(entries) < 2:
             continue
-        moved = _unit(np.stack([values.moved(k) for k in candidates]))
-        steps = _unit(np.stack([values.steps(k) for k in entries]))
-        agreement = moved @ steps.T
+        moved = [_unit_norm(values.moved(k)) for k in candidates]
+        steps = [_unit_norm(values.steps(k)) for k in entries]
+        agreement = np.array([[float((x * y).sum()) for y in steps] for x in moved])
+        compared += agreement.size
         for i, j in enumerate(agreement.argmax(1).tolist()):
-            best, second = float(agreement[i, j]), float(np.delete(agreement[i], j).max())
-            clear = best >= MOVED + 4 / np.sqrt(moved.shape[1]) and best >= TIMES * second
-            if clear and int(agreement[:, j].argmax()) == i:
-                yield _Vote(entries[j], candidates[i], best, best - max(second, 0.0))
+            best = float(agreement[i, j])
+            rivals = np.delete(agreement[i], j)
+            second = float(rivals.max())
+            ahead = steps[j] - np.delete(np.stack(steps), j, 0)[int(rivals.argmax())]
+            consistent = min(_spread(moved[i] * steps[j]), _spread(moved[i] * ahead))
+            lines = _lines(moved[i], steps[j])
+            certainty = max(consistent, _certainty(best, lines) - _certainty(max(second, 0.0), lines))
+            if best >= max(MOVED, TIMES * second) and int(agreement[:, j].argmax()) == i:
+                found.append(_Vote(entries[j], candidates[i], best, best - max(second, 0.0), certainty))
+    yield from (vote for vote in found if vote.certainty >= _needed(compared))
+
+
+def _spread(products: Array) -> float:
+    """Return by how many standard deviations a sum of products differs from zero, if whole rows or columns go together.
+
+    The elements of a layer's gradient are not independent: one active input, or one output, fills a column or a row.
+    """
+    total = float(products.sum())
+    sums = [products.sum(axis) for axis in range(products.ndim)] if products.ndim > 1 else [products]
+    return min(total / max(float(np.sqrt((part**2).sum())), 1e-300) for part in sums)
+
+
+def _lines(x: Array, y: Array) -> float:
+    """Return how many rows, or columns if they are fewer, carry the product of two matrices of norm one."""
+    axes = range(x.ndim) if x.ndim > 1 else [None]
+    squares = [(x**2, y**2) if axis is None else ((x**2).sum(axis), (y**2).sum(axis)) for axis in axes]
+    return min(1 / max(float(a @ b), 1e-300) for a, b in squares)
+
+
+def _unit_norm(x: Array) -> Array:
+    centred = x - x.mean()
+    return np.asarray(centred / max(float(np.sqrt((centred**2).sum())), 1e-300))
 
 
 def _unit(rows: Array) -> Array:

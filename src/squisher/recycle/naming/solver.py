@@ -157,9 +157,13 @@ class _Tier:
         """Return the answer of the conventions, where one fits to the last parameter and no plain order of the groups does."""
         found: dict[tuple[str, ...], str] = {}
         for label, candidates in self.sources:
+            for by, way in _one_after_the_other(self.optimizer, candidates):
+                found.setdefault(self._key(way, candidates), f"{label}, {by}")
+        plain = len(found)
+        for label, candidates in self.sources:
             for by, way in _conventional(self.optimizer, candidates, self.rules):
                 found.setdefault(self._key(way, candidates), f"{label}, {by}")
-        if len(found) != 1:
+        if len(found) != 1 or plain:
             self.answers = {**found, **self.answers}
             return None
         (names, by), *_ = found.items()
@@ -331,23 +335,30 @@ RULES: list[tuple[str, Rule]] = [
 def _conventional(
     optimizer: OptimizerState, candidates: Sequence[Candidate], rules: Sequence[tuple[str, Rule]]
 ) -> Iterable[tuple[str, list[int]]]:
-    """Divisions into two groups by conventions that leave out nobody, and the plain orders of groups one after the other."""
-    shapes = [entry.shape for entry in optimizer.entries]
-    sizes = optimizer.group_sizes
-    if len(candidates) != len(shapes) or len(sizes) != 2:
-        return
-    numbers = list(range(len(shapes)))
-    proposals = [
-        ("one group after the other", numbers),
-        ("the second group first", [*numbers[sizes[1] :], *numbers[: sizes[1]]]),
-    ]
+    """Yield the divisions into two groups by conventions that leave out nobody."""
+    sizes, numbers = optimizer.group_sizes, list(range(len(candidates)))
     for label, rule in rules:
         chosen = [rule(c) for c in candidates]
-        if chosen.count(0) == sizes[0] and chosen.count(1) == sizes[1]:
-            proposals.append((label, sorted(numbers, key=lambda k: chosen[k] or 0)))
-    for label, way in proposals:
-        if all(shape in (None, candidates[k].shape) for shape, k in zip(shapes, way, strict=True)):
-            yield label, way
+        if [chosen.count(0), chosen.count(1)] == sizes:
+            way = sorted(numbers, key=lambda k: chosen[k] or 0)
+            if _fits(optimizer, candidates, way):
+                yield label, way
+
+
+def _one_after_the_other(optimizer: OptimizerState, candidates: Sequence[Candidate]) -> Iterable[tuple[str, list[int]]]:
+    """Yield the plain orders of two groups: no convention, but as likely as one, so that they cast doubt on it."""
+    if len(optimizer.group_sizes) != 2:
+        return
+    numbers, second = list(range(len(candidates))), optimizer.group_sizes[1]
+    plain = ("one group after the other", numbers), ("the second group first", [*numbers[second:], *numbers[:second]])
+    yield from ((label, way) for label, way in plain if _fits(optimizer, candidates, way))
+
+
+def _fits(optimizer: OptimizerState, candidates: Sequence[Candidate], way: Sequence[int]) -> bool:
+    shapes = [entry.shape for entry in optimizer.entries]
+    if len(way) != len(shapes):
+        return False
+    return all(shape in (None, candidates[k].shape) for shape, k in zip(shapes, way, strict=True))
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from ..states import Candidate, Entry, is_tensor
 __all__ = ["Array", "Values"]
 
 _ELEMENTS = 1 << 14  # of one tensor, for movement
+_WIDTH = 128  # of a row of it
 _MOST = 2_000_000_000  # elements of the model beyond which a look would take minutes
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -124,16 +125,20 @@ def _chosen(length: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
 
 
 def _sample(source: Any) -> Array:
-    """Return some elements of a tensor: all, or short chunks spread over it."""
-    numel, chunk = math.prod(source.shape), 256
-    starts = [0]
-    if numel > _ELEMENTS:
-        starts = np.linspace(0, numel - chunk, _ELEMENTS // chunk).astype(np.int64).tolist()
-    length = chunk if numel > _ELEMENTS else numel
+    """Return a tensor's elements as a matrix, or some of its rows, of each the same columns; of a vector, all of it."""
+    shape = tuple(source.shape)
+    rows, columns = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
+    if rows * columns <= _ELEMENTS or rows == 1:
+        whole = source if isinstance(source, Tensor) else source.load()
+        return _numpy(whole.detach().reshape(rows, columns) if rows > 1 else whole.detach().reshape(-1))
+    width = min(columns, max(_WIDTH, _ELEMENTS // rows))
+    first = (columns - width) // 2
+    chosen = _chosen(rows, _ELEMENTS // width).tolist()
     if isinstance(source, Tensor) or not getattr(source, "is_contiguous", True):
-        flat = (source if isinstance(source, Tensor) else source.load()).detach().reshape(-1)
-        return np.concatenate([_numpy(flat[s : s + length]) for s in starts])
-    return np.concatenate([_numpy(source.read_flat(s, s + length)) for s in starts])
+        flat = (source if isinstance(source, Tensor) else source.load()).detach().reshape(rows, columns)
+        return _numpy(flat[chosen, first : first + width])
+    starts = [k * columns + first for k in chosen]
+    return np.stack([_numpy(source.read_flat(start, start + width)) for start in starts])
 
 
 def _numpy(tensor: Tensor) -> Array:
