@@ -79,7 +79,19 @@ class Judged(NamedTuple):
 
 
 _EWC = tuple(f"ewc/{b}-{s}" for b in ("split", "permuted", "cifar") for s in ("task", "domain", "class"))
-_ALL = ("merging", "ubgm", "pruning/cifar10", "pruning", "fish", "embedding", *_EWC, "ewc/permuted-reduced")
+_MERGING = ("merging/eight", "merging/eight-generative", "merging")
+_ALL = (
+    *_MERGING,
+    "ubgm/mpnet",
+    "ubgm",
+    "pruning/cifar10",
+    "pruning",
+    "fish/glue",
+    "fish",
+    "embedding",
+    *_EWC,
+    "ewc/permuted-reduced",
+)
 _EWC_TASK = ("ewc/split-task", "ewc/permuted-task", "ewc/cifar-task")
 
 CLAIMS: tuple[Claim, ...] = (
@@ -87,25 +99,27 @@ CLAIMS: tuple[Claim, ...] = (
     *(Claim("The Fisher is better than the Fisher-free baseline", s, "fisher", "baseline") for s in _ALL),
     *(Claim("The Squisher is as good as the Fisher", s, "squisher", "fisher", alike=True) for s in _ALL),
     *(
-        Claim(f"At one learning rate for all, the {m.title()}'s mask is better than a random one", "fish", m, "baseline", case="average, one rate")
+        Claim(f"At one learning rate for all, the {m.title()}'s mask is better than a random one", s, m, "baseline", case="average, one rate")
+        for s in ("fish/glue", "fish")
         for m in ("squisher", "fisher")
     ),
     *(Claim(f"The {m.title()} is better than the identity matrix", s, m, "identity") for m in ("squisher", "fisher") for s in _EWC_TASK),
     *(Claim("Rescaling is needed", s, "squisher", "squisher (without rescaling)") for s in _EWC_TASK),
     *(Claim("β₂ = 0.999 is better than 0.95", s, "squisher", "squisher (β₂ = 0.95)") for s in _EWC_TASK),
     *(Claim("The joint Fisher is as good as the Fisher", s, "joint", "fisher", alike=True) for s in _EWC_TASK),
-    Claim("With the last checkpoints the Squisher is better than the Fisher", "merging", "squisher", "fisher"),
-    Claim(
-        "With the best checkpoints the Fisher is better than the Squisher", "merging", "fisher (exact)", "squisher",
-        case="average, best checkpoint",
+    *(Claim("With the last checkpoints the Squisher is better than the Fisher", s, "squisher", "fisher") for s in _MERGING),
+    *(
+        Claim("With the best checkpoints the Fisher is better than the Squisher", s, m, "squisher", case="average, best checkpoint")
+        for s, m in zip(_MERGING, ("fisher", "fisher", "fisher (exact)"), strict=True)
     ),
     *(
         Claim("After a shorter training of the base the Squisher is as good as the Fisher", s, "squisher", "fisher (OrthoReg)", alike=True, case="75% pruned, base 10 epochs")
         for s in ("pruning/cifar10", "pruning")
     ),
-    *(Claim("Bias correction changes the merge for the better", s, "squisher", "squisher (without bias correction)", ours=True) for s in ("merging", "ubgm")),
-    Claim("β₂ = 0.999 is better than 0.95", "merging", "squisher", "squisher (β₂ = 0.95)", ours=True),
-    *(Claim("The joint Fisher is as good as the Fisher", s, "joint", "fisher", alike=True, ours=True) for s in ("merging", "ubgm", "embedding")),
+    *(Claim("Bias correction changes the merge for the better", s, "squisher", "squisher (without bias correction)", ours=True) for s in (*_MERGING, "ubgm/mpnet", "ubgm")),
+    *(Claim("β₂ = 0.999 is better than 0.95", s, "squisher", "squisher (β₂ = 0.95)", ours=True) for s in _MERGING),
+    *(Claim("With an absolute floor of 1e-8 the Squisher's merge is better than the plain average", s, "squisher (floor 1e-8)", "baseline", ours=True) for s in _MERGING),
+    *(Claim("The joint Fisher is as good as the Fisher", s, "joint", "fisher", alike=True, ours=True) for s in (*_MERGING, "ubgm/mpnet", "ubgm", "embedding")),
     *(
         Claim("Early in training the Fisher is better than the Squisher", "merging", "fisher (exact)", "squisher", case=case, ours=True)
         for case in ("average, short training", "MNIST rotations: average, short training")

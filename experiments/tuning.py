@@ -27,7 +27,19 @@ from torch import Tensor, nn
 import squisher
 from experiments.data import shuffled
 
-__all__ = ["Splits", "accuracy", "fingerprint", "importance", "right_rows", "share", "train", "tuned", "weights_of"]
+__all__ = [
+    "Splits",
+    "accuracy",
+    "fingerprint",
+    "importance",
+    "loss",
+    "outputs",
+    "right_rows",
+    "share",
+    "train",
+    "tuned",
+    "weights_of",
+]
 
 
 class Splits(NamedTuple):
@@ -79,7 +91,7 @@ def train(
     for step, rows in enumerate(_rows(len(data), config["batch"], config["steps"], seed), 1):
         batch = _placed(data.batch(rows), model)
         labels = batch.pop("labels")
-        nn.functional.cross_entropy(_logits(model(**batch)), labels).backward()
+        loss(_logits(model(**batch)), labels).backward()
         if before_step is not None:
             before_step()
         if config["clip"]:
@@ -94,22 +106,35 @@ def train(
     return optimizer
 
 
+def loss(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of classes; half the squared error of labels that are numbers."""
+    if labels.is_floating_point():
+        return nn.functional.mse_loss(outputs, labels) / 2
+    return nn.functional.cross_entropy(outputs, labels)
+
+
 def accuracy(model: nn.Module, data: Any) -> float:
     """The share of rows whose label is found, in percent."""
     return share(right_rows(model, data))
 
 
-@torch.no_grad()
 def right_rows(model: nn.Module, data: Any) -> str:
     """A 1 for every row whose label is found, a 0 for the others."""
+    found, labels = outputs(model, data)
+    return "".join(map(str, (found.argmax(-1) == labels).int().tolist()))
+
+
+@torch.no_grad()
+def outputs(model: nn.Module, data: Any) -> tuple[Tensor, Tensor]:
+    """What the model gives for all rows, in evaluation mode, and their labels, both in the order of `data.batches`."""
     was = model.training
     model.eval()
-    right = []
+    found, labels = [], []
     for batch in (_placed(batch, model) for batch in data.batches(64)):
-        labels = batch.pop("labels")
-        right += (_logits(model(**batch)).argmax(-1) == labels).int().tolist()
+        labels.append(batch.pop("labels").cpu())
+        found.append(_logits(model(**batch)).cpu())
     model.train(was)
-    return "".join(map(str, right))
+    return torch.cat(found), torch.cat(labels)
 
 
 def share(right: str) -> float:

@@ -40,6 +40,17 @@ def test_matthews_is_a_correlation():
     assert fish.matthews(a, torch.ones(200)) == 0.0
 
 
+def test_where_labels_are_numbers_the_score_is_a_correlation():
+    class Rows:
+        def batches(self, size):
+            return [{"x": torch.tensor([[1.0], [2.0], [4.0]]), "labels": torch.tensor([[2.0], [3.0], [3.5]])}]
+
+    model = torch.nn.Linear(1, 1)
+    model.forward = lambda x: -x
+    expected = -100 * float(torch.corrcoef(torch.tensor([[1.0, 2.0, 4.0], [2.0, 3.0, 3.5]]))[0, 1])
+    assert fish.measured(model, Rows(), "stsb") == pytest.approx(expected, abs=1e-3)
+
+
 def test_scores_average_over_tasks_and_leave_the_search_out():
     def entry(task, seed, case, score):
         return {"task": task, "seed": seed, "rows": [{"case": case, "method": "fisher", "score": score}]}
@@ -89,17 +100,19 @@ def test_digits_to_choose_by_are_not_trained_or_tested_on():
 
 
 @pytest.mark.formats
-@pytest.mark.parametrize("scale", ["cpu", "paper"])
-def test_a_tiny_bert_from_end_to_end(tmp_path, monkeypatch, scale):
-    for seed, task in enumerate(("cola", "rte")):
-        write_task(tmp_path / "data" / "text", task, seed, train=80, test=24, pairs=task == "rte")
+@pytest.mark.parametrize(("scale", "second"), [("cpu", "rte"), ("paper", "rte"), ("glue", "stsb")])
+def test_a_tiny_bert_from_end_to_end(tmp_path, monkeypatch, scale, second):
+    for seed, task in enumerate(("cola", second)):
+        pair = task == second
+        write_task(tmp_path / "data" / "text", task, seed, train=80, test=24, pairs=pair, numbers=task == "stsb")
     whole = fish.CONFIGS[scale]
     words = {**whole["text"], "model": write_model(tmp_path / "bert", "bert"), "length": 16, "validation": 16}
-    small = {**whole, "tasks": ["cola", "rte"], "keep": 0.1, "reset_keeps": [0.1, 0.5], "examples": 32}
-    if scale == "cpu":
-        words |= {"steps": 4, "keep": [2]}
-    else:
+    small = {**whole, "tasks": ["cola", second], "keep": 0.1, "reset_keeps": [0.1, 0.5], "examples": 32}
+    if scale == "paper":
         small["epochs"] = 1
+    else:
+        words |= {"steps": 4, "keep": [2]}
+        small["rates"] = small["rates"][::4]
     monkeypatch.setitem(fish.CONFIGS, scale, {**small, "text": words})
     path = execute("fish", scale, seeds=1, data=tmp_path / "data", out=tmp_path / "out", jobs=1, say=lambda line: None)
     document = json.loads(path.read_text())
@@ -107,7 +120,7 @@ def test_a_tiny_bert_from_end_to_end(tmp_path, monkeypatch, scale):
     assert {("average", m) for m in (*fish.METHODS, "dense")} <= cases
     assert ("average, reset outside 50 %", "squisher") in cases
     assert all(math.isfinite(s["value"]) for s in document["scores"])
-    kept = document["units"]["rte/seed-1/masks"]["result"]
+    kept = document["units"][f"{second}/seed-1/masks"]["result"]
     assert 0 < kept["overlap"]["0.1"]["squisher"] <= 1
     assert kept["times"]["squisher"] > 0
     if scale == "paper":  # no search where there is one rate; batch 8 on RTE
@@ -115,10 +128,16 @@ def test_a_tiny_bert_from_end_to_end(tmp_path, monkeypatch, scale):
     else:
         assert {("average, one rate", m) for m in fish.METHODS} <= cases
         results = {key: unit["result"] for key, unit in document["units"].items()}
-        own = {m: results[f"rte/seed-1/{m}"] for m in fish.METHODS}
-        same = {m: results[f"rte/seed-1/{m}, one rate"] for m in fish.METHODS}
+        own = {m: results[f"{second}/seed-1/{m}"] for m in fish.METHODS}
+        same = {m: results[f"{second}/seed-1/{m}, one rate"] for m in fish.METHODS}
         assert {result["rate"] for result in same.values()} == {own["fisher"]["rate"]}
         assert same["fisher"]["rows"][0]["score"] == own["fisher"]["rows"][0]["score"]
+    if scale == "glue":  # dense training at the rate that was best on a seed of its own
+        rates = {r["rate"]: r["validation"] for k, r in results.items() if k.startswith("search/dense/")}
+        assert set(rates) == set(whole["dense_rates"])
+        assert rates[fish.chosen_rate(fish.Run("fish", scale, small, None, tmp_path / "out"), "dense")] == max(
+            rates.values()
+        )
     monkeypatch.setattr("experiments.text.load", None)  # all is there: nothing is made again
     execute("fish", scale, seeds=1, data=tmp_path / "data", out=tmp_path / "out", jobs=1, say=lambda line: None)
 

@@ -11,7 +11,7 @@ import torch
 import squisher
 from experiments import merging
 from experiments.runs import execute
-from tests.experiments.tiny_text import write_model, write_task
+from tests.experiments.tiny_text import write_model, write_questions, write_task
 
 
 def snapshot(seed, step=10, **more):
@@ -69,6 +69,17 @@ def test_tasks_of_the_text_benchmark_are_not_the_encoders_own():
     assert not set(merging.CONFIGS["cpu"]["benchmarks"]["text"]["tasks"]) & {"snli", "mnli", "qqp", "qnli"}
 
 
+def test_the_papers_eight_tasks_have_a_fisher_of_a_thousand_and_the_same_number_of_epochs():
+    for scale in ("eight", "eight-generative"):
+        config = merging.CONFIGS[scale]["benchmarks"]["text"]
+        assert set(config["tasks"]) == set(merging.PAPER) - {"average", "average, best checkpoint"}
+        assert config["fisher_examples"] >= 1000
+        assert config["test"] is None
+        assert merging.CONFIGS[scale]["seeds"] >= 3
+    found = merging.chance({"benchmarks": {"text": config}})
+    assert found["average"] == pytest.approx((25 + 50 + 12.5 + 25 + 50 + 50 + 100 / 3 + 50) / 8)
+
+
 def test_scores_average_tasks_and_normalise_by_each_tasks_own_model():
     result = {"accuracy": {"linear": {"a": 40.0, "b": 45.0}}, "individual": {"a": 80.0, "b": 50.0}}
     results = {
@@ -98,7 +109,7 @@ def test_from_end_to_end(tmp_path, monkeypatch):
     document = json.loads(path.read_text())
     methods = {s["method"] for s in document["scores"] if s["case"] == "average"}
     assert methods == {
-        "linear", "fisher", "fisher (exact)", "fisher (l2)", "fisher (floor 1e-8)", "squisher (floor 1e-8)", "joint", "individual", "squisher",
+        "linear", "fisher", "fisher (exact)", "fisher (l2)", "fisher (trace)", "squisher (trace)", "fisher (floor 1e-8)", "squisher (floor 1e-8)", "joint", "individual", "squisher",
         "squisher (without bias correction)", "squisher (l2)", "squisher (β₂ = 0.95)",
     }  # fmt: skip
     assert {s["case"] for s in document["scores"]} >= {"average", "average, best checkpoint", "average, short training"}
@@ -124,17 +135,18 @@ def test_every_checkpoint_has_its_fishers_and_the_last_one_the_joint_too(tmp_pat
 def test_the_text_benchmark_from_end_to_end_on_a_small_random_bert(tmp_path, monkeypatch):
     write_task(tmp_path / "data" / "text", "single", 1)
     write_task(tmp_path / "data" / "text", "pair", 2, pairs=True, classes=3)
+    write_questions(tmp_path / "data" / "text", "asked")
     whole = merging.CONFIGS["cpu"]["benchmarks"]["text"]
     small = {
-        **whole, "model": write_model(tmp_path / "bert", "bert"), "tasks": {"single": 9, "pair": 6}, "every": 3,
+        **whole, "model": write_model(tmp_path / "bert", "bert"), "tasks": {"single": 9, "pair": 6, "asked": 3}, "every": 3,
         "length": 16, "fisher_examples": 20, "validation": 10, "seeds": 1,
     }  # fmt: skip
     monkeypatch.setitem(merging.CONFIGS, "cpu", {"seeds": 1, "benchmarks": {"text": small}})
     path = execute("merging", "cpu", seeds=None, data=tmp_path / "data", out=tmp_path, jobs=1, say=lambda line: None)
     document = json.loads(path.read_text())
     result = document["units"]["text/1/merged-final"]["result"]
-    assert result["accuracy"]["squisher"].keys() == {"single", "pair"}  # two heads of different sizes
-    assert len(result["accuracy"]) == 11
+    assert result["accuracy"]["squisher"].keys() == {"single", "pair", "asked"}  # heads of different sizes
+    assert len(result["accuracy"]) == 13
     rows = merging.right({"text/1/merged-final": result})["average", "squisher", 1]
     assert [100 * task.count("1") / len(task) for task in rows] == list(result["accuracy"]["squisher"].values())
     assert document["units"]["text/1/pair"]["result"]["steps"]["short"] == 2

