@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from squisher.errors import SquisherError
-from squisher.prune.pattern import fits, keep_pattern, parse_pattern
+from squisher.prune.unstructured import fits, keep_pattern, parse_pattern
 
 
 @pytest.mark.parametrize(("keep", "of"), [(2, 4), (1, 4), (4, 8), (1, 2), (3, 4)])

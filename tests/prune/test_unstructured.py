@@ -72,7 +72,9 @@ def test_a_common_factor_changes_nothing_and_scores_differ():
     first = prune.weights(weights, squisher.Importance(fisher), sparsity=0.5)
     second = prune.weights(weights, squisher.Importance(fisher) * 7.0, sparsity=0.5)
     assert all(torch.equal(first.mask(n), second.mask(n)) for n in fisher)
-    masks = {s: prune.weights(weights, fisher, sparsity=0.5, score=s).mask("a.weight") for s in prune.scoring.SCORES}
+    masks = {
+        s: prune.weights(weights, fisher, sparsity=0.5, score=s).mask("a.weight") for s in prune.unstructured.SCORES
+    }
     assert len({tuple(m.flatten().tolist()) for m in masks.values()}) == 4
 
 
@@ -144,10 +146,17 @@ def test_a_module_is_pruned_in_place_as_torch_does():
     model, fisher = net_and_fisher()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     expected = prune.weights(before, fisher, sparsity=0.5)
-    assert prune.weights(model, fisher, sparsity=0.5) is model
+    pruned = prune.weights(model, fisher, sparsity=0.5)
     assert torch.equal(model.body.weight, expected["body.weight"])
     assert torch.equal(model.body.weight_orig, before["body.weight"])
     assert torch.equal(model.body.weight_mask.bool(), expected.mask("body.weight"))
+    assert pruned.counts() == expected.counts()
+    with torch.no_grad():
+        model.body.weight_orig.copy_(torch.randn(model.body.weight.shape))  # trained on: the same entries are zero
+    assert torch.equal(pruned.mask("body.weight"), expected.mask("body.weight"))
+    assert torch.equal(pruned["body.weight"], model.body.weight_orig * model.body.weight_mask)
+    with torch.no_grad():
+        model.body.weight_orig.copy_(before["body.weight"])
     assert model.head.weight_orig is model.embed.weight_orig  # still tied
     assert torch.equal(model.embed.weight, expected["embed.weight"])
     out = model(torch.arange(4))

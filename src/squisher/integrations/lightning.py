@@ -260,11 +260,10 @@ class EWCCallback(SquisherCallback):
         super().on_before_optimizer_step(trainer, module, optimizer)
         logged = (trainer.global_step + 1) % trainer.log_every_n_steps == 0
         if self.pull is None:
-            penalty = self.ewc.add_gradient_(value=logged)
-        else:
-            penalty = self.ewc.penalty().detach() if logged else None
-        if penalty is not None:
-            module.log("ewc_penalty", penalty, batch_size=1)
+            self.ewc.add_gradient_()
+        if logged:
+            with torch.no_grad():
+                module.log("ewc_penalty", self.ewc.penalty(), batch_size=1)
 
     def _pollution(self) -> list[Pollution]:
         own = [PENALTY] if self.tracker is None and self.pull is None else []

@@ -10,8 +10,7 @@ Zeros alone make a model neither smaller nor faster; removed channels do.
 from __future__ import annotations
 
 from .hugging_face import example_input, heads_of, load, save
-from .scoring import Scores, scores
 from .structured import channels
-from .unstructured import Pruned, weights
+from .unstructured import Pruned, Scores, scores, weights
 
 __all__ = ["Pruned", "Scores", "channels", "example_input", "heads_of", "load", "save", "scores", "weights"]

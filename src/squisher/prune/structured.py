@@ -20,7 +20,7 @@ from ..errors import NamingError, SquisherError
 from ..importance import checked
 from ..names import align, check_known, live_parameters, live_tensors
 from .hugging_face import heads_of
-from .scoring import check_score
+from .unstructured import check_score
 
 __all__ = ["channels"]
 

@@ -1,7 +1,11 @@
-"""Single weights set to zero: on a module in place, or on any mapping, lazily."""
+"""Single weights set to zero by their scores (½θ²F and what it is compared with): on a module in place, or on any mapping, lazily.
+
+N:M patterns keep the best N of every M weights in a row of inputs; some processors multiply 2:4 faster.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -13,14 +17,12 @@ import torch.nn.utils.prune as torch_prune
 from torch import Tensor, nn
 
 from ..errors import SquisherError, near
-from ..importance import Importance
+from ..importance import Importance, checked
 from ..names import align, live_parameters
 from ..order import Source, choose, per_source
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, numel_of, shape_of, tied_names
-from .pattern import fits, keep_pattern, parse_pattern
-from .scoring import Scores, check_score, scores
 
-__all__ = ["Pruned", "weights"]
+__all__ = ["Pruned", "Scores", "check_score", "fits", "keep_pattern", "parse_pattern", "scores", "weights"]
 
 SCOPES = ("global", "tensor")
 Progress = Callable[[int, int], None]
@@ -39,16 +41,16 @@ def weights(
     minimum: float = 0.0,
     seed: int = 0,
     progress: Progress | None = None,
-) -> Any:
+) -> Pruned:
     """Set the least important weights to zero: exactly ⌊sparsity · total⌋ of them.
 
     Candidates are the entries of every tensor that has an importance; without one (magnitude, random), of every
     floating-point tensor with two or more dimensions.
 
     Args:
-        model_or_weights: A module, which is pruned in place with `torch.nn.utils.prune` (`weight_orig`, `weight_mask`; its
-            `prune.remove` makes the zeros permanent), or any mapping of weights, which gives a lazy mapping.
-        importance: Of the same names and shapes; read in pieces.
+        model_or_weights: A module, pruned in place with `torch.nn.utils.prune` (`weight_orig`, `weight_mask`; its
+            `prune.remove` makes the zeros permanent), or any mapping of weights, which is not changed.
+        importance: Of the same names and shapes; read in chunks.
         sparsity: The fraction of candidates to set to zero, from 0 to 1.
         scope: `"global"` ranks all candidates together, `"tensor"` each tensor by itself.
         score: `"fisher"` (½θ²F), `"magnitude"` (|θ|), `"importance"` (F) or `"random"`.
@@ -59,7 +61,8 @@ def weights(
         progress: Called with the entries read so far and those that will probably be read in all.
 
     Returns:
-        The module itself, or the pruned weights as a lazy mapping.
+        The pruned weights as a lazy mapping, with the mask of each tensor and how much of it stays; of a module those under the
+        names of its weight file.
 
     Raises:
         NamingError: Names or shapes of importance and weights do not fit.
@@ -92,12 +95,13 @@ def weights(
     pruned = Pruned(stored, marks, aliases)
     if not isinstance(model_or_weights, nn.Module):
         return pruned
-    for name in marks:
-        mask = pruned.mask(name)
+    masks = {name: pruned.mask(name) for name in marks}
+    for name, mask in masks.items():
         for module, attribute in owners[name]:
             tensor = getattr(module, attribute)
             torch_prune.custom_from_mask(module, attribute, mask.to(tensor.device))
-    return model_or_weights
+    # The module's weights may move from now on, and their scores with them; which ones are zero does not.
+    return Pruned(stored, {name: _marks_of(lambda n: iter([masks[n].flatten()]), name) for name in masks}, aliases)
 
 
 class Pruned(Computed):
@@ -118,14 +122,14 @@ class Pruned(Computed):
         return torch.where(self.mask(name).to(weight.device), weight, torch.zeros((), dtype=weight.dtype))
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat pieces, in order."""
+        """One tensor in flat chunks, in order."""
         target = self._target(name)
         if target not in self._marks:
             yield from chunks_of(self._stored, name, size)
             return
         kept = _recut(self._marks[target](), size)
-        for piece, mark in zip(chunks_of(self._stored, name, size), kept, strict=True):
-            yield torch.where(mark, piece, torch.zeros((), dtype=piece.dtype))
+        for chunk, mark in zip(chunks_of(self._stored, name, size), kept, strict=True):
+            yield torch.where(mark, chunk, torch.zeros((), dtype=chunk.dtype))
 
     def mask(self, name: str) -> Tensor:
         """Return True where a weight of one tensor stays."""
@@ -176,15 +180,15 @@ def _source(scored: Scores, name: str) -> Source:
     return lambda: scored.chunks(name)
 
 
-def _marks_of(pieces: Callable[[str], Iterator[Tensor]], name: str) -> Source:
-    return lambda: pieces(name)
+def _marks_of(chunks: Callable[[str], Iterator[Tensor]], name: str) -> Source:
+    return lambda: chunks(name)
 
 
-def _recut(pieces: Any, size: int) -> Iterator[Tensor]:
-    """Return the same entries in pieces of another size."""
+def _recut(chunks: Any, size: int) -> Iterator[Tensor]:
+    """Return the same entries in chunks of another size."""
     held = torch.zeros(0, dtype=torch.bool)
-    for piece in pieces:
-        held = torch.cat([held, piece]) if held.numel() else piece
+    for chunk in chunks:
+        held = torch.cat([held, chunk]) if held.numel() else chunk
         while held.numel() >= size:
             yield held[:size]
             held = held[size:]
@@ -253,3 +257,151 @@ def _of_module(
                 aliases[other] = name
     stored |= {alias: stored[name] for alias, name in aliases.items()}
     return stored, owners, aliases
+
+
+SCORES = ("fisher", "magnitude", "importance", "random")
+
+
+def scores(
+    weights: Mapping[str, Tensor],
+    importance: Mapping[str, Tensor] | None = None,
+    score: str = "fisher",
+    *,
+    seed: int = 0,
+) -> Scores:
+    """Return what is lost by setting each weight to zero, to second order: ½θ²F; a lazy mapping.
+
+    Args:
+        weights: Any mapping, in memory or in files; read in chunks.
+        importance: Of the same names and shapes, for the scores fisher and importance.
+        score: `"fisher"` is ½θ²F, `"magnitude"` |θ|, `"importance"` F alone, `"random"` uniform noise.
+        seed: Of random scores, which depend on it and on the parameter's name alone.
+
+    Returns:
+        A score for each entry of each tensor that has an importance (of each tensor, without one).
+
+    Raises:
+        NamingError: The importance has a name or a shape that the weights have not.
+        SquisherError: The score does not exist or needs an importance.
+    """
+    check_score(score, importance)
+    if importance is None:
+        return Scores(weights, None, score, seed, list(weights))
+    align(importance, weights, ("the importance", "the model"))
+    return Scores(weights, checked(importance), score, seed, list(importance))
+
+
+def check_score(score: str, importance: object, more: tuple[str, ...] = ()) -> None:
+    """Refuses a score that does not exist, or one that needs an importance where there is none."""
+    known = (*SCORES, *more)
+    if score not in known:
+        raise SquisherError(f"score is {', '.join(known[:-1])} or {known[-1]}, not {score!r}.{near(str(score), known)}")
+    if importance is None and score not in ("magnitude", "random", "orthoreg"):
+        raise SquisherError(f"The score {score} needs an importance; only magnitude and random do without one.")
+
+
+class Scores(Computed):
+    """Scores by name, computed when asked for: one chunk of weights and importance in memory at a time."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        importance: Mapping[str, Tensor] | None,
+        score: str,
+        seed: int,
+        names: list[str],
+    ) -> None:
+        super().__init__(weights, {name: name for name in names})
+        self._weights = weights
+        self._importance = importance
+        self._score = score
+        self._seed = seed
+
+    def dtype(self, name: str) -> torch.dtype:
+        """float32, or float64 where weights or importance are."""
+        read = [self._weights] if self._importance is None else [self._weights, self._importance]
+        wide = self._score != "random" and any(dtype_of(r, self._name_there(name)) == torch.float64 for r in read)
+        return torch.float64 if wide else torch.float32
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor's scores in flat chunks, in order."""
+        if self._score == "random":
+            yield from self._noise(name, size)
+            return
+        kind = self.dtype(name)
+        if self._score == "magnitude":
+            for chunk in chunks_of(self._weights, self._name_there(name), size):
+                yield torch.from_numpy(np.abs(_array(chunk, kind)))
+            return
+        importance = self._importance
+        if importance is None:
+            raise SquisherError(f"The score {self._score} needs an importance.")
+        if self._score == "importance":
+            for chunk in chunks_of(importance, self._name_there(name), size):
+                yield torch.from_numpy(_array(chunk, kind))
+            return
+        pairs = zip(
+            chunks_of(self._weights, self._name_there(name), size), chunks_of(importance, name, size), strict=True
+        )
+        for weight, fisher in pairs:
+            theta = _array(weight, kind)
+            loss = theta * theta
+            loss *= _array(fisher, kind)
+            loss *= 0.5
+            yield torch.from_numpy(loss)
+
+    def _noise(self, name: str, size: int) -> Iterator[Tensor]:
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        random = np.random.default_rng(int.from_bytes(digest[:16], "big"))
+        numel = numel_of(self._weights, self._name_there(name))
+        for start in range(0, numel, size):
+            yield torch.from_numpy(random.random(min(size, numel - start), dtype=np.float32))
+
+
+def _array(chunk: Tensor, kind: torch.dtype) -> np.ndarray[Any, np.dtype[Any]]:
+    return chunk.detach().to(kind).numpy()
+
+
+def parse_pattern(pattern: str) -> tuple[int, int]:
+    """`"2:4"` as (2, 4).
+
+    Raises:
+        SquisherError: It is not of that form.
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", pattern.strip())
+    if found is None or not 0 < int(found[1]) < int(found[2]) <= 64:
+        raise SquisherError(f"A pattern is written N:M with 0 < N < M ≤ 64, such as 2:4, not {pattern!r}.")
+    return int(found[1]), int(found[2])
+
+
+def fits(name: str, shape: torch.Size, of: int) -> bool:
+    """Whether a tensor takes part: vectors do not.
+
+    Raises:
+        SquisherError: Its inputs cannot be divided into groups.
+    """
+    if len(shape) < 2 or not shape.numel():
+        return False
+    if shape[1] % of:
+        raise SquisherError(
+            f"{name!r} of the shape {tuple(shape)} has {shape[1]} inputs, which groups of {of} do not divide. "
+            "Leave it out with exclude."
+        )
+    return True
+
+
+def keep_pattern(scores: Tensor, keep: int, of: int) -> Tensor:
+    """Return True for the `keep` best of every `of` neighbours along the inputs (dimension 1); the first of equal ones stay."""
+    grouped = scores.movedim(1, -1).reshape(-1, of)
+    columns: list[Any] = [np.ascontiguousarray(grouped[:, k].numpy()) for k in range(of)]
+    if any(bool(np.isnan(column).any()) for column in columns):
+        raise SquisherError("The scores hold NaN, which has no rank. Remove it where the scores are made.")
+    kept = np.empty(grouped.shape, dtype=bool)
+    for k, column in enumerate(columns):
+        better = np.zeros(column.shape, dtype=np.uint8)
+        for other, rival in enumerate(columns):
+            if other != k:
+                better += rival >= column if other < k else rival > column
+        kept[:, k] = better < keep
+    moved = scores.movedim(1, -1)
+    return torch.from_numpy(kept).view(moved.shape).movedim(-1, 1).contiguous()
