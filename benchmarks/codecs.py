@@ -1,12 +1,13 @@
 """What a codec costs: how far decoded values are from the exact ones, what applications lose, sizes and times.
 
 python -m benchmarks.codecs fidelity [--data DIR]     three fine-tunes, three points of each; needs transformers for two of them
-python -m benchmarks.codecs applications [--seeds 5]  merge, gradient matching, prune, mask, embed and EWC with each codec
+python -m benchmarks.codecs digits [--seeds 5]        what applications lose, on a perceptron (`codec_uses`)
+python -m benchmarks.codecs sentences [--data DIR]    what applications lose, on an encoder; needs transformers
 python -m benchmarks.codecs speed [--size 3e8]        write, read and merge an importance of this many entries
 
 Each writes its own part of results/codecs.json. The fine-tunes are small: an encoder (MiniLM, 22.7M parameters) on film reviews, a
 GPT of 1.8M parameters that goes on with another part of Shakespeare, a convolutional network that learns five other classes of
-CIFAR-10. The applications are on handwritten digits, turned by an angle per task.
+CIFAR-10.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from torch import Tensor, nn
 
 import squisher
 from benchmarks import harness
+from benchmarks.codec_uses import applications
 
 CODECS = ("exact", "log8", "rank1")
 OVERLAPS = (0.005, 0.1, 0.5)
@@ -157,141 +159,6 @@ def minilm(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.
 FINE_TUNES = {"CNN": ((16, 64, 192), cnn), "language model": ((16, 64, 192), gpt), "MiniLM": ((8, 24, 64), minilm)}
 
 
-# -- applications ------------------------------------------------------------------------------------------------------
-
-
-def applications(seeds: int) -> list[dict[str, Any]]:
-    """One row a seed, application and codec: accuracies in percent; for embeddings, how far distances move."""
-    rows = []
-    for seed in range(seeds):
-        for application, values in on_digits(seed).items():
-            rows += [
-                {"seed": seed, "application": application, "codec": name, "value": round(v, 4)}
-                for name, v in values.items()
-            ]
-        print("seed", seed, flush=True)
-    return rows
-
-
-def on_digits(seed: int) -> dict[str, dict[str, float]]:
-    """Every application with every codec, on the same models."""
-    from experiments.data import digits
-
-    train, test = digits()
-    torch.manual_seed(seed)
-    tasks = {angle: (_turned(train.inputs, angle), _turned(test.inputs, angle)) for angle in (0, 90, 180, 270)}
-    start = network()
-    fit(start, tasks[0][0], train.labels, seed)
-    tuned, exact = {}, {}
-    for angle in tasks:
-        model = network(start)
-        exact[angle] = fit(model, tasks[angle][0], train.labels, seed + 1, start=start)
-        tuned[angle] = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
-
-    def accuracy(weights: Mapping[str, Tensor], *angles: int) -> float:
-        model = network()
-        model.load_state_dict({name: weights[name] for name in model.state_dict()})
-        with torch.no_grad():
-            right = [(model(tasks[angle][1]).argmax(1) == test.labels).float().mean() for angle in angles]
-        return 100 * float(sum(right)) / len(right)
-
-    found: dict[str, dict[str, float]] = {}
-    two = [tuned[90], tuned[180]]
-    base = start.state_dict()
-    for codec in CODECS:
-        imp = {angle: coded(importance, codec) for angle, importance in exact.items()}
-        pair = [imp[90], imp[180]]
-        mask = squisher.mask.top_k(imp[0], keep=0.02)
-        values = {
-            "merge fisher": accuracy(squisher.merge.fisher(two, pair), 90, 180),
-            "merge ubgm": accuracy(squisher.merge.ubgm(base, two, imp[0], pair), 90, 180),
-            "prune 60%": accuracy(squisher.prune.weights(tuned[90], imp[90], sparsity=0.6), 90),
-            "mask 2%": accuracy(masked(start, mask, tasks[90][0], train.labels, seed), 90),
-            "EWC": accuracy(consolidated(tuned[0], imp[0], tasks[90][0], train.labels, seed), 0, 90),
-            "embed: largest change of a distance": moved(exact, imp),
-        }
-        for application, value in values.items():
-            found.setdefault(application, {})[codec] = value
-    found["merge fisher"]["without importance"] = accuracy(squisher.merge.average(two), 90, 180)
-    found["merge ubgm"]["without importance"] = accuracy(squisher.merge.task_arithmetic(base, two), 90, 180)
-    found["prune 60%"]["without importance"] = accuracy(
-        squisher.prune.weights(tuned[90], None, sparsity=0.6, score="magnitude"), 90
-    )
-    found["EWC"]["without importance"] = accuracy(consolidated(tuned[0], None, tasks[90][0], train.labels, seed), 0, 90)
-    return found
-
-
-def network(like: nn.Module | None = None) -> nn.Module:
-    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
-    if like is not None:
-        model.load_state_dict(like.state_dict())
-    return model
-
-
-def fit(
-    model: nn.Module,
-    inputs: Tensor,
-    labels: Tensor,
-    seed: int,
-    start: nn.Module | None = None,
-    before: Callable[[], None] | None = None,
-    steps: int = 200,
-    optimizer: torch.optim.Optimizer | None = None,
-) -> squisher.Importance:
-    """Train, and return what the optimizer holds."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-3 if start is None else 3e-4)
-    generator = torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        rows = torch.randint(len(labels), (32,), generator=generator)
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs[rows]), labels[rows]).backward()
-        if before is not None:
-            before()
-        optimizer.step()
-    return squisher.extract(optimizer, model, batch_size=32)
-
-
-def coded(importance: squisher.Importance, codec: str) -> squisher.Importance:
-    with tempfile.TemporaryDirectory() as folder:
-        importance.save(Path(folder) / "a.safetensors", codec=codec)
-        loaded = squisher.load(Path(folder) / "a.safetensors")
-        return squisher.Importance(dict(loaded.items()), **loaded.provenance.to_dict())
-
-
-def masked(start: nn.Module, mask: Any, inputs: Tensor, labels: Tensor, seed: int) -> Mapping[str, Tensor]:
-    model = network(start)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    squisher.mask.train_only(model, optimizer, mask)
-    fit(model, inputs, labels, seed, optimizer=optimizer)
-    return model.state_dict()
-
-
-def consolidated(
-    weights: Mapping[str, Tensor], importance: squisher.Importance | None, inputs: Tensor, labels: Tensor, seed: int
-) -> Mapping[str, Tensor]:
-    model = network()
-    model.load_state_dict(dict(weights))
-    ewc = squisher.EWC(model, strength=1000.0)
-    if importance is not None:
-        ewc.consolidate(importance)
-    fit(model, inputs, labels, seed, start=model, before=ewc.add_gradient_)
-    return model.state_dict()
-
-
-def moved(exact: Mapping[int, squisher.Importance], coded: Mapping[int, squisher.Importance]) -> float:
-    """The largest change of a distance between two tasks, relative to the exact one."""
-    pairs = [(a, b) for a in exact for b in exact if a < b]
-    before, after = (
-        [squisher.embed.distance(*(squisher.embed.embedding(one[k]) for k in pair)) for pair in pairs]
-        for one in (exact, coded)
-    )
-    return max(abs(x - y) / x for x, y in zip(before, after, strict=True))
-
-
-def _turned(inputs: Tensor, angle: int) -> Tensor:
-    return torch.rot90(inputs.view(-1, 8, 8), angle // 90, (1, 2)).reshape(-1, 64)
-
-
 # -- speed -------------------------------------------------------------------------------------------------------------
 
 
@@ -373,7 +240,7 @@ def _pack(packer: Any, source: Path, target: Path) -> None:
 def main() -> None:
     """Run one part, and put it into the document."""
     parser = argparse.ArgumentParser(description="What a codec costs.")
-    parser.add_argument("part", choices=["fidelity", "applications", "speed"])
+    parser.add_argument("part", choices=["fidelity", "digits", "sentences", "speed"])
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("SQUISHER_DATA", "data")))
     parser.add_argument(
         "--only", choices=[*FINE_TUNES], help="of the fine-tunes, this one; the others stay as they are"
@@ -385,8 +252,8 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.part == "fidelity":
         rows = fidelity(options.data, options.only)
-    elif options.part == "applications":
-        rows = applications(options.seeds)
+    elif options.part in ("digits", "sentences"):
+        rows = list(applications(options.part, options.data, options.seeds))
     else:
         rows = speed(int(options.size), options.rounds)
     document = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}

@@ -179,22 +179,72 @@ def codec_fidelity() -> str:
     return _table(head, rows)
 
 
-def codec_applications() -> str:
+CODECS = ("bfloat16", "log8", "rank1", "without importance")
+
+
+def lost(part: str) -> dict[str, dict[str, list[float]]]:
+    """By application and codec, the difference to the exact file, seed by seed; and the values with the exact file itself."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for r in read("codecs")[part]["rows"]:
+        found.setdefault(r["application"], {}).setdefault(r["codec"], {})[r["seed"]] = r["value"]
+    return {
+        application: {"exact": list(of["exact"].values())}
+        | {codec: [of[codec][k] - of["exact"][k] for k in of["exact"]] for codec in CODECS if codec in of}
+        for application, of in found.items()
+    }
+
+
+def codec_applications(part: str) -> str:
     """What applications lose: paired with the exact file, means over seeds."""
-    found = read("codecs")["applications"]["rows"]
     rows = []
-    for application in dict.fromkeys(r["application"] for r in found):
-        of = {
-            codec: [r["value"] for r in found if (r["application"], r["codec"]) == (application, codec)]
-            for codec in ("exact", "log8", "rank1", "without importance")
-        }
-        lost = []
-        for codec in ("log8", "rank1", "without importance"):
-            gaps = [x - y for x, y in zip(of[codec], of["exact"], strict=False)]
-            spread = f" ± {statistics.stdev(gaps):.1f}" if len(gaps) > 1 and any(gaps) else ""
-            lost.append(f"{statistics.fmean(gaps):+.1f}{spread}" if gaps else "")
-        rows.append([application, f"{statistics.fmean(of['exact']):.1f}", *lost])
-    return _table(["", "exact", "log8 − exact", "rank1 − exact", "without importance − exact"], rows)
+    for application, of in lost(part).items():
+        cells = [f"{statistics.fmean(of['exact']):.1f}"]
+        for codec in CODECS:
+            gaps = of.get(codec)
+            spread = f" ± {statistics.stdev(gaps):.1f}" if gaps and len(gaps) > 1 and any(gaps) else ""
+            cells.append(f"{statistics.fmean(gaps):+.1f}{spread}" if gaps else "")
+        rows.append([application, *cells])
+    return _table(["", "exact", *(f"{codec} − exact" for codec in CODECS)], rows)
+
+
+def codec_figure() -> str:
+    """What every application loses with every codec, as an SVG: a dot a seed, a bar for the mean."""
+    colours = dict(zip(CODECS, ("#888888", "#1f5f8b", "#d9822b", "#b8b8b8"), strict=True))
+    width, left, row, gap = 760, 150, 44, 26
+    parts = {part: lost(part) for part in ("digits", "sentences") if part in read("codecs")}
+    rows = [(part, name, of) for part, found in parts.items() for name, of in found.items() if "embed" not in name]
+    height = row * len(rows) + gap + 44
+    edge = max(abs(x) for _, _, of in rows for codec in CODECS for x in of.get(codec, [0.0]))
+    at = lambda x: left + (x + edge) / (2 * edge) * (width - left - 20)  # noqa: E731
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="11">',
+        f'<rect width="{width}" height="{height}" fill="white"/>',
+    ]
+    for k, codec in enumerate(CODECS):
+        x = left + 130 * k
+        lines.append(f'<circle cx="{x}" cy="14" r="4" fill="{colours[codec]}"/><text x="{x + 9}" y="18">{codec}</text>')
+    step = next(n for n in (1, 2, 5, 10, 20, 50) if edge / n <= 6)
+    for tick in range(-int(edge // step) * step, int(edge) + 1, step):
+        shade = "#555" if tick == 0 else "#e2e2e2"
+        lines.append(f'<path d="M{at(tick):.1f} {gap}V{height - 34}" stroke="{shade}"/>')
+        lines.append(f'<text x="{at(tick):.1f}" y="{height - 21}" text-anchor="middle">{tick:+d}</text>')
+    for k, (part, name, of) in enumerate(rows):
+        top = gap + k * row
+        lines.append(f'<text x="{left - 10}" y="{top + 20}" text-anchor="end">{name}</text>')
+        lines.append(f'<text x="{left - 10}" y="{top + 33}" text-anchor="end" fill="#777">{part}</text>')
+        for n, codec in enumerate(CODECS):
+            y = top + 10 + 8 * n
+            gaps = of.get(codec, [])
+            lines += [
+                f'<circle cx="{at(x):.1f}" cy="{y}" r="2.5" fill="{colours[codec]}" fill-opacity=".6"/>' for x in gaps
+            ]
+            if gaps:
+                mean = at(statistics.fmean(gaps))
+                lines.append(f'<path d="M{mean:.1f} {y - 4}v8" stroke="{colours[codec]}" stroke-width="2.5"/>')
+    lines.append(
+        f'<text x="{left}" y="{height - 6}">accuracy with the codec − with the exact file, points; a dot a seed</text>'
+    )
+    return "\n".join([*lines, "</svg>", ""])
 
 
 def codec_speed() -> str:
@@ -232,7 +282,7 @@ PARTS = {
     "docs/formats.md": {"naming": naming},
     "docs/file-format.md": {
         "codec fidelity": codec_fidelity,
-        "codec applications": codec_applications,
+        "codec applications": lambda: codec_applications("digits"),
         "codec speed": codec_speed,
     },
     "docs/how-it-is-fast.md": {
@@ -282,6 +332,7 @@ def main() -> None:
             text = fill(text, name, make())
         (ROOT / page).write_text(text)
     (ROOT / "docs" / "images" / "naming.svg").write_text(naming_figure())
+    (ROOT / "docs" / "images" / "codecs.svg").write_text(codec_figure())
     shutil.copyfile(RESULTS / "fisher.png", ROOT / "docs" / "images" / "fisher.png")
 
 

@@ -33,6 +33,7 @@ def test_wrong_and_failing_peers_are_told_apart():
     assert page._fisher_cell(None) == ""
 
 
-def test_the_figure_of_margins_is_that_of_the_results():
-    figure = (page.ROOT / "docs" / "images" / "naming.svg").read_text()
-    assert figure == page.naming_figure(), "run `python -m benchmarks.page`"
+@pytest.mark.parametrize(("name", "make"), [("naming", page.naming_figure), ("codecs", page.codec_figure)])
+def test_figures_are_those_of_the_results(name, make):
+    figure = (page.ROOT / "docs" / "images" / f"{name}.svg").read_text()
+    assert figure == make(), "run `python -m benchmarks.page`"

@@ -143,10 +143,12 @@ def test_the_error_is_recorded(saved, codec):
 def test_a_sample_of_many_is_spread_over_all(tmp_path, monkeypatch):
     monkeypatch.setattr(codecs, "_SAMPLE", 1000)
     tensors = {"a": values(64, 64), "b": values(5000, seed=1)}
-    squisher.Importance(tensors).save(tmp_path / "a.safetensors", codec="log8")
-    record = squisher.load(tmp_path / "a.safetensors").provenance.codec
-    assert record.entries == math.ceil((4096 + 5000) / 11)  # the least prime above 9.1
-    assert record.spearman > 0.9999
+    for codec, least in (("log8", 0.9999), ("rank1", 0.5)):
+        squisher.Importance(tensors).save(tmp_path / "a.safetensors", codec=codec)
+        record = squisher.load(tmp_path / "a.safetensors").provenance.codec
+        assert record.entries == math.ceil((4096 + 5000) / 11)  # the least prime above 9.1
+        assert record.spearman > least
+        assert record.scale == pytest.approx(1, rel=1e-5)  # of all, not of the sample
 
 
 @pytest.mark.parametrize("size", [1, 7, 5000, None])

@@ -28,8 +28,8 @@ class Codec:
         name: `exact`, `log8` or `rank1`.
         spearman: Rank correlation of decoded values with those before.
         overlap: What the largest 0.5%, 10% and 50% of both have in common; a fraction of them.
-        scale: The total of the decoded values, as a fraction of the total before.
-        entries: How many entries this was measured on, spread evenly over all.
+        scale: The total of all decoded values, as a fraction of the total before.
+        entries: How many entries the others were measured on, spread evenly over all.
         before: Codecs that the values went through before this one.
     """
 
@@ -81,11 +81,11 @@ class Codec:
     def measured(self, encoded: Encoded) -> dict[str, Any]:
         """Return the error and the sums of what has been encoded and written, as metadata."""
         before, after = encoded.sample()
-        totals = [float(one.double().sum()) for one in (before, after)]
+        total = math.fsum(encoded.totals.values())
         error = {
             "spearman": _known(spearman(before, after)),
             "overlap": {str(size): _known(_overlap(before, after, size)) for size in _OVERLAPS},
-            "scale": _known(totals[1] / totals[0]) if totals[0] else None,
+            "scale": _known(math.fsum(both[0] for both in encoded.sums.values()) / total) if total else None,
             "entries": before.numel(),
         }
         found = {key: one for key, one in error.items() if one is not None}

@@ -65,6 +65,7 @@ class Encoded(Computed):
     Attributes:
         sources: The names of the tensors before.
         sums: The sum, and the sum of squares, of each tensor's decoded values; complete when everything has been written.
+        totals: The sum of each tensor's values before.
 
     Raises:
         NamingError: A name is one that the codec uses.
@@ -85,6 +86,7 @@ class Encoded(Computed):
         super().__init__(tensors, {stored: of[0] for stored, of in self._layout.items()})
         self._ready: dict[str, Tensor] = {}
         self.sums: dict[str, tuple[float, float]] = {}
+        self.totals: dict[str, float] = {}
         self._sample = _Sample(tensors)
 
     def shape(self, name: str) -> torch.Size:
@@ -120,13 +122,15 @@ class Encoded(Computed):
             self._sample.add(kept, kept)
             yield chunk
         self.sums[name] = math.fsum(total), math.fsum(squares)
+        self.totals[name] = math.fsum(total)
 
     def _log8(self, name: str) -> Iterator[Tensor]:
-        total, squares = [0.0], [0.0]
+        before, total, squares = [0.0], [0.0], [0.0]
         blocks: list[list[Array]] = [[np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.float32)]]
         for start, chunk in _placed(_in_blocks(chunks_of(self._tensors, name))):
             values = _float32(chunk, name)
             code, base, step, scale = _log8_codes(values.numpy())
+            before.append(float(values.numpy().sum(dtype=np.float64)))
             back = torch.from_numpy(_log8_values(code, base, step, scale, 0, np.empty(code.size, np.float32)))
             for into, one in zip((total, squares), sums_of(back), strict=True):
                 into.append(one)
@@ -137,6 +141,7 @@ class Encoded(Computed):
         for part, arrays in zip(("base", "step", "scale"), blocks, strict=True):
             self._ready[f"{name}.log8.{part}"] = torch.from_numpy(np.concatenate(arrays))
         self.sums[name] = math.fsum(total), math.fsum(squares)
+        self.totals[name] = math.fsum(before)
 
     def _rank1(self, name: str) -> Iterator[Tensor]:
         shape = tuple(shape_of(self._tensors, name))
@@ -158,6 +163,7 @@ class Encoded(Computed):
             float(long_row.sum() * long_column.sum()),
             float(np.square(long_row).sum() * np.square(long_column).sum()),
         )
+        self.totals[name] = float(rows.sum())
         yield torch.from_numpy(row)
 
 
