@@ -164,7 +164,17 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "beyond": {"squisher": [8, 10, 12], "squisher (tracked)": [8, 10, 12], "identity": [-6, -5]},
     },
     "split-domain": _SPLIT | {"scenario": "domain", "widths": [784, 400, 400, 2]},
-    "split-class": _SPLIT | {"scenario": "class"},
+    "split-class": _SPLIT
+    | {
+        "scenario": "class",
+        "exponents": {
+            "fisher": [0, 4, 8, 12],
+            "squisher": [-2, 2, 6, 10],
+            "identity": [-4, -2, 0, 2],
+            "squisher (tracked)": [-2, 2, 6, 10],
+            "squisher (decoupled)": [0, 4, 8, 12],
+        },
+    },
     "permuted-task": _PERMUTED
     | {
         "ablations": _ABLATIONS,
