@@ -19,18 +19,20 @@ COLOURS = (
 )  # told apart by colour-blind people too
 
 
-def subplots(count: int, size: tuple[float, float]) -> tuple[Any, list[Any]]:
-    """A figure with so many panels in a row."""
+def subplots(count: int, size: tuple[float, float], rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with so many panels, in one row or in several."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, count, figsize=size, squeeze=False)
-    for axis in axes[0]:
+    figure, axes = pyplot.subplots(rows, -(-count // rows), figsize=size, squeeze=False)
+    for axis in axes.flat:
         for side in ("top", "right"):
             axis.spines[side].set_visible(False)
-    return figure, list(axes[0])
+    for axis in axes.flat[count:]:
+        axis.set_visible(False)
+    return figure, list(axes.flat[:count])
 
 
 def save(figure: Any, path: Path) -> None:

@@ -92,7 +92,8 @@ def overview(found: Sequence[Comparison]) -> str:
 def draw(found: Sequence[Comparison], path: Path) -> None:
     """One panel a setting: Fisher, Squisher and baseline, with the standard deviation over seeds."""
     shown = [c for c in found if all(c.main(m) for m in ("fisher", "squisher", c.baseline))]
-    figure, axes = subplots(len(shown), (1.9 * len(shown) + 0.6, 3.2))
+    rows = 1 + (len(shown) > 6)
+    figure, axes = subplots(len(shown), (2.1 * -(-len(shown) // rows) + 0.6, 3.2 * rows), rows)
     for axis, c in zip(axes, shown, strict=True):
         methods = {"Fisher": "fisher", "Squisher": "squisher", c.baseline: c.baseline}
         for place, method in enumerate(methods.values()):
@@ -106,7 +107,7 @@ def draw(found: Sequence[Comparison], path: Path) -> None:
         axis.set_xlim(-0.5, 2.8)
         axis.margins(y=0.2)
         axis.tick_params(axis="y", labelsize=8)
-        axis.set_title(c.title.replace(", ", "\n", 1), fontsize=8)
+        axis.set_title("\n".join(c.title.split(", ", 2)), fontsize=8)
         axis.set_ylabel(c.metric + ("" if c.higher_is_better else " (lower is better)"), fontsize=8)
     save(figure, path)
 
