@@ -122,7 +122,7 @@ def with_mergekit(python: str, folder: Path, dtype: str, out: Path) -> None:
 
 
 def with_squisher(case: str, folder: Path, dtype: str, out: Path) -> None:
-    from squisher.integrations.merging import merge_folders  # the import is not what is measured
+    from squisher.integrations.model_folders import merge_folders  # the import is not what is measured
 
     part = "shallow" if case == SHALLOW else "full"
     models = [folder / f"{part}-{dtype}-{model}" for model in "ab"] * (2 if case == FOUR else 1)

@@ -238,7 +238,7 @@ def test_a_full_disk_is_refused_before_anything_is_written(models, tmp_path, mon
     import shutil
 
     from squisher.errors import FileError
-    from squisher.integrations.merging import merge_folders
+    from squisher.integrations.model_folders import merge_folders
 
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=100))
@@ -281,7 +281,7 @@ def test_tied_weights_are_written_once(tmp_path):
 
 
 def test_large_outputs_are_sharded_with_an_index(models, tmp_path):
-    from squisher.integrations.merging import merge_folders
+    from squisher.integrations.model_folders import merge_folders
 
     merge_folders("average", [models / "a", models / "b"], tmp_path / "out", shard_bytes=300)
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -3,13 +3,7 @@
 import pytest
 import torch
 
-from squisher.integrations.batch_counts import (
-    BatchCounts,
-    examples_in,
-    loss_factor,
-    over_processes,
-    tokens_in,
-)
+from squisher.integrations.recording import BatchCounts, examples_in, loss_factor, over_processes, tokens_in
 
 
 def test_means_over_steps_and_short_ones():

@@ -9,7 +9,7 @@ import torch
 
 import squisher
 from squisher.errors import NamingError, SquisherError
-from squisher.integrations.merging import merge_folders
+from squisher.integrations.model_folders import merge_folders
 from squisher.integrations.peft import Folded, open_adapter
 from squisher.storage.folders import open_model
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from squisher.errors import NamingError, SquisherError
-from squisher.integrations.peft_shira import shira_mask_fn
+from squisher.integrations.peft import shira_mask_fn
 
 
 class Net(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from squisher.errors import SquisherError
-from squisher.integrations.trainer_facts import batch_size, loss_of, pollution, precision, refuse_sharding
 from squisher.integrations.trainer_watch import TrainerWatch
+from squisher.integrations.transformers import batch_size, loss_of, pollution, precision, refuse_sharding
 
 
 class Accelerator:

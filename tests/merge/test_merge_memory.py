@@ -18,7 +18,7 @@ import json, sys
 from pathlib import Path
 sys.path.insert(0, {root!r})
 from benchmarks.harness import PeakMemory
-from squisher.integrations.merging import merge_folders
+from squisher.integrations.model_folders import merge_folders
 folder = Path({folder!r})
 merge_folders("fisher", [folder / "warm"] * 2, folder / "warmed-{which}-{count}")
 with PeakMemory() as memory:

@@ -14,7 +14,7 @@ import squisher
 from squisher import patch
 from squisher.errors import FileError, NamingError, SquisherError
 from squisher.integrations import mergekit
-from squisher.integrations.merging import merge_folders
+from squisher.integrations.model_folders import merge_folders
 from squisher.storage import hdf5_probe, json_files, safetensors
 from squisher.storage.byte_range import ByteRange
 from squisher.storage.folders import open_model, open_weights, write_model

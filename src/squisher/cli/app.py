@@ -135,7 +135,7 @@ Plot = Annotated[
 
 def open_importance(path: Path) -> Importance:
     """Return an importance file as it is; anything else is extracted on the fly."""
-    from ..integrations.merging import open_importance as opened
+    from ..integrations.model_folders import open_importance as opened
 
     return opened(path)
 
@@ -161,7 +161,7 @@ def distinct_names(files: list[Path]) -> list[str]:
     Raises:
         SquisherError: A path was given twice.
     """
-    from ..integrations.cards import short_paths
+    from ..integrations.publishing import short_paths
 
     names = short_paths(files)
     if len(set(names)) < len(names):

@@ -55,7 +55,7 @@ def merge(
 
     Without --importance, squisher.safetensors beside each model is used, then its optimizer state.
     """
-    from ..integrations.merging import merge_folders
+    from ..integrations.model_folders import merge_folders
 
     check_target(out, overwrite, *models, *(importance or []), base, base_importance, suffix=None)
     with progress_bar("merging") as progress, notes():

@@ -97,8 +97,8 @@ class _Squares(Computed):
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
         if name in self._importance:
-            for piece in chunks_of(self._importance, name, size):
-                yield piece.to(torch.float32)
+            for chunk in chunks_of(self._importance, name, size):
+                yield chunk.to(torch.float32)
             return
         numel = numel_of(self, name)
         for start in range(0, numel, size):

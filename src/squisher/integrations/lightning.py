@@ -19,8 +19,7 @@ from torch import Tensor
 from ..consolidate import EWC
 from ..errors import SquisherError
 from ..importance import Pollution, RunFacts
-from .batch_counts import examples_in, over_processes, tokens_in
-from .recording import PENALTY, Events, Recorder, Restrainer, inner_optimizers
+from .recording import PENALTY, Events, Recorder, Restrainer, examples_in, inner_optimizers, over_processes, tokens_in
 
 __all__ = ["EWCCallback", "MaskCallback", "SquisherCallback"]
 

@@ -27,7 +27,7 @@ from ..merge.inputs import graded, matched, tied_in
 from ..storage.atomic import new_folder
 from ..storage.byte_range import ByteRange
 from ..storage.folders import open_model
-from .cards import short_paths
+from .publishing import short_paths
 
 __all__ = ["METHOD", "register", "run"]
 

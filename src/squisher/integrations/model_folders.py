@@ -1,31 +1,47 @@
-"""Model folders in Python, as the commands use them: open, find the importance, prune, write.
+"""Model folders in Python, as the commands use them: open, find the importance, merge, prune, write.
 
     model = open_model("my-model")                            # lazy: nothing is read until it is asked for
     importance = open_importance("my-model")                  # squisher.safetensors beside it, or its optimizer's
     merged = squisher.merge.fisher([model.weights, other.weights], [importance, other_importance])
     write_model("merged", merged, like=model.path)            # whole or not at all, with config and tokenizer
 
-`merge_folders` and `prune_folder` do what `squisher merge` and `squisher prune` do.
+`merge_folders` and `prune_folder` do what `squisher merge` and `squisher prune` do, with weight files and LoRA adapters too.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..importance import FILE_NAME, Importance
+from torch import Tensor
+
+from .. import __version__
+from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, near
+from ..importance import FILE_NAME, Importance, load
 from ..importance.weights import check_weights
+from ..merge import Merged, average, fisher, ota, task_arithmetic, ubgm
 from ..prune import weights as prune_weights
+from ..recycle import extract
 from ..storage import hub, safetensors
 from ..storage.folders import Model, open_model, write_model
-from ..storage.tensors import tied_names
-from .cards import described, pruning_card
-from .merging import merge_folders, open_importance
+from ..storage.tensors import dtype_of, tied_names
+from . import peft
+from .publishing import described, pruning_card, short_paths
 
-__all__ = ["Model", "Pruning", "merge_folders", "open_importance", "open_model", "prune_folder", "write_model"]
+__all__ = [
+    "METHODS",
+    "Model",
+    "Pruning",
+    "Report",
+    "merge_folders",
+    "open_importance",
+    "open_model",
+    "prune_folder",
+    "write_model",
+]
 
 
 @dataclass(frozen=True)
@@ -104,3 +120,306 @@ def prune_folder(
     like = opened.path if opened.path.is_dir() else None
     write_model(out, pruned, like, card=card, leave_out=tied_names(opened.weights), progress=told("writing"))
     return done
+
+
+METHODS = ("average", "fisher", "ubgm", "task-arithmetic", "ota")
+_WEIGHTED = ("fisher", "ubgm", "ota")
+_FROM_BASE = ("ubgm", "task-arithmetic", "ota")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a merge did, for the card and for `--json`."""
+
+    method: str
+    models: list[str]
+    coefficients: list[float]
+    importances: list[str] = field(default_factory=list)
+    base: str | None = None
+    base_importance: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    merged: int = 0
+    kept: dict[str, str] = field(default_factory=dict)
+    averaged: dict[str, str] = field(default_factory=dict)
+    copied: list[str] = field(default_factory=list)
+    tied: dict[str, str] = field(default_factory=dict)
+    adapters: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything that is there."""
+        return {key: value for key, value in vars(self).items() if value not in (None, [], {})}
+
+    def card(self) -> str:
+        """Return a model card: method, inputs, importances, coefficients; no path, host or date."""
+        lines = ["---", "tags:", "- merge", "- squisher", "---", "", "# Merged model", ""]
+        lines += [f"Merged with torch-squisher {__version__}, method `{self.method}`.", ""]
+        if self.adapters:
+            lines += [f"{self.adapters}", ""]
+        lines += ["| model | coefficient | importance |", "|---|---|---|"]
+        for k, name in enumerate(self.models):
+            used = self.importances[k] if self.importances else "–"
+            lines.append(f"| {name} | {self.coefficients[k]:g} | {used} |")
+        if self.base:
+            lines.append(f"| {self.base} (base) | – | {self.base_importance or '–'} |")
+        if self.options:
+            lines += ["", "Options: " + ", ".join(f"{key} {value}" for key, value in self.options.items()) + "."]
+        lines += ["", f"{self.merged} tensors were merged."]
+        for what, names in (
+            ("kept as in the first model", self.kept),
+            ("without an importance, weighted by the coefficients alone", self.averaged),
+        ):
+            if names:
+                shown = ", ".join(f"`{name}` ({why})" for name, why in list(names.items())[:20])
+                lines += ["", f"{len(names)} tensors {what}: {shown}{', …' if len(names) > 20 else ''}."]
+        if self.copied:
+            lines += ["", f"{len(self.copied)} buffers were copied from the first model."]
+        return "\n".join(lines) + "\n"
+
+
+def merge_folders(
+    method: str,
+    models: Sequence[Path],
+    out: Path,
+    *,
+    importances: Sequence[Path] = (),
+    base: Path | None = None,
+    base_importance: Path | None = None,
+    coefficients: Sequence[float] | None = None,
+    sizes: Sequence[float] | None = None,
+    base_size: float | None = None,
+    keep: Sequence[float] | None = None,
+    scale: str = "auto",
+    normalize: str | None = None,
+    floor: str = "relative",
+    missing: str = "error",
+    exclude: str | None = None,
+    dtype: str | None = None,
+    any_weights: bool = False,
+    shard_bytes: int = safetensors.SHARD_BYTES,
+    progress: Callable[[int, int], None] | None = None,
+) -> Report:
+    """Merge models on disk into a new folder (or a `.safetensors` file) that appears whole or not at all.
+
+    Args:
+        method: `average`, `fisher`, `ubgm`, `task-arithmetic` or `ota`.
+        models: Folders of models or of LoRA adapters, or weight files; also on the Hub (`hf://owner/name[@revision]`).
+        out: The folder to make.
+        importances: One per model, in their order: importance files, or checkpoints to extract from. Without any,
+            `squisher.safetensors` beside each model is looked for, then an optimizer state.
+        base: What the models started from; for adapters, the model that they adapt.
+        base_importance: The base's.
+        coefficients: One per model.
+        sizes: For ubgm: the number of training examples of each model.
+        base_size: For ubgm: that of the base.
+        keep: For ota: the fraction of its changes that a model keeps, one for all or one per model.
+        scale: `auto`, `as_fisher` or `stored`.
+        normalize: `mean` or `l2`.
+        floor: `relative`, a number, or `+` and a number; for ubgm it is δ.
+        missing: `error` or `average`.
+        exclude: A regular expression: names that are not merged.
+        dtype: The type to write; by default the first model's.
+        any_weights: Do not ask whether the importances belong to the models.
+        shard_bytes: Larger weights become shards with an index.
+        progress: Called with the bytes written so far and in all.
+
+    Raises:
+        SquisherError: With one sentence on what is wrong; nothing is then left behind.
+    """
+    if method not in METHODS:
+        raise SquisherError(f"The method is {', '.join(METHODS)}, not {method!r}.{near(method, METHODS)}")
+    _check_options(method, importances, base_importance, sizes, base_size, normalize, coefficients, keep)
+    if importances and len(importances) != len(models):
+        raise SquisherError(
+            f"There are {len(models)} models and {len(importances)} importances: give --importance once a model."
+        )
+    given = list(coefficients) if coefficients else [1.0] * len(models)
+    if len(given) != len(models):
+        raise SquisherError(
+            f"There are {len(models)} models and {len(given)} coefficients: give --coefficient once a model."
+        )
+    labels = [_label(path, name) for path, name in zip(models, short_paths(models), strict=True)]
+    base_label = None if base is None else _label(base, base.resolve().name)
+    models = [hub.fetch_model(path) if hub.is_hub_id(path) else path for path in models]
+    base = hub.fetch_model(base) if base is not None and hub.is_hub_id(base) else base
+    opened, first, base_weights, space = _open(method, models, base, coefficients=given)
+    imps = [_importance(path, importances, k) for k, path in enumerate(models)] if method in _WEIGHTED else []
+    own = _base_importance(base, base_importance, base_size) if method == "ubgm" else None
+    if imps:
+        check_weights(imps, opened, labels, any_weights)
+    if own is not None and base_weights is not None:
+        check_weights([own], [base_weights], [base_label or "the base"], any_weights)
+    common: dict[str, Any] = {"exclude": exclude, "dtype": dtype}
+    weighting = {"scale": scale, "missing": missing}
+    merged: Merged
+    if method == "average":
+        merged = average(opened, given, **common)
+    elif method == "fisher":
+        merged = fisher(opened, imps, given, normalize=normalize, floor=floor, **weighting, **common)
+    elif base_weights is None:
+        raise SquisherError(f"{method} needs --base: the model that the others started from.")
+    elif method == "ubgm":
+        size = 1.0 if base_size is None else base_size
+        merged = ubgm(base_weights, opened, own, imps, given, sizes, size, delta=floor, **weighting, **common)
+    elif method == "ota":
+        kept = 1.0 if not keep else keep[0] if len(keep) == 1 else keep
+        merged = ota(base_weights, opened, imps, kept, floor=floor, **weighting, **common)
+    else:
+        merged = task_arithmetic(base_weights, opened, given, **common)
+    options = {
+        "scale": scale if method in _WEIGHTED and scale != "auto" else None,
+        "normalize": normalize,
+        "floor": floor if method in _WEIGHTED and floor != "relative" else None,
+        "exclude": exclude,
+        "sizes": None if not sizes else ", ".join(f"{s:g}" for s in sizes),
+        "base size": base_size,
+        "keep": None if not keep else ", ".join(f"{k:g}" for k in keep),
+        "dtype": dtype,
+    }
+    report = Report(
+        method=method,
+        models=labels,
+        coefficients=given,
+        importances=[described(imp) for imp in imps],
+        base=base_label,
+        base_importance=None if own is None else described(own),
+        options={key: value for key, value in options.items() if value is not None},
+        merged=len(merged.merged),
+        kept=merged.kept,
+        averaged=merged.averaged,
+        copied=list(merged.copied),
+        tied=merged.tied,
+        adapters=space,
+    )
+    in_factors = isinstance(first, peft.Adapter)
+    write_model(
+        out,
+        merged,
+        first.path,
+        card=report.card(),
+        dtype=None if dtype is None else dtype_of(merged, merged.merged[0]),
+        leave_out=merged.tied,
+        file_name=peft.WEIGHTS if in_factors else "model.safetensors",
+        extra_files=(peft.CONFIG,) if in_factors else (),
+        shard_bytes=shard_bytes,
+        progress=progress,
+    )
+    return report
+
+
+def _check_options(
+    method: str,
+    importances: Sequence[Path],
+    base_importance: Path | None,
+    sizes: Sequence[float] | None,
+    base_size: float | None,
+    normalize: str | None,
+    coefficients: Sequence[float] | None,
+    keep: Sequence[float] | None,
+) -> None:
+    unused = {
+        "--importance": bool(importances) and method not in _WEIGHTED,
+        "--normalize": normalize is not None and method != "fisher",
+        "--base-importance": base_importance is not None and method != "ubgm",
+        "--size": bool(sizes) and method != "ubgm",
+        "--base-size": base_size is not None and method != "ubgm",
+        "--coefficient": bool(coefficients) and method == "ota",
+        "--keep": bool(keep) and method != "ota",
+    }
+    for option, wrong in unused.items():
+        if wrong:
+            raise SquisherError(f"{option} has no meaning for {method}.")
+
+
+def _open(
+    method: str, models: Sequence[Path], base: Path | None, coefficients: Sequence[float]
+) -> tuple[list[Mapping[str, Tensor]], Model | peft.Adapter, Mapping[str, Tensor] | None, str | None]:
+    """Return the weights to merge, whose folder the result is to be like, the base, and how adapters were merged."""
+    adapted = [peft.is_adapter(path) for path in models]
+    if not any(adapted):
+        opened = [open_model(path) for path in models]
+        if base is not None and method not in _FROM_BASE:
+            raise SquisherError(f"--base has no meaning for {method} of whole models.")
+        start = None if base is None else open_model(base).weights
+        return [m.weights for m in opened], opened[_first(coefficients)], start, None
+    if not all(adapted):
+        odd = models[adapted.index(False)]
+        raise SquisherError(
+            f"{odd} is no LoRA adapter, but others are: fold those into their base first, or merge only adapters."
+        )
+    adapters = [peft.open_adapter(path) for path in models]
+    apart = peft.why_not_together(adapters) if method not in _FROM_BASE else f"{method} starts from the base's weights"
+    if apart is None:
+        weights: list[Mapping[str, Tensor]] = [a.weights for a in adapters]
+        return (
+            weights,
+            adapters[_first(coefficients)],
+            None,
+            "LoRA adapters, merged factor by factor: they share one start.",
+        )
+    if method in _WEIGHTED:
+        raise SquisherError(
+            f"These adapters cannot be merged factor by factor ({apart}), and folded into the base their importances, which are "
+            "those of the factors, have no meaning. Use average or task-arithmetic; or fold each adapter into its base "
+            "(squisher merge task-arithmetic ADAPTER --base BASE --out FOLDED), measure an importance of each folded model (squisher "
+            "fisher FOLDED --data FILE.jsonl --out FOLDED) and merge those."
+        )
+    named = str(adapters[0].config.get("base_model_name_or_path") or "")
+    place = base or (Path(named) if named and Path(named).is_dir() else None)
+    if place is None:
+        raise SquisherError(
+            f"These adapters are to be folded into their base ({apart}): give the folder of {named or 'the base model'} with --base."
+        )
+    whole = open_model(place)
+    folded: list[Mapping[str, Tensor]] = [peft.Folded(whole.weights, a) for a in adapters]
+    return folded, whole, whole.weights, f"LoRA adapters, folded into their base: {apart}."
+
+
+def _first(coefficients: Sequence[float]) -> int:
+    return next((k for k, c in enumerate(coefficients) if c), 0)
+
+
+def _importance(model: Path, given: Sequence[Path], k: int, option: str = "--importance, once a model") -> Importance:
+    if given:
+        return open_importance(given[k])
+    folder = model if model.is_dir() else model.parent
+    if safetensors.exists(folder / FILE_NAME) and model.is_dir():
+        return load(folder)
+    try:
+        return extract(model)
+    except (FileError, NoAccumulatorError) as error:
+        raise FileError(
+            f"There is no importance for {model}: no {FILE_NAME} beside it, and no optimizer state to extract one from. Give one "
+            f"with {option}."
+        ) from error
+    except NamingError as error:
+        raise NamingError(f"The optimizer state of {model} cannot be used as it is: {error}") from error
+
+
+def _base_importance(base: Path | None, given: Path | None, size: float | None) -> Importance | None:
+    if given is not None:
+        return open_importance(given)
+    option = "--base-importance, or do without it: --base-size 0"
+    return None if base is None or size == 0 else _importance(base, (), 0, option)
+
+
+def open_importance(path: str | os.PathLike[str]) -> Importance:
+    """Return an importance file as it is, here or on the Hub; anything else is extracted on the fly.
+
+    Args:
+        path: An importance file, a folder with one beside the model, or a checkpoint with an optimizer state.
+
+    Raises:
+        SquisherError: It is none of them.
+    """
+    path = Path(path)
+    if hub.is_hub_id(path):
+        found = hub.fetch_file(path, FILE_NAME)
+        return extract(path) if found is None else load(found)
+    if path.suffix in (".safetensors", ".json") or (path.is_dir() and safetensors.exists(path / FILE_NAME)):
+        return load(path)
+    return extract(path)
+
+
+def _label(path: Path, name: str) -> str:
+    """Return what a model is called in a report: no path."""
+    return hub.Address.read(path).repo if hub.is_hub_id(path) else name

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FileError, SquisherError
-from ..storage.json_files import read_object
+from ..storage.json_files import parse_json, read_object
 from .peft import CONFIG, is_adapter
 
 __all__ = ["TextModel", "count_rows", "load_text_model", "text_batches"]
@@ -227,8 +226,8 @@ def _rows(file: Path, needs_label: bool) -> Iterator[Mapping[str, Any]]:
 
 def _row(text: str, line: str, needs_label: bool) -> dict[str, Any]:
     try:
-        row = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        row = parse_json(text, line)
+    except FileError as error:
         raise FileError(
             f"{line} is not JSON; expected one object a line, such as {{'text': …, 'label': 0}}."
         ) from error

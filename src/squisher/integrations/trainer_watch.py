@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from ..errors import SquisherError
-from .batch_counts import examples_in, over_processes, tokens_in
+from .recording import examples_in, over_processes, tokens_in
 
 __all__ = ["TrainerWatch"]
 

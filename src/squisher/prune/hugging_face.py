@@ -19,6 +19,7 @@ from ..names import check_known
 from ..storage import safetensors
 from ..storage.atomic import new_folder, write_file
 from ..storage.folders import open_model
+from ..storage.json_files import read_object
 from ..storage.tensors import tied_names
 
 __all__ = ["example_input", "heads_of", "load", "save"]
@@ -81,8 +82,7 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileError(f"{folder} has no config.json: it is not a folder that squisher.prune.save wrote.")
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    raw = raw if isinstance(raw, dict) else {}
+    raw = read_object(path)
     kind: Any = getattr(transformers, str((raw.get("architectures") or [""])[0]), None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
         raise FileError(

@@ -6,7 +6,6 @@ used without it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import socket
@@ -19,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 from ..errors import FileError, SquisherError
+from .json_files import read_object
 
 __all__ = ["Address", "create", "fetch", "fetch_file", "fetch_model", "is_hub_id", "read_text", "upload"]
 
@@ -120,7 +120,7 @@ def fetch_file(source: str | os.PathLike[str], name: str) -> Path | None:
             return None
         if found.name.endswith(".index.json"):
             folder = PurePosixPath(file).parent
-            for shard in sorted(set(json.loads(found.read_text("utf-8"))["weight_map"].values())):
+            for shard in sorted(set(read_object(found)["weight_map"].values())):
                 hub.hf_hub_download(address.repo, str(folder / PurePosixPath(shard).name), **options)
     return found
 

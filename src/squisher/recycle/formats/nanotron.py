@@ -6,7 +6,6 @@ Without ZeRO every parameter is whole in one file. With ZeRO-1 each data-paralle
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import FileError
+from ...storage.json_files import read_object
 from ...storage.tensors import Joined, Slice
 from ...storage.torch_files import StoredTensor, Verified, is_optimizer, read
 from ..optimizers.accumulators import step_of
@@ -104,15 +104,13 @@ class _Sharding(NamedTuple):
     @classmethod
     def of(cls, folder: Path) -> _Sharding:
         try:
-            configs = json.loads((folder / _CONFIG).read_text("utf-8"))["configs"]
+            configs = read_object(folder / _CONFIG)["configs"]
             offsets = {
                 name: {int(rank): (int(a), int(b)) for rank, (a, b) in own.items()}
                 for name, own in configs["param_name_to_dp_rank_offsets"].items()
             }
             shapes = {name: tuple(int(n) for n in shape) for name, shape in configs["orig_param_shapes"].items()}
-        except OSError as error:
-            raise FileError(f"Cannot read {folder / _CONFIG}: {error.strerror or error}.") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileError(
                 f"{folder / _CONFIG} does not say how ZeRO-1 cut the parameters (param_name_to_dp_rank_offsets and "
                 "orig_param_shapes): it is damaged, or of an older version of nanotron."

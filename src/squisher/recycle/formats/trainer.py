@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from ...errors import FileError, NamingError
 from ...storage.folders import Weights, has_weights, open_weights
-from ...storage.json_files import read_object
+from ...storage.json_files import read_json, read_object
 from ..naming.adapters import adapter_orders
 from ..naming.candidates import Candidates, candidates_of_module, loose
 from ..naming.frozen import by_evidence, with_earlier
@@ -167,8 +166,8 @@ def _sentence_modules(folder: Path) -> list[Candidate]:
     """Return the parameters of what sentence-transformers puts behind the model: its Dense layers, each in a folder of its own."""
     file = folder / "modules.json"
     try:
-        listed = json.loads(file.read_text("utf-8")) if file.is_file() else []
-    except (OSError, ValueError, RecursionError):
+        listed = read_json(file) if file.is_file() else []
+    except FileError:
         return []
     found: list[Candidate] = []
     for module in listed if isinstance(listed, list) else []:

@@ -9,7 +9,6 @@ nobody can know, and the user is asked. A wrong name is worse than none.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import re
@@ -20,6 +19,7 @@ from typing import NamedTuple
 from ...errors import FileError, NamingError
 from ...importance import Level, Naming
 from ...names import adapter_file_name
+from ...storage.json_files import parse_json
 from ..states import Candidate, OptimizerState
 from .evidence import Evidence, weigh
 from .partitions import sorted_as_text, ways
@@ -237,10 +237,7 @@ def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
         raise FileError(f"Cannot read the names in {path}: {reason}.") from error
     if not text.lstrip().startswith("["):
         return [line.strip() for line in text.splitlines() if line.strip()]
-    try:
-        listed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise FileError(f"{path} starts like a JSON list of names but is not one: {error}.") from error
+    listed = parse_json(text, f"{path}, which starts like a JSON list of names,")
     if not all(isinstance(name, str) for name in listed):
         raise FileError(f"{path} must be a JSON list of strings: the names in the optimizer's order.")
     return listed
