@@ -9,7 +9,7 @@ the seed's; exact, and with the labels of the data) does the same work as the Sq
   `experiments.merging`.
 
 "fisher (moving average)" is what the paper leaves to future work: an average along training like Adam's, with the same β₂ and
-the same batches, of per-example squares instead of squared sums. It has the memory of v without its sum-then-square, so it tells
+the same batches, of per-example squares instead of squared sums (`Tracker(per="example")`). It has the memory of v without its sum-then-square, so it tells
 apart what each of them does. Nothing is searched for.
 
 python -m experiments examples --scale cpu --data DIR
@@ -78,25 +78,6 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
     ]
 
 
-class MovingFisher:
-    """A moving average of the empirical Fishers of batches, bias-corrected: Adam's v̂ of per-example squares."""
-
-    def __init__(self, model: nn.Module, beta2: float) -> None:
-        self.model, self.beta2, self.steps = model, beta2, 0
-        self.total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
-
-    def observe(self, inputs: Tensor, labels: Tensor) -> None:
-        """Takes in one batch at the model's weights of now."""
-        self.steps += 1
-        for name, value in squisher.fisher(self.model, [(inputs, labels)], labels="data").items():
-            self.total[name].lerp_(value, 1 - self.beta2)
-
-    def importance(self) -> squisher.Importance:
-        """The average so far."""
-        correction = 1 - self.beta2**self.steps
-        return squisher.Importance({name: value / correction for name, value in self.total.items()}, kind="fisher")
-
-
 def learn(
     model: nn.Module, train: Labelled, recipe: Mapping[str, Any], steps: int, seed: int
 ) -> dict[str, squisher.Importance]:
@@ -105,7 +86,7 @@ def learn(
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe["rate"], betas=(0.9, beta2), weight_decay=recipe["decay"]
     )
-    moving = MovingFisher(model, beta2)
+    moving = squisher.Tracker(model, optimizer, beta2, per="example")
     generator = torch.Generator().manual_seed(seed)
     order: list[Tensor] = []
     for _ in range(steps):
@@ -113,13 +94,13 @@ def learn(
             order = list(shuffled(len(train), recipe["batch"], generator))
         rows = order.pop()
         inputs, labels = train.inputs[rows], train.labels[rows]
-        moving.observe(inputs, labels)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), labels).backward()
+        with moving.step():
+            nn.functional.cross_entropy(model(inputs), labels).backward()
         optimizer.step()
     return {
         "squisher": squisher.extract(optimizer, model, batch_size=recipe["batch"]).as_fisher(),
-        "fisher (moving average)": moving.importance(),
+        "fisher (moving average)": squisher.extract(moving, model).as_fisher(),
     }
 
 

@@ -11,22 +11,17 @@ from experiments.data import Labelled
 from experiments.runs import Run
 
 
-def test_moving_average_is_adams_of_per_example_squares():
+def test_where_nothing_moves_the_moving_average_is_the_fisher_of_all_examples():
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
-    moving = examples.MovingFisher(model, beta2=0.9)
-    total, weights = torch.zeros(2, 3), 0.0
-    batches = [(torch.randn(4, 3), torch.tensor([0, 1, 1, 0])) for _ in range(3)]
-    for age, (inputs, labels) in enumerate(reversed(batches)):
-        squares = torch.zeros(2, 3)
-        for x, y in zip(inputs, labels, strict=True):
-            loss = nn.functional.cross_entropy(model(x[None]), y[None])
-            squares += torch.autograd.grad(loss, model.weight)[0] ** 2 / 4
-        total += 0.1 * 0.9**age * squares
-        weights += 0.1 * 0.9**age
-    for batch in batches:
-        moving.observe(*batch)
-    torch.testing.assert_close(moving.importance()["weight"], total / weights)
+    train = Labelled(torch.randn(4, 3), torch.tensor([0, 1, 1, 0]))
+    recipe = {"rate": 0.0, "decay": 0.0, "batch": 4, "beta2": 0.9}
+    found = examples.learn(model, train, recipe, steps=3, seed=1)["fisher (moving average)"]["weight"]
+    squares = torch.zeros(2, 3)
+    for x, y in zip(*train, strict=True):
+        loss = nn.functional.cross_entropy(model(x[None]), y[None])
+        squares += torch.autograd.grad(loss, model.weight)[0] ** 2 / 4
+    torch.testing.assert_close(found, squares)
 
 
 def test_with_one_example_a_batch_the_moving_average_is_the_squisher():
