@@ -45,6 +45,7 @@ COMMANDS: dict[str, list[str]] = {
     "compress": ["compress", "imp.safetensors", "--codec", "log8", "--out", "out.safetensors"],
     "report": ["report", "imp.safetensors", "--out", "out.html"],
     "shards": [],  # a set of files, written from Python
+    "fisher": [],  # what the command does, with a model that needs no library; it goes on where it was
 }  # fmt: skip
 OUTPUTS = ("out", "out.safetensors", "out.html", "plan.json", "out.safetensors.index.json")
 
@@ -76,9 +77,25 @@ def command(name: str, folder: Path) -> int:
         opened = safetensors.open_safetensors(folder / "base" / "model.safetensors")
         safetensors.save(folder / "out.safetensors", opened, {}, shard_bytes=1)
         return 0
+    if name == "fisher":
+        return fisher(folder)
     arguments = COMMANDS[name]
     again = (folder / arguments[-1]).is_file()
     return run(*arguments, *(["--overwrite"] if again else []), cwd=folder).returncode
+
+
+def fisher(folder: Path) -> int:
+    """Measure a Fisher, keeping what is done after every batch; a later run goes on there."""
+    from squisher.measure import unfinished
+
+    unfinished.SECONDS = 0.0
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 3))
+    batches = [(torch.randn(4, 64), torch.randint(0, 3, (4,))) for _ in range(12)]
+    kept = folder / "out.unfinished.safetensors"
+    squisher.fisher(model, batches, unfinished=kept).save(folder / "out.safetensors")
+    kept.unlink(missing_ok=True)
+    return 0
 
 
 def started(name: str, folder: Path, largest: int | None = None) -> int:

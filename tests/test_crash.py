@@ -12,7 +12,7 @@ def sources(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("name", ["mask", "merge", "patch apply", "report", "shards"])
+@pytest.mark.parametrize("name", ["mask", "merge", "patch apply", "report", "shards", "fisher"])
 def test_accidents_leave_all_or_nothing(sources, name):
     assert sum(crash.check(sources, [name], rounds=3, seed=0).values()) == 3
 

@@ -1,6 +1,7 @@
 """A Hugging Face folder and a JSONL file, through the command line; needs transformers."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -99,6 +100,37 @@ def test_the_command_gives_the_definition(tmp_path, data, kind, batch_size):
 
 
 @pytest.mark.formats
+def test_a_run_that_is_killed_goes_on_where_it_was(tmp_path, data, monkeypatch):
+    from squisher.integrations import text
+    from squisher.measure import unfinished
+
+    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
+    folder_of("classifier", tmp_path / "model")
+    data.write_text("".join(json.dumps(row) + "\n" for row in LINES * 4))
+    out, whole = tmp_path / "fisher.safetensors", tmp_path / "whole.safetensors"
+    arguments = ["fisher", tmp_path / "model", "--data", data, "--batch-size", 2, "--codec", "log8", "--out"]
+    assert run(*arguments, whole).returncode == 0
+    child = os.fork()
+    if child == 0:
+        made, make = [], text._batch
+        monkeypatch.setattr(
+            text, "_batch", lambda *a: os.kill(os.getpid(), 9) if len(made) == 3 else made.append(0) or make(*a)
+        )
+        run(*arguments, out)
+        os._exit(3)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -9
+    assert sorted(p.name for p in tmp_path.glob("fisher*")) == ["fisher.unfinished.safetensors"]
+    done = run(*arguments, out, "--labels", "exact")
+    assert done.returncode == 1
+    assert "other settings (labels" in done.stderr
+    done = run(*arguments, out)
+    assert "Going on with" in done.stderr
+    assert out.read_bytes() == whole.read_bytes()
+    assert squisher.load(out).provenance.codec.name == "log8"
+    assert sorted(p.name for p in tmp_path.glob("fisher*")) == ["fisher.safetensors"]
+
+
+@pytest.mark.formats
 def test_labels_that_need_no_labels_and_bad_lines(tmp_path, data):
     from squisher.integrations.text import load_text_model, text_batches
 
@@ -107,7 +139,7 @@ def test_labels_that_need_no_labels_and_bad_lines(tmp_path, data):
     out = tmp_path / "fisher.safetensors"
     done = run("fisher", tmp_path / "model", "--data", data, "--out", out, "--labels", "exact", "--json")
     assert json.loads(done.stdout)["provenance"]["estimator"]["labels"] == "exact", done.stderr
-    done = run("fisher", tmp_path / "model", "--data", data, "--out", out)
+    done = run("fisher", tmp_path / "model", "--data", data, "--out", tmp_path / "other.safetensors")
     assert done.returncode == 1
     assert "line 1 has no 'label'" in done.stderr
     loaded = load_text_model(tmp_path / "model")
@@ -150,7 +182,17 @@ def test_an_adapter_is_measured_under_the_names_of_its_file(tmp_path, data, kind
     done = run("fisher", tmp_path / "adapter", "--data", data, "--out", out)
     assert done.returncode == 1
     assert "give the base with --base DIR" in done.stderr
-    done = run("fisher", tmp_path / "adapter", "--data", data, "--out", out, "--base", tmp_path / "base", "--json")
+    done = run(
+        "fisher",
+        tmp_path / "adapter",
+        "--data",
+        data,
+        "--out",
+        tmp_path / "other.safetensors",
+        "--base",
+        tmp_path / "base",
+        "--json",
+    )
     assert done.returncode == 0, done.stderr
     imp, stored = squisher.load(out), load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert set(imp) == set(stored)

@@ -43,23 +43,34 @@ def fisher(
         Path | None,
         typer.Option(metavar="DIR", help="For an adapter: its base, where the adapter does not name a folder."),
     ] = None,
+    codec: Annotated[
+        str, typer.Option(metavar="CODEC", help="exact, log8 (a byte per entry) or rank1 (two vectors per matrix).")
+    ] = "exact",
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Measure the Fisher diagonal of a Hugging Face model on a file of text."""
+    """Measure the Fisher diagonal of a Hugging Face model on a file of text.
+
+    An interrupted run goes on where it was when the same command is given again: OUT.unfinished.safetensors keeps what is done.
+    """
     from ..importance import FILE_NAME
     from ..integrations.recording import under_file_names
     from ..integrations.text import count_rows, load_text_model, text_batches
     from ..measure import fisher as measure
+    from ..storage.codecs import check_codec
 
     target = out / FILE_NAME if out.is_dir() else out
     check_target(target, overwrite, model, data, base)
+    check_codec(codec)
+    unfinished = target.with_suffix(".unfinished.safetensors")
     loaded = load_text_model(model, device, base)
     batches = text_batches(
         data, loaded, batch_size=batch_size, max_length=max_length, max_examples=max_examples, labelled=labels == "data"
     )
     lines = count_rows(data)
     total = lines if max_examples is None else min(lines, max_examples)
+    if unfinished.is_file():
+        typer.echo(f"Going on with {unfinished}, where an earlier run was interrupted.", err=True)
     with progress_bar("measuring", counted=True) as progress:
         importance = measure(
             loaded.model,
@@ -71,10 +82,12 @@ def fisher(
             parameters=parameters,
             max_examples=max_examples,
             seed=seed,
+            unfinished=unfinished,
             progress=None if progress is None else lambda done, _: progress(done, total),
         )
     importance = under_file_names(importance, loaded.model)
-    importance.save(target)
+    importance.save(target, codec=codec)
+    unfinished.unlink(missing_ok=True)
     if as_json:
         print_json({"file": str(target), "tensors": len(importance), "provenance": importance.provenance.to_dict()})
         return

@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +34,7 @@ from .request import objective_for
 from .sharded import is_spread, whole_gradients
 from .stream import Stream, same_model
 from .sums import Sums
+from .unfinished import Unfinished
 
 __all__ = ["fisher"]
 
@@ -57,6 +60,7 @@ def fisher(
     method: str = "auto",
     shift: int | None = None,
     divided: bool = False,
+    unfinished: str | os.PathLike[str] | None = None,
 ) -> Importance:
     """Return the diagonal of the Fisher information of a model on data, as a mean over examples.
 
@@ -87,6 +91,8 @@ def fisher(
             the loop; "fast" raises where something would be left to the loop; "loop" is the definition.
         shift: for tokens, how far labels lie behind outputs (1 for causal language models); None asks the model.
         divided: whether the processes of a job have different examples. What fits neither is refused.
+        unfinished: a file that keeps the sums every minute and after Ctrl-C, so that the same call goes on there. Remove it when the
+            result is saved. For one process.
 
     Returns:
         An importance of kind "fisher", whose provenance says what was computed how (`provenance.coverage`).
@@ -121,14 +127,43 @@ def fisher(
     if not spread_out:
         same_model(by_name)
     stream = Stream(batches, model, max_examples, spread_out, divided)
+    kept: Unfinished | None = None
+    if unfinished is not None:
+        settings = {
+            "likelihood": _name_of(objective),
+            "labels": labels,
+            "per": per,
+            "unit": objective.unit,
+            "draws": draws,
+        }
+        settings |= {
+            "seed": seed,
+            "dtype": str(dtype),
+            "method": method,
+            "eval_mode": eval_mode,
+            "shift": objective.shift,
+        }
+        if standard_error or not ranks.is_alone():
+            raise SquisherError("unfinished=... is for one process, and without standard_error.")
+        kept = Unfinished(unfinished, {**settings, "max_examples": max_examples}, by_name)
+        kept.fill(partial)
     failure: BaseException | None = None
     try:
-        with as_it_was(model, eval_mode), whole_gradients(model, spread_out):
+        with (
+            as_it_was(model, eval_mode),
+            whole_gradients(model, spread_out),
+            nullcontext() if kept is None else kept.listening(),
+        ):
             for batch, index, mine in stream:
+                if kept is not None and kept.is_done(count.examples, (t for t, _ in batch.tensors())):
+                    count.examples += batch.size
+                    continue
                 if mine:
                     if engine is None:
                         objective, noted = compared_with_own(model, objective, batch, shift)
                         engine = _engine(method, per, model, objective, by_name, spread_out)
+                        if kept is not None:
+                            engine.reached.update(kept.reached)
                         if isinstance(engine, Loop) and per == "example" and not spread_out and batch.several_inputs():
                             whole = objective.outputs(model, batch).values.detach()
                             check_alone(model, objective, batch, whole, interacting=False)
@@ -137,6 +172,9 @@ def fisher(
                     if spread is not None:
                         spread.add(partial, units)
                 count.examples += batch.size
+                if kept is not None and engine is not None:
+                    coverage = _merged([kept.coverage, engine.coverage], engine.reached)
+                    kept.keep(partial, count.examples, count.units + kept.units, engine.reached, coverage, noted)
                 if progress is not None:
                     progress(count.examples, stream.total)
     except (Exception, KeyboardInterrupt) as error:
@@ -147,11 +185,17 @@ def fisher(
         count.examples = sum(ranks.gather(count.examples))
     if not count.examples:
         raise SquisherError("There are no batches: nothing was measured. An iterator can be used once only.")
-    coverage = _merged(ranks.gather({} if engine is None else engine.coverage))
+    if kept is not None:
+        kept.check_end(count.examples)
+        noted = {**kept.noted, **noted}
+        count.units += kept.units
+    reached = set[str]().union(*ranks.gather(set(kept.reached if kept else ()) | set(engine.reached if engine else ())))
+    before = [] if kept is None else [kept.coverage]
+    coverage = _merged([*before, *ranks.gather({} if engine is None else engine.coverage)], reached)
     units = count.units if spread_out else sum(ranks.gather(count.units))
     if not units:
         raise SquisherError("No position counts: every label is -100 or masked, so there is nothing to measure.")
-    if not any(ranks.gather(engine is not None and bool(engine.reached))):
+    if not reached:
         raise SquisherError(
             "No gradient reached any of the parameters: the model runs under torch.no_grad, detaches what it returns, or does not "
             "use them."
@@ -190,7 +234,7 @@ class _Engine(Protocol):
     def coverage(self) -> dict[str, Any]: ...
 
     @property
-    def reached(self) -> Collection[str]: ...
+    def reached(self) -> set[str]: ...
 
     def add(self, sums: Sums, batch: Batch, index: Tensor) -> int: ...
 
@@ -260,12 +304,14 @@ def _name_of(objective: Objective) -> str:
     return objective.likelihood if isinstance(objective.likelihood, str) else "function"
 
 
-def _merged(coverages: list[dict[str, Any]]) -> dict[str, Any]:
-    """One coverage for all processes: what any of them left to the loop is named."""
+def _merged(coverages: list[dict[str, Any]], reached: Collection[str]) -> dict[str, Any]:
+    """Return one coverage for all processes: what any of them left to the loop is named, and what none reached."""
     whole: dict[str, Any] = {}
     for coverage in coverages:
         for key, value in coverage.items():
             whole[key] = {**whole.get(key, {}), **value} if isinstance(value, dict) else value
+    if "unused" in whole:
+        whole["unused"] = {name: why for name, why in whole["unused"].items() if name not in reached}
     return whole
 
 

@@ -1,0 +1,108 @@
+"""A measurement that is interrupted, and goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import squisher
+from squisher import SquisherError
+from squisher.measure import unfinished
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def data(batches: int = 6, size: int = 4) -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        (torch.randn(size, 6, generator=generator), torch.randint(0, 3, (size,), generator=generator))
+        for _ in range(batches)
+    ]
+
+
+class Stopped(Exception):  # noqa: N818
+    pass
+
+
+def stopping(batches: list[Any], after: int, how: Any = Stopped) -> Iterator[Any]:
+    for number, batch in enumerate(batches):
+        if number == after:
+            raise how
+        yield batch
+
+
+@pytest.mark.parametrize("settings", [{}, {"labels": "sampled", "seed": 3}, {"per": "batch"}, {"method": "loop"}])
+def test_going_on_gives_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
+    path, model = tmp_path / "f.unfinished.safetensors", network()
+    whole = squisher.fisher(model, data(), **settings)
+    with pytest.raises(Stopped):
+        squisher.fisher(model, stopping(data(), 3), unfinished=path, **settings)
+    assert path.is_file()
+    seen: list[int] = []
+    found = squisher.fisher(model, data(), unfinished=path, progress=lambda done, _: seen.append(done), **settings)
+    assert seen == [16, 20, 24]
+    assert found.provenance.to_dict() == whole.provenance.to_dict()
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    again = squisher.fisher(model, data(), unfinished=path, **settings)  # all of it was kept
+    assert all(torch.equal(again[name], whole[name]) for name in whole)
+    assert again.provenance.to_dict() == whole.provenance.to_dict()
+
+
+def test_ctrl_c_keeps_the_batch_that_was_being_measured(tmp_path: Path) -> None:
+    path, model = tmp_path / "f.unfinished.safetensors", network()
+    whole = squisher.fisher(model, data())
+
+    def interrupted() -> Iterator[Any]:
+        for number, batch in enumerate(data()):
+            if number == 2:
+                os.kill(os.getpid(), signal.SIGINT)
+            yield batch
+
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        squisher.fisher(model, interrupted(), unfinished=path)
+    assert signal.getsignal(signal.SIGINT) is before
+    seen: list[int] = []
+    found = squisher.fisher(model, data(), unfinished=path, progress=lambda done, _: seen.append(done))
+    assert seen == [16, 20, 24]
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+
+
+def test_other_settings_models_and_data_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
+    path, model = tmp_path / "f.unfinished.safetensors", network()
+    with pytest.raises(Stopped):
+        squisher.fisher(model, stopping(data(), 3), unfinished=path)
+    with pytest.raises(SquisherError, match=r"other settings \(labels: data, now sampled"):
+        squisher.fisher(model, data(), labels="sampled", unfinished=path)
+    with pytest.raises(SquisherError, match="other data"):
+        squisher.fisher(model, data(size=3), unfinished=path)
+    with pytest.raises(SquisherError, match="other data"):
+        squisher.fisher(model, data()[1:], unfinished=path)
+    with pytest.raises(SquisherError, match="other data"):
+        squisher.fisher(model, data(2), unfinished=path)
+    other = network()
+    with torch.no_grad():
+        other[0].weight[0, 0] += 1
+    with pytest.raises(SquisherError, match="other settings .model"):
+        squisher.fisher(other, data(), unfinished=path)
+    with pytest.raises(SquisherError, match="standard_error"):
+        squisher.fisher(model, data(), unfinished=path, standard_error=True)
+
+
+def test_without_an_accident_nothing_is_written_for_a_minute(tmp_path: Path) -> None:
+    squisher.fisher(network(), data(), unfinished=tmp_path / "f.unfinished.safetensors")
+    assert not list(tmp_path.iterdir())
