@@ -272,6 +272,7 @@ def _words(found: Sequence[Comparison], judged: Sequence[Judged], folder: Path) 
         out[f"{who}/claims"] = str(len(family))
         for verdict in {j.verdict for j in family}:
             out[f"{who}/{verdict.value}"] = str(sum(j.verdict is verdict for j in family))
+    out |= _bases(document("pruning", "cifar10", folder))
     ranking = [u["result"] for k, u in document("embedding", "cpu", folder)["units"].items() if k.endswith("/ranking")]
     if all("traces" in r for r in ranking):
         spreads = [max(r["traces"]["fisher"].values()) / min(r["traces"]["fisher"].values()) for r in ranking]
@@ -280,6 +281,20 @@ def _words(found: Sequence[Comparison], judged: Sequence[Judged], folder: Path) 
         )
         out["embedding/trace and size"] = f"{mean([r['trace_and_size']['fisher'] for r in ranking]).value:.2f}"
     return out
+
+
+def _bases(found: dict[str, Any] | None) -> dict[str, str]:
+    """Of filter pruning: how good the networks are before it, and how much of their retraining was run."""
+    if found is None:
+        return {}
+    bases = [unit["result"] for key, unit in found["units"].items() if key.endswith("/base")]
+    after = str(found["config"]["filters"]["epochs"])
+    done = sum("ratio" in unit["result"] for unit in found["units"].values())
+    planned = done + sum(key.count("/") == 3 for key in found.get("missing", ()))
+    return {
+        "pruning/cifar10/unpruned of the bases": f"{mean([base['unpruned'][after] for base in bases]).value:.1f}",
+        "pruning/cifar10/retrained": f"{done} of {planned} units",
+    }
 
 
 def _seconds(value: float) -> str:

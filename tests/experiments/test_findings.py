@@ -166,3 +166,19 @@ def test_run_times_are_not_set_against_our_short_trainings():
     text = "\n".join(findings._run_times({"units": {"seed-1/UBGM": {"result": result}}, "config": config}))
     assert "| UBGM | 4 × 1,000 | 12,346 | 30 | 10 | 0.012 | 0.02 | 4.0 |" in text  # 50 ms against 200 ms / 16
     assert "| UBGM | 435.877 |  | 0.1 |" in text  # the paper's
+
+
+def test_what_was_retrained_is_counted_beside_what_was_planned():
+    found = {
+        "config": {"filters": {"epochs": 15}},
+        "units": {
+            "seed-1/base": {"result": {"unpruned": {"10": 60.0, "15": 70.0}}},
+            "seed-2/base": {"result": {"unpruned": {"10": 60.0, "15": 73.0}}},
+            "seed-1/squisher/0.75/15": {"result": {"ratio": 0.75}},
+        },
+        "missing": ["seed-3/base", "seed-1/random/0.75/15", "seed-2/random/0.75/15"],
+    }
+    words = findings._bases(found)
+    assert words["pruning/cifar10/unpruned of the bases"] == "71.5"
+    assert words["pruning/cifar10/retrained"] == "1 of 3 units"
+    assert findings._bases(None) == {}
