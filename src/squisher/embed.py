@@ -189,7 +189,7 @@ def _ndcg(gains: Sequence[float]) -> float:
 
 
 def _pair(a: Tensor, b: Tensor, metric: str) -> tuple[np.ndarray, np.ndarray]:
-    x, y = (piece.double().numpy() for piece in (a, b))
+    x, y = (chunk.double().numpy() for chunk in (a, b))
     x, y = (np.where(values < _TINY, 0.0, values) for values in (x, y))
     kept = (x + y) > 0
     x, y = x[kept], y[kept]
@@ -215,19 +215,19 @@ def _is_bias(name: str) -> bool:
 
 def _mean(importance: Importance, name: str) -> Tensor:
     known = importance.provenance.sum.get(name)
-    total = known if known is not None else math.fsum(float(piece.double().sum()) for piece in importance.chunks(name))
+    total = known if known is not None else math.fsum(float(chunk.double().sum()) for chunk in importance.chunks(name))
     return torch.tensor([total / numel_of(importance, name)], dtype=torch.float32)
 
 
 def _row_means(importance: Importance, name: str) -> Tensor:
     shape = importance.shape(name)
     if len(shape) < 2:
-        return torch.cat([piece.float() for piece in importance.chunks(name)])
+        return torch.cat([chunk.float() for chunk in importance.chunks(name)])
     length = shape[1:].numel()
     return torch.cat(list(_rows(importance, name, length)))
 
 
 def _rows(importance: Importance, name: str, length: int) -> Iterator[Tensor]:
-    # Pieces of whole rows; a row longer than a piece is read at once.
-    for piece in importance.chunks(name, length * max(1, CHUNK // length)):
-        yield piece.view(-1, length).double().mean(1).float()
+    # Chunks of whole rows; a row longer than a chunk is read at once.
+    for chunk in importance.chunks(name, length * max(1, CHUNK // length)):
+        yield chunk.view(-1, length).double().mean(1).float()

@@ -355,8 +355,8 @@ class _Rounded(Computed):
         quantizer, dtype = self._quantizers[self._bits[name]], self.dtype(name)
         length, width = _run(_row(self.shape(name)), quantizer.group)
         held = torch.zeros(0, dtype=dtype)
-        for piece in chunks_of(self._weights, name, length):
-            work = piece.to(torch.float64 if dtype == torch.float64 else torch.float32).view(-1, width)
+        for chunk in chunks_of(self._weights, name, length):
+            work = chunk.to(torch.float64 if dtype == torch.float64 else torch.float32).view(-1, width)
             held = torch.cat([held, quantizer.rounded(work).reshape(-1).to(dtype)])
             whole = held.numel() // size * size
             yield from held[:whole].split(size) if whole else ()

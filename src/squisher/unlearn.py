@@ -110,10 +110,10 @@ class Dampened(Computed):
 
 
 def _checked(importance: Mapping[str, Tensor], name: str, size: int) -> Iterator[Tensor]:
-    for piece in chunks_of(importance, name, size):
+    for chunk in chunks_of(importance, name, size):
         if not isinstance(importance, Importance):  # which checks itself
-            check_values(name, piece)
-        yield piece
+            check_values(name, chunk)
+        yield chunk
 
 
 def _matched(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..errors import FileError, ScaleError, SquisherError, SquisherWarning
 from ..importance import Importance, Provenance, Spoiler
-from ..importance.codec import Codec
+from ..importance.provenance import Codec
 from ..storage.tensors import one_thread
 from .distribution import Distribution, Tally
 

@@ -7,10 +7,10 @@ embed, consolidate). The scale rule lives here, once: `Importance.as_fisher` and
 from __future__ import annotations
 
 from .checks import check_values, structure_hash
+from .combining import checked, on_common_scale
 from .core import FILE_NAME, Importance, load
 from .facts import Absence, Level, Naming, Pollution, Reason, RunFacts, Spoiler
 from .provenance import Provenance
-from .scale import checked, on_common_scale
 
 __all__ = [
     "FILE_NAME",

@@ -20,19 +20,15 @@ from .. import __version__, ranks
 from ..errors import (
     FileError,
     NamingError,
-    ScaleError,
     SquisherError,
     SquisherWarning,
     near,
 )
-from ..names import align
 from ..storage import hub, safetensors
 from ..storage.codecs import CODECS, Encoded, check_codec, decoded
 from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
 from .checks import check_all, check_values, checked_dtype, short, tensors_only
-from .codec import Codec
-from .mean import Mean, Spread, weights_of
-from .provenance import KINDS, Provenance, fisher_factor, scale_differences
+from .provenance import KINDS, Codec, Provenance, fisher_factor
 
 __all__ = ["FILE_NAME", "Importance", "load"]
 
@@ -195,10 +191,10 @@ class Importance(Mapping[str, Tensor]):
         return stored if self._factor == 1.0 else torch.promote_types(stored, torch.float32)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat pieces on the CPU, in order; every piece is checked."""
-        for piece in chunks_of(self._tensors, self._known(name), size):
-            check_values(name, piece)
-            yield self._scaled(piece)
+        """One tensor in flat chunks on the CPU, in order; every chunk is checked."""
+        for chunk in chunks_of(self._tensors, self._known(name), size):
+            check_values(name, chunk)
+            yield self._scaled(chunk)
 
     def _scaled(self, values: Tensor) -> Tensor:
         if self._factor == 1.0:
@@ -269,7 +265,9 @@ class Importance(Mapping[str, Tensor]):
         Raises:
             SquisherError: Names, shapes, kinds or scales differ, or a number of examples is not known.
         """
-        mean = Mean(_parts(importances, weights))
+        from .combining import Mean, with_shares  # which needs this module
+
+        mean = Mean(with_shares(importances, weights))
         first = importances[0]
         counts = [imp.provenance.examples for imp in importances]
         examples = None if None in counts else sum(c for c in counts if c is not None)
@@ -301,9 +299,11 @@ class Importance(Mapping[str, Tensor]):
         Raises:
             SquisherError: There are fewer than two, or `combine` refuses them.
         """
+        from .combining import Spread, with_shares
+
         if len(importances) < 2:
             raise SquisherError("Standard errors need two parts of the data or more: measure the parts one by one.")
-        return Spread(_parts(importances, weights))
+        return Spread(with_shares(importances, weights))
 
     # -- scale ---------------------------------------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class Importance(Mapping[str, Tensor]):
         shard_bytes: int = safetensors.SHARD_BYTES,
         progress: safetensors.Progress | None = None,
     ) -> None:
-        """Write the importance as safetensors, whole or not at all; memory is bounded by one piece.
+        """Write the importance as safetensors, whole or not at all; memory is bounded by one chunk.
 
         Tensors that are spread over processes are gathered one after the other, and the first process writes; all must
         call this. To write in parallel, give `dict(importance)` to `torch.distributed.checkpoint.save`.
@@ -396,21 +396,6 @@ class Importance(Mapping[str, Tensor]):
             ranks.write_once(ranks.Gathered(self, held), write)
         else:
             write(self)
-
-
-def _parts(importances: Sequence[Importance], weights: str | Sequence[float]) -> list[tuple[Importance, float]]:
-    """Return importances that may be averaged, each with its share of the mean."""
-    if not importances:
-        raise SquisherError("combine needs at least one importance, but got none.")
-    first = importances[0]
-    for other in importances[1:]:
-        align(first, other, ("one importance", "the other"), both=True)
-        differing = scale_differences([first.provenance, other.provenance])
-        if differing:
-            raise ScaleError(f"Cannot combine importances that differ in {', '.join(differing)}.")
-    factors = weights_of(importances, weights)
-    total = math.fsum(factors)
-    return [(imp, factor / total) for imp, factor in zip(importances, factors, strict=True)]
 
 
 def load(path: str | os.PathLike[str]) -> Importance:

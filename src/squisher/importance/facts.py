@@ -1,4 +1,7 @@
-"""What is known about a training run and its parameters: typed values that code decides on, each with a note for people."""
+"""What is known about a training run and its parameters: typed values that code decides on, each with a note for people.
+
+Files of format version 1 said in sentences what is a code now; the sentences that it wrote are at the end, with their codes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from enum import Enum
 from typing import Any
 
 from ..errors import SquisherError, near
-from . import version1
 
 __all__ = [
     "LOSS_REDUCTIONS",
@@ -75,7 +77,7 @@ class Absence:
     def read(cls, value: Any) -> Absence:
         """Return an absence from itself, from JSON, from a code, or from a sentence."""
         if isinstance(value, str):
-            value = version1.absence(value) if value not in _values(Reason) else {"reason": value}
+            value = _version1_absence(value) if value not in _values(Reason) else {"reason": value}
         return _read(cls, value, "reason", Reason)
 
 
@@ -126,7 +128,7 @@ class Pollution:
     def read(cls, value: Any) -> Pollution:
         """Return a pollution from itself, from JSON, from a code, or from a sentence."""
         if isinstance(value, str):
-            value = version1.pollution(value) if value not in _values(Spoiler) else {"code": value}
+            value = _version1_pollution(value) if value not in _values(Spoiler) else {"code": value}
         if isinstance(value, Mapping) and "parameters" in value:
             value = {**value, "parameters": tuple(value["parameters"])}
         return _read(cls, value, "code", Spoiler)
@@ -265,3 +267,45 @@ def _read(cls: Any, value: Any, key: str, codes: type[Enum]) -> Any:
         )
     code = value[key]
     return cls(**{**value, key: codes(code) if code in _values(codes) else code})
+
+
+_ABSENT = {
+    "no gradient ever reached it": "no_gradient",
+    "never had a gradient": "no_gradient",
+    "not in the optimizer": "not_in_optimizer",
+    "not in the optimizer: frozen, or never given to it": "not_in_optimizer",
+    "frozen (requires_grad is False)": "frozen",
+    "not asked for": "not_requested",
+}
+_POLLUTION = {
+    "It holds the L2 weight decay": "l2",
+    "It may hold (Adam and AdamW cannot be told apart in this file) the L2 weight decay": "l2",
+    "Gradients were clipped": "clipping",
+    "The gradients were clipped": "clipping",
+    "The optimizer itself clips": "clipping",
+    "AMSGrad": "amsgrad",
+    "The gradient of an EWC penalty": "penalty",
+    "The loss smooths its labels": "label_smoothing",
+    "A step is made of": "added_batches",
+    "Each step squares the mean gradient": "accumulated",
+    "The optimizer counts": "steps_disagree",
+    "It is factored": "factored",
+    "It averages g² + eps": "epsilon",
+    "The optimizer squares d·g": "step_size",
+    "Its average started at one": "start",
+    "Rows without a gradient": "sparse",
+    "Its gradients are taken at": "other_weights",
+    "Another transformation comes before it": "uncertain",
+}
+
+
+def _version1_absence(sentence: str) -> dict[str, str]:
+    """Return an absence that was written as a sentence."""
+    code = "not_floating" if sentence.startswith("not a floating-point tensor") else "other"
+    return {"reason": _ABSENT.get(sentence, code), "note": sentence}
+
+
+def _version1_pollution(sentence: str) -> dict[str, str]:
+    """Return a pollution that was written as a sentence; its numbers stay in the sentence."""
+    found = (code for start, code in _POLLUTION.items() if sentence.startswith(start))
+    return {"code": next(found, "other"), "note": sentence}

@@ -26,9 +26,8 @@ from ..ranks import is_sharded, local_of, sharded_like
 from .batches import Batch
 from .fast import Fast
 from .joint import Joint
-from .likelihood import Objective
+from .likelihood import Objective, compared_with_own
 from .loop import Loop
-from .own_loss import compared_with_own
 from .proof import check_alone
 from .request import objective_for
 from .sharded import is_spread, whole_gradients

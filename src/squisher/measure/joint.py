@@ -1,7 +1,7 @@
 """The gradient of a whole batch, squared: one plain backward pass, with every gradient squared as soon as it is there.
 
-Re-entrant checkpointing adds the gradient of a parameter that several blocks share in several parts; such parameters are squared at
-the end of the pass.
+Re-entrant checkpointing adds the gradient of a parameter that several blocks share in several steps; such parameters are
+squared at the end of the pass. A pass may start from a column: a given gradient with respect to the outputs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from ..errors import SquisherError
 from .batches import Batch
-from .columns import send_back
 from .likelihood import Objective
 from .sums import Sums
 
@@ -91,3 +90,28 @@ def _square(parameter: Tensor, total: Tensor) -> None:
     if gradient is not None:
         gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)
         total.addcmul_(gradient, gradient)
+
+
+def send_back(values: Tensor, column: Tensor, again: bool = False) -> None:
+    """`values.backward(column)`, without the import of sympy (40 MB) that torch needs to check a gradient's shape.
+
+    Args:
+        values: what the model returned.
+        column: the gradient with respect to it.
+        again: whether another column follows, so that the graph must stay.
+    """
+    start: Tensor = _Start.apply(values, column)
+    start.backward(retain_graph=again)
+
+
+class _Start(torch.autograd.Function):
+    """A scalar whose gradient with respect to the values is the column."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, column: Tensor) -> Tensor:
+        ctx.column = column
+        return values.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return ctx.column, None

@@ -101,13 +101,13 @@ class Encoded(Computed):
         """One stored tensor in flat chunks; those of one parameter are asked for in order."""
         source, part, _, _ = self._layout[name]
         if part == "code":
-            pieces = self._log8(source)
+            chunks = self._log8(source)
         elif part == "row":
-            pieces = self._rank1(source)
+            chunks = self._rank1(source)
         else:
-            pieces = iter([self._ready.pop(name)]) if part else self._whole(source)
-        for piece in pieces:
-            yield from piece.split(size)
+            chunks = iter([self._ready.pop(name)]) if part else self._whole(source)
+        for chunk in chunks:
+            yield from chunk.split(size)
 
     def sample(self) -> tuple[Tensor, Tensor]:
         """Return some of the values, evenly spread over all (all of them, if they are few), and what they are decoded to."""

@@ -1,0 +1,167 @@
+"""Several importances together: the scale rule of everything that combines them, and their weighted mean."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import ScaleError, SquisherError
+from ..names import align
+from ..storage.tensors import CHUNK, Computed
+from .checks import Checked
+from .core import Importance
+from .provenance import scale_differences
+
+if TYPE_CHECKING:
+    from .core import Importance
+
+
+__all__ = ["Mean", "Spread", "checked", "on_common_scale", "with_shares"]
+
+
+def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "auto") -> list[Mapping[str, Tensor]]:
+    """Return importances that may be added to one another: the scale rule of everything that combines several.
+
+    Args:
+        importances: Importances or plain mappings.
+        scale: `"as_fisher"` converts all; `"stored"` takes all as they are; `"auto"` converts if all can be, takes them
+            as they are if none can be and nothing known about them differs, and refuses otherwise.
+
+    Raises:
+        ScaleError: They have no common scale; the message says what differs.
+    """
+    if scale not in ("auto", "stored", "as_fisher"):
+        raise SquisherError(f"scale is auto, stored or as_fisher, not {scale!r}.")
+    if scale == "stored":
+        return [checked(imp) for imp in importances]
+    converted: list[Importance | ScaleError] = [_converted(imp) for imp in importances]
+    fishers = [c for c in converted if isinstance(c, Importance)]
+    failures = [(k, c) for k, c in enumerate(converted) if isinstance(c, ScaleError)]
+    if not failures:
+        return list(_one_unit(fishers))
+    if scale == "as_fisher":
+        k, error = failures[0]
+        raise ScaleError(f"Importance {k + 1} of {len(converted)} cannot be brought to the scale of a Fisher: {error}")
+    if fishers:
+        k, error = failures[0]
+        raise ScaleError(
+            f"{len(fishers)} of {len(converted)} importances can be brought to the scale of a Fisher, but number {k + 1} "
+            f"cannot: {error} Supply that, or pass scale='stored' to combine the numbers as they are."
+        )
+    differing = scale_differences([imp.provenance for imp in importances if isinstance(imp, Importance)])
+    if differing:
+        raise ScaleError(
+            f"The importances differ in {', '.join(differing)} and cannot be brought to the scale of a Fisher: "
+            f"{failures[0][1]} Supply that, or pass scale='stored' to combine the numbers as they are."
+        )
+    return [checked(imp) for imp in importances]
+
+
+def checked(importance: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return an importance as it is, and a plain mapping so that NaN, infinite and negative values are refused on reading."""
+    return importance if isinstance(importance, Importance) else Checked(importance)
+
+
+def _converted(imp: Mapping[str, Tensor]) -> Importance | ScaleError:
+    if not isinstance(imp, Importance):
+        return ScaleError("it is a plain mapping without provenance; wrap it in squisher.Importance(...).")
+    try:
+        return imp.as_fisher()
+    except ScaleError as error:
+        return error
+
+
+def _one_unit(fishers: list[Importance]) -> list[Importance]:
+    units = list(dict.fromkeys(imp.provenance.unit for imp in fishers))
+    if len(units) <= 1:
+        return fishers
+    for unit in units:
+        try:
+            return [imp.as_fisher(unit) for imp in fishers]
+        except ScaleError:
+            continue
+    raise ScaleError(f"The importances are per {' and per '.join(map(str, units))}, which have no common scale.")
+
+
+class Mean(Computed):
+    """The weighted mean of several importances, computed when asked for."""
+
+    def __init__(self, parts: Sequence[tuple[Importance, float]]):
+        super().__init__(parts[0][0])
+        self._parts = list(parts)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.stack([weight * imp[name].float() for imp, weight in self._parts]).sum(0)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Single precision, whatever the parts have."""
+        return torch.float32
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """One tensor in flat chunks, in order."""
+        for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._parts), strict=True):
+            weighted = [w * chunk.float() for (_, w), chunk in zip(self._parts, chunks, strict=True)]
+            yield torch.stack(weighted).sum(0)
+
+
+class Spread(Mean):
+    """The standard error of each entry of such a mean, from how far its parts lie apart."""
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._spread([imp[name] for imp, _ in self._parts])
+
+    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
+        """Return one tensor in flat chunks, in order."""
+        for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._parts), strict=True):
+            yield self._spread(chunks)
+
+    def _spread(self, values: Sequence[Tensor]) -> Tensor:
+        weights = [weight for _, weight in self._parts]
+        stacked = torch.stack([value.double() for value in values])
+        shares = torch.tensor(weights, dtype=torch.float64, device=stacked.device).view(-1, *[1] * (stacked.dim() - 1))
+        mean = (shares * stacked).sum(0)
+        count = len(weights)
+        return (count / (count - 1) * (shares * (stacked - mean)).square().sum(0)).sqrt().float()
+
+
+def weights_of(importances: Sequence[Importance], weights: str | Sequence[float]) -> list[float]:
+    """One positive number each; see `Importance.combine`."""
+    if weights == "equal":
+        return [1.0] * len(importances)
+    if weights == "examples":
+        by_token = [imp.provenance.kind == "fisher" and imp.provenance.unit == "token" for imp in importances]
+        counts = [
+            imp.provenance.tokens or 0 if tokens else imp.provenance.examples or 0
+            for imp, tokens in zip(importances, by_token, strict=True)
+        ]
+        for k, (count, tokens) in enumerate(zip(counts, by_token, strict=True)):
+            if not count:
+                raise SquisherError(
+                    f"Importance {k + 1} does not say how many {'tokens' if tokens else 'examples'} it saw; pass "
+                    "weights='equal' or one number each."
+                )
+        return [float(count) for count in counts]
+    if isinstance(weights, str):
+        raise SquisherError(f"weights is 'examples', 'equal' or one number each, not {weights!r}.")
+    if len(weights) != len(importances) or not all(math.isfinite(w) and w > 0 for w in weights):
+        raise SquisherError(f"combine needs {len(importances)} positive weights, but got {list(weights)}.")
+    return [float(w) for w in weights]
+
+
+def with_shares(importances: Sequence[Importance], weights: str | Sequence[float]) -> list[tuple[Importance, float]]:
+    """Return importances that may be averaged, each with its share of the mean."""
+    if not importances:
+        raise SquisherError("combine needs at least one importance, but got none.")
+    first = importances[0]
+    for other in importances[1:]:
+        align(first, other, ("one importance", "the other"), both=True)
+        differing = scale_differences([first.provenance, other.provenance])
+        if differing:
+            raise ScaleError(f"Cannot combine importances that differ in {', '.join(differing)}.")
+    factors = weights_of(importances, weights)
+    total = math.fsum(factors)
+    return [(imp, factor / total) for imp, factor in zip(importances, factors, strict=True)]
