@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TEST_WORKERS ?= 2
 FUZZ_SEED ?= 1
-# One OpenMP thread a worker: two workers with two threads each only wait for one another.
+# One OpenMP thread: threads that share a core with other work only wait for one another.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 # The frameworks that write the formats are large, so they have an environment of their own.
@@ -76,7 +76,7 @@ results: $(INSTALLED) ## every table, figure and verdict in docs/ that comes fro
 
 docs: $(INSTALLED) ## run every tutorial and build the site into site/
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
-	$(BIN)/python -m mkdocs build --strict
+	$(TEST_ENV) $(BIN)/python -m mkdocs build --strict
 
 clean: ## remove .venv and caches
 	rm -rf $(VENV) $(FRAMEWORK_VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,6 +1,7 @@
 """A training step with a penalty for past tasks, beside a plain one: ours two ways, the usual loop, Avalanche's plugin.
 
 python -m benchmarks.ewc [--rounds 20] [--threads 1] [--avalanche-python PATH] [--small]
+python -m benchmarks.ewc --decoupled [--rounds 20]     the pull after the step alone, beside the plain step and add_gradient_
 
 All ways take turns, step by step, in one process, with the same network and optimizer; what is reported is the median over rounds
 of the ratio to the plain step of the same round. Avalanche is measured so in a process of its own (and its own Python, where it
@@ -90,13 +91,17 @@ def steps(case: str, model_name: str, tasks: int, small: bool) -> tuple[dict[str
     model, inputs, labels = network(model_name, small)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
 
-    def step(penalty: Callable[[Tensor], Tensor] | None = None, after: Step | None = None) -> None:
+    def step(
+        penalty: Callable[[Tensor], Tensor] | None = None, after: Step | None = None, last: Step | None = None
+    ) -> None:
         optimizer.zero_grad()
         loss = nn.functional.cross_entropy(model(inputs), labels)
         (loss if penalty is None else penalty(loss)).backward()
         if after is not None:
             after()
         optimizer.step()
+        if last is not None:
+            last()
 
     ways: dict[str, Step] = {PLAIN: step}
     if case == "avalanche":
@@ -113,9 +118,19 @@ def steps(case: str, model_name: str, tasks: int, small: bool) -> tuple[dict[str
             return loss
 
         ways["squisher: add_gradient_"] = lambda: step(after=ewc.add_gradient_)
+        if case == "decoupled":
+            ewc.pull_(optimizer)  # from now on it knows which steps were taken
+            ways["squisher: pull_"] = lambda: step(last=lambda: _check(ewc.pull_(optimizer)))
+            ways["squisher: pull_, metric adam"] = lambda: step(last=lambda: _check(ewc.pull_(optimizer, "adam")))
+            return ways, sum(p.numel() for p in model.parameters())
         ways["squisher: penalty"] = lambda: step(lambda loss: loss + ewc.penalty())
         ways["loop over parameters"] = lambda: step(usual)
     return ways, sum(p.numel() for p in model.parameters())
+
+
+def _check(pulled: bool) -> None:
+    if not pulled:
+        raise SystemExit("The pull saw no step.")
 
 
 def avalanche(model: nn.Module, tasks: int) -> Callable[[Tensor], Tensor]:
@@ -191,6 +206,23 @@ def in_process(python: str, case: str, options: argparse.Namespace) -> dict[str,
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def decoupled(options: argparse.Namespace) -> None:
+    """The pull after the step; what is in the document beside it stays."""
+    found = {name: in_process(sys.executable, f"decoupled:{name}:1", options) for name in MODELS}
+    for name, case in found.items():
+        if "not run" in case:
+            raise SystemExit(f"{name} failed: {case['not run']}")
+        for way, entry in case["ways"].items():
+            print(f"{name}: {way}: {entry['processor_relative_to_plain']}", flush=True)
+    if options.small:
+        return
+    torch.set_num_threads(options.threads)  # for the environment that is recorded
+    file = harness.RESULTS / "ewc.json"
+    document = json.loads(file.read_text("utf-8"))
+    document["decoupled"] = {"rounds": options.rounds, "cases": found, "environment": harness.environment()}
+    file.write_text(json.dumps(document, indent=2) + "\n", "utf-8")
+
+
 def main() -> None:
     """Runs all cases, or the one that is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -198,10 +230,14 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--avalanche-python", help="a Python that has avalanche-lib and torch")
+    parser.add_argument("--decoupled", action="store_true", help="only EWC.pull_, into a part of its own")
     parser.add_argument("--small", action="store_true", help="tiny networks: whether it runs, not how fast")
     options = parser.parse_args()
     if options.case:
         print(json.dumps(run_case(options.case, options)))
+        return
+    if options.decoupled:
+        decoupled(options)
         return
     cases: dict[str, Any] = {}
     for model_name, tasks in itertools.product(MODELS, TASKS):

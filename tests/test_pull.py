@@ -196,6 +196,9 @@ def test_what_is_refused():
     one_step(model, optimizer)
     with pytest.raises(squisher.SquisherError, match="metric is plain or adam"):
         ewc.pull_(optimizer, "fisher")
+    ewc.pull_(optimizer)
+    with pytest.raises(squisher.SquisherError, match="metric is plain or adam"):
+        ewc.pull_(optimizer, "fisher")  # where there is no step to follow, too
     with pytest.raises(squisher.SquisherError, match="metric is plain or adam"):
         ewc.pull_after_steps(optimizer, "fisher")
     one_step(model, optimizer)

@@ -183,6 +183,7 @@ class EWC:
         Raises:
             SquisherError: The metric does not exist, or the optimizer has none of the parameters or no state for the metric.
         """
+        _check_metric(metric)
         inner = unwrapped(optimizer)
         taken = self._steps.since_asked(inner)
         if taken:
@@ -211,7 +212,6 @@ class EWC:
 
     @torch.no_grad()
     def _pull(self, optimizer: torch.optim.Optimizer, metric: str) -> None:
-        _check_metric(metric)
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         pulls = []
         for parameter, weight, centre in self._held():
