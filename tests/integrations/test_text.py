@@ -201,4 +201,5 @@ def test_an_adapter_is_measured_under_the_names_of_its_file(tmp_path, data, kind
     live = squisher.fisher(adapted.eval(), batches, method="loop")
     measured = sorted(float(live[name].sum()) for name in live)
     assert sorted(float(imp[name].sum()) for name in imp) == pytest.approx(measured, rel=1e-3)
-    assert "is no adapter" in run("fisher", tmp_path / "base", "--data", data, "--out", out, "--base", "x").stderr
+    other = tmp_path / "other.safetensors"
+    assert "is no adapter" in run("fisher", tmp_path / "base", "--data", data, "--out", other, "--base", "x").stderr

@@ -189,7 +189,7 @@ def _from_file(
     for one in optimizers:
         own = models if one.models is None or options.named else one.models
         try:
-            solution = resolve(one, own, given, rules, later, found.hint)
+            solution = resolve(one, own, given, rules, later, found.hint, found.laws)
         except NamingError as error:
             if len(optimizers) == 1 or not _single_numbers(one):
                 raise

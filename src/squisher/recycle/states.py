@@ -12,6 +12,7 @@ from torch import Tensor
 from ..errors import NoAccumulatorError
 from ..importance import RunFacts
 from ..storage.tensors import TensorSource
+from .naming.laws import Law
 from .optimizers.accumulators import identify
 from .optimizers.factored import join
 from .optimizers.table import TABLE
@@ -146,6 +147,7 @@ class Found:
         assume_mean: Whether a loss whose reduction is not recorded may be taken as a mean over examples, torch's default.
         later: Other models, to be tried one after the other where the first leave names open.
         hint: What would settle the names, in this format's own terms, where they stay open.
+        laws: Returns the laws of the model's structure, evidence for names; called once they are needed.
     """
 
     optimizers: Sequence[OptimizerState]
@@ -156,6 +158,7 @@ class Found:
     assume_mean: bool = True
     later: Iterable[Sequence[tuple[str, Sequence[Candidate]]]] = ()
     hint: str = ""
+    laws: Callable[[], Sequence[Law]] = tuple
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 
 from torch import nn
@@ -13,12 +14,13 @@ from ...storage.folders import Weights, open_weights
 from ...storage.json_files import read_object
 from ..naming.candidates import Candidates, candidates_of_module, surplus
 from ..naming.hf_model import MissingPackage, built_by, meta_model
+from ..naming.laws import Law, derived_laws
 from ..naming.partitions import sorted_as_text
 from ..naming.transformers4 import in_file_order, in_order_of_version_4
 from ..states import Found, Options
 from .torch_file import candidates_of
 
-__all__ = ["model_candidates", "with_model"]
+__all__ = ["laws_of", "model_candidates", "with_model"]
 
 
 def with_model(found: Found, options: Options) -> Found:
@@ -27,7 +29,13 @@ def with_model(found: Found, options: Options) -> Found:
         return found
     label, trained, every = model_candidates(options.model)
     facts = replace(found.facts, tied=every.tied)
-    return replace(found, models=[(label, trained.parameters)], facts=facts, parameters=every.parameters)
+    models = [(label, trained.parameters)]
+    return replace(found, models=models, facts=facts, parameters=every.parameters, laws=laws_of(options.model))
+
+
+def laws_of(folder: Path) -> Callable[[], Sequence[Law]]:
+    """Return what derives the laws of the model in a folder; nothing is built before it is called, and only once."""
+    return cache(partial(derived_laws, folder)) if (folder / "config.json").is_file() else tuple
 
 
 def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, Candidates, Candidates]:

@@ -19,7 +19,7 @@ from ..naming.hf_rules import galore_rule
 from ..optimizers.accumulators import step_of
 from ..states import Candidate, Found, OptimizerState, Options
 from ..weights import pinned, sorted_by_name
-from .model_source import model_candidates, with_model
+from .model_source import laws_of, model_candidates, with_model
 from .torch_file import candidates_of, read_torch_file
 from .training_args import facts_of, target_modules, training_args
 
@@ -74,13 +74,15 @@ def read_trainer(folder: Path, options: Options) -> Found:
     targets = target_modules(args)
     special = [galore_rule(targets)] if targets else []
     if options.named or all(entry.name is not None for entry in optimizer.entries):
-        return Found([optimizer], _to_check_with(folder), facts, special, assume_mean=assume_mean)
+        laws = laws_of(options.model or folder)
+        return Found([optimizer], _to_check_with(folder), facts, special, assume_mean=assume_mean, laws=laws)
     tiers = _tiers(optimizer, folder, options)
     sources, model = next(tiers, ([], Candidates([], {})))
     later = (others for others, _ in tiers)
     hint = _ADAPTED if (folder / "adapter_config.json").is_file() and not (options.base_model or options.model) else ""
     known = replace(facts, tied=model.tied)
-    return Found([optimizer], sources, known, special, model.parameters, assume_mean, later, hint)
+    laws = laws_of(options.model or folder)
+    return Found([optimizer], sources, known, special, model.parameters, assume_mean, later, hint, laws)
 
 
 def _to_check_with(folder: Path) -> Sources:

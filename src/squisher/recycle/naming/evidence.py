@@ -11,13 +11,14 @@ for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import NormalDist
 
 import numpy as np
 
 from ..states import Candidate, Entry
+from .laws import Law
 from .values import Array, Values
 
 __all__ = ["Evidence", "weigh"]
@@ -27,7 +28,7 @@ AGREE = 0.8  # a pair obeys a law: its channel sums are equal to within a few pe
 APART = 0.3  # and no other entry comes nearer than this in the same law
 CLEARER = 3.0  # nor, in any law, does another entry or another parameter come so near that its error is less than so many times
 ALIKE = 0.7  # correlation of the logarithms of v of a bias and of the rows of its weight
-ALONE = 0.25  # and no other bias, nor another weight, comes nearer than this
+ALONE = 0.5  # and no other bias, nor another weight, comes nearer than this: norms beside a layer look like its bias
 NEIGHBOURS = 6  # matrices of the model, on either side, that a matrix may be tied to
 MOVED = 0.1  # correlation of a movement with the steps of its state
 TIMES = 3.0  # and so many times that of any other entry
@@ -61,15 +62,19 @@ class _Vote:
     certainty: float
 
 
-def weigh(candidates: Sequence[Candidate], entries: Sequence[Entry]) -> Evidence:
+def weigh(
+    candidates: Sequence[Candidate], entries: Sequence[Entry], derived: Callable[[], Sequence[Law]] = tuple
+) -> Evidence:
     """Return what the values say about who is who.
 
     Args:
         candidates: The parameters of the model; those whose weight is not at hand say nothing.
         entries: What the optimizer keeps.
+        derived: Returns the laws of the model's own structure, where they are known.
     """
     values = Values(candidates, entries)
     laws, moves = list(_by_laws(values)), list(_by_movement(values))
+    laws += _by_derived_laws(values, derived, _agreed([*laws, *moves]))
     profiles = list(_by_profiles(values, _agreed([*laws, *moves])))
     agreed = _agreed([*laws, *moves, *profiles])
     kinds = [n for n, v in (("first moments", laws), ("movement", moves), ("profiles of v", profiles)) if v]
@@ -209,6 +214,86 @@ def _carried(sums: Array) -> float:
     squares = (sums - sums.mean()) ** 2
     fourth = float(squares @ squares)
     return min(len(sums), 3 * float(squares.sum()) ** 2 / fourth) if fourth > 0 else 0.0
+
+
+# -- laws of the model's structure -----------------------------------------------------------------------------------------
+
+
+def _by_derived_laws(values: Values, derived: Callable[[], Sequence[Law]], known: Mapping[int, _Vote]) -> list[_Vote]:
+    """Go from what is known to what is not: in a law with one or two unknown members, every entry of their shapes is tried."""
+    number = {
+        c.live_name or c.name: k for k, c in enumerate(values.candidates) if c.weight is not None and not c.pieces
+    }
+    laws = derived() if values.shapes and any(map(values.has_moment, range(len(values.entries)))) else ()
+    usable = [law for law in laws if all(name in number for name, _, _ in law.terms)]
+    entry_of = {vote.candidate: entry for entry, vote in known.items()}
+    entry_of |= {k: e for k in number.values() if (e := values.alone(k)) is not None and values.has_moment(e)}
+    members = [_members(values, law, number) for law in usable]
+    sizes = [sorted(len(m.entries) for m in law.values())[-2:] for law in members if law]
+    needed = _needed(sum(math.prod(size) for size in sizes))
+    votes: list[_Vote] = []
+    while True:
+        found = [vote for law in members for vote in _law_votes(law, entry_of) if vote.certainty >= needed]
+        agreed = list(_agreed(found).values())
+        votes += agreed
+        entry_of |= {vote.candidate: vote.entry for vote in agreed}
+        if not agreed:
+            return votes
+
+
+@dataclass(frozen=True)
+class _Member:
+    """A candidate in a law: its channel sums with every entry of its shape."""
+
+    entries: Sequence[int]
+    sums: Array  # channel, entry
+    minor: bool  # a vector that begins at nought: it carries little of the law
+
+
+def _members(values: Values, law: Law, number: Mapping[str, int]) -> dict[int, _Member]:
+    """Return the candidates of a law; none if it cannot be read from this checkpoint."""
+    shapes = {name: values.candidates[number[name]].shape for name, _, _ in law.terms}
+    sets = [reading.channels(shapes[name][reading.axis], law.heads) for name, reading, _ in law.terms]
+    if any(s is None for s in sets) or len({len(s) for s in sets if s is not None}) > 1:
+        return {}
+    most = max(16, values.channels // max(s.shape[1] for s in sets if s is not None))
+    members: dict[int, _Member] = {}
+    for name, reading, sign in law.terms:
+        k = number[name]
+        entries = [e for e, entry in enumerate(values.entries) if entry.shape == shapes[name] and values.has_moment(e)]
+        if not entries:
+            return {}
+        sums = sign * values.read(shapes[name], reading, law.heads, most)[:, values.row(k), :]
+        before = members.get(k)
+        total = sums if before is None else before.sums + sums
+        members[k] = _Member(entries, total, len(shapes[name]) == 1 and name.endswith("bias"))
+    return members
+
+
+def _law_votes(law: Mapping[int, _Member], entry_of: Mapping[int, int]) -> Iterator[_Vote]:
+    """Yield who the one or two unknown members of a law are, if one choice of entries obeys it and no other does."""
+    unknown = [k for k in law if k not in entry_of]
+    if len(unknown) > 2:
+        unknown = [k for k in unknown if not law[k].minor]
+    if not unknown or len(unknown) > 2:
+        return
+    fixed = np.zeros(len(next(iter(law.values())).sums))
+    for k in law.keys() & entry_of.keys():
+        fixed = fixed + law[k].sums[:, law[k].entries.index(entry_of[k])]
+    first = law[unknown[0]]
+    rest = -fixed[:, None] if len(unknown) == 1 else -fixed[:, None] - law[unknown[1]].sums
+    others = [-1] if len(unknown) == 1 else law[unknown[1]].entries
+    agreement = _concordance(first.sums, rest)
+    agreement[np.equal.outer(np.array(first.entries), np.array(others))] = -1.0
+    i, j = divmod(int(agreement.argmax()), agreement.shape[1])
+    best = float(agreement[i, j])
+    if best < AGREE:
+        return
+    certainty = _certainty(best, min(_carried(first.sums[:, i]), _carried(rest[:, j])))
+    for candidate, place, axis in ((unknown[0], i, 1), (unknown[-1], j, 0))[: len(unknown)]:
+        second = float(np.delete(agreement.max(axis), place).max(initial=-1.0))
+        if best - second >= APART and 1 - second >= CLEARER * (1 - best):
+            yield _Vote(law[candidate].entries[place], candidate, best, best - second, certainty)
 
 
 # -- profiles of v -------------------------------------------------------------------------------------------------------

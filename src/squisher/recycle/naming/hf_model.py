@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 from ...errors import NamingError, SquisherError
 from ...storage.json_files import read_object
 
-__all__ = ["MissingPackage", "adapted_model", "built_by", "meta_model"]
+__all__ = ["MissingPackage", "adapted_model", "built_by", "meta_model", "small_model"]
 
 _LAYERS = 10_000  # more than any model has; a hostile config may not keep us building for hours
 
@@ -55,6 +55,26 @@ def meta_model(folder: Path) -> nn.Module:
             f"transformers {transformers.__version__} cannot build a {name} from {config_file}: {reason}. Install the version "
             f"that trained it ({content.get('transformers_version', 'not recorded')}), or give the names with --names."
         ) from error
+
+
+def small_model(folder: Path, shrink: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any] | None:
+    """Return a running copy of a folder's model with another config, if its parameters have the same names.
+
+    Args:
+        folder: With a config.json.
+        shrink: Config to the one to build, and whatever else is to be handed back, None if there is none to build.
+    """
+    try:
+        real = meta_model(folder)
+        with _quietly():
+            config, extra = shrink(real.config)
+            if extra is None:
+                return None
+            small = type(real)(config)
+    except Exception:  # a config that cannot be shrunk so
+        return None
+    names = [[name for name, _ in model.named_parameters()] for model in (real, small)]
+    return (small, extra) if names[0] == names[1] else None
 
 
 def adapted_model(base: nn.Module, folder: Path) -> nn.Module:

@@ -22,6 +22,7 @@ from ...names import adapter_file_name
 from ...storage.json_files import parse_json
 from ..states import Candidate, OptimizerState
 from .evidence import Evidence, weigh
+from .laws import Law
 from .partitions import sorted_as_text, ways
 
 __all__ = ["RULES", "Rule", "Solution", "clean_names", "given_names", "matching", "recorded_name", "resolve"]
@@ -43,6 +44,7 @@ def resolve(
     rules: Sequence[tuple[str, Rule]] | None = None,
     later: Iterable[Sequence[Source]] = (),
     hint: str = "",
+    laws: Callable[[], Sequence[Law]] = tuple,
 ) -> Solution:
     """Return the names of an optimizer's parameters.
 
@@ -53,18 +55,19 @@ def resolve(
         rules: Grouping conventions to try; by default all that need no knowledge of the framework.
         later: Other sources, to be tried one after the other where the first leave the question open.
         hint: What would settle it, in the terms of the format.
+        laws: Returns the laws of the model's structure, where they can be derived.
 
     Raises:
         NamingError: Nothing fits, several different answers do, or the values contradict the only one that does.
     """
     if given is not None:
-        return _checked_given(optimizer, given, sources)
+        return _checked_given(optimizer, given, sources, laws)
     recorded = [entry.name for entry in optimizer.entries]
     if recorded and all(name is not None for name in recorded):
         return _recorded(optimizer, [name for name in recorded if name is not None], sources)
     tried: list[_Tier] = []
     for tier in itertools.chain([sources], later):
-        tried.append(_Tier(optimizer, tier, rules or RULES))
+        tried.append(_Tier(optimizer, tier, rules or RULES, laws))
         solution = tried[-1].solution()
         if solution is not None:
             return solution
@@ -77,10 +80,17 @@ def resolve(
 class _Tier:
     """Sources that count alike, and the answers that they allow."""
 
-    def __init__(self, optimizer: OptimizerState, sources: Sequence[Source], rules: Sequence[tuple[str, Rule]]):
+    def __init__(
+        self,
+        optimizer: OptimizerState,
+        sources: Sequence[Source],
+        rules: Sequence[tuple[str, Rule]],
+        laws: Callable[[], Sequence[Law]],
+    ):
         self.optimizer = optimizer
         self.sources = sources
         self.rules = rules
+        self.laws = laws
         self.answers: dict[tuple[str, ...], str] = {}
         self.open = False
         self._weighed: Evidence | None = None
@@ -127,7 +137,7 @@ class _Tier:
         """What the values say, weighed once."""
         if self._weighed is None:
             every = {c.name: c for _, candidates in self.sources for c in candidates}
-            self._weighed = weigh(list(every.values()), self.optimizer.entries)
+            self._weighed = weigh(list(every.values()), self.optimizer.entries, self.laws)
         return self._weighed
 
     def _check(self, names: Sequence[str], by: str) -> None:
@@ -290,7 +300,9 @@ def _no_duplicates(names: Sequence[str], when: str) -> None:
         seen.add(name)
 
 
-def _checked_given(optimizer: OptimizerState, given: Sequence[str], sources: Sequence[Source]) -> Solution:
+def _checked_given(
+    optimizer: OptimizerState, given: Sequence[str], sources: Sequence[Source], laws: Callable[[], Sequence[Law]]
+) -> Solution:
     if len(given) != len(optimizer.entries):
         raise NamingError(
             f"{len(given)} names were given, but the optimizer has {len(optimizer.entries)} parameters (groups of "
@@ -305,7 +317,7 @@ def _checked_given(optimizer: OptimizerState, given: Sequence[str], sources: Seq
                 f"The given names contradict the file: parameter {k} of the optimizer has the shape {entry.shape}, but "
                 f"{name!r} has {c.shape}. Give the names in the optimizer's order, which is that of its groups."
             )
-    evidence = weigh(list(known.values()), optimizer.entries)
+    evidence = weigh(list(known.values()), optimizer.entries, laws)
     wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
     if wrong:
         raise NamingError(_contradicted(given, "the names that were given", evidence, wrong))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...storage.tensors import CHUNK
 from ..states import Candidate, Entry, is_tensor
+from .laws import Heads, Reading
 
 __all__ = ["Array", "Values"]
 
@@ -38,6 +39,7 @@ class Values:
         self.candidates = candidates
         self.entries = entries
         self._profiles: dict[int, Array] = {}
+        self._read: dict[tuple[Shape, Reading, int], Array] = {}
         total = sum(math.prod(c.shape) for c in candidates)
         self.channels = 128 if total <= 200_000_000 else 64 if total <= 1_000_000_000 else 32
         wanted = {entry.shape for entry in entries}
@@ -73,11 +75,39 @@ class Values:
             self._profiles[entry] = np.log(np.maximum(v, 1e-30))
         return self._profiles[entry]
 
-    def sums(self, candidates: Sequence[tuple[int]], entries: Sequence[tuple[int]], axis: int) -> Array:
-        """Return Σ weight · first moment over all axes but one: channel, candidate, entry."""
-        weights = np.stack([self._channels(self.candidates[k].weight, axis) for (k,) in candidates], 1)
-        moments = np.stack([self._channels(self.entries[k].state["exp_avg"], axis) for (k,) in entries], 2)
-        return np.asarray(np.matmul(weights, moments), dtype=np.float64)
+    def sums(
+        self, candidates: Sequence[tuple[int]], entries: Sequence[tuple[int]], axis: int, sets: Array | None = None
+    ) -> Array:
+        """Return Σ weight · first moment over all axes but one: channel, candidate, entry.
+
+        Args:
+            candidates: Numbers of candidates of one shape.
+            entries: Numbers of entries of that shape.
+            axis: The axis whose channels are kept apart.
+            sets: Channels to sum into one, one set a row; by default each of the sampled channels alone.
+        """
+        chosen = None if sets is None else sets.reshape(-1)
+        weights = np.stack([self._channels(self.candidates[k].weight, axis, chosen) for (k,) in candidates], 1)
+        moments = np.stack([self._channels(self.entries[k].state["exp_avg"], axis, chosen) for (k,) in entries], 2)
+        sums = np.asarray(np.matmul(weights, moments), dtype=np.float64)
+        return sums if sets is None else sums.reshape(*sets.shape, *sums.shape[1:]).sum(1)
+
+    def read(self, shape: Shape, reading: Reading, heads: Heads, most: int) -> Array:
+        """Return the channel sums of one reading, of all candidates with all entries of a shape: channel, candidate, entry."""
+        key = (shape, reading, most)
+        if key not in self._read:
+            sets = reading.channels(shape[reading.axis], heads)
+            if sets is None:
+                raise ValueError(f"{reading} does not fit {shape}.")
+            candidates = [(k,) for k, c in enumerate(self.candidates) if c.shape == shape and c.weight is not None]
+            entries = [(k,) for k, e in enumerate(self.entries) if e.shape == shape and self.has_moment(k)]
+            self._read[key] = self.sums(candidates, entries, reading.axis, sets[_chosen(len(sets), most)])
+        return self._read[key]
+
+    def row(self, candidate: int) -> int:
+        """Return a candidate's place among those of its shape."""
+        shape = self.candidates[candidate].shape
+        return sum(c.shape == shape and c.weight is not None for c in self.candidates[:candidate])
 
     def steps(self, entry: int) -> Array:
         """Return the direction of the last steps, −m / √v, of sampled elements."""
@@ -91,10 +121,10 @@ class Values:
         c = self.candidates[candidate]
         return np.asarray(_sample(c.weight) - _sample(c.before))
 
-    def _channels(self, source: Any, axis: int) -> Array:
+    def _channels(self, source: Any, axis: int, chosen: Array | None = None) -> Array:
         """Return the sampled channels of one axis, one a row: of the first axis they are read alone, of another in blocks."""
         shape = tuple(source.shape)
-        chosen = _chosen(shape[axis], self.channels)
+        chosen = _chosen(shape[axis], self.channels) if chosen is None else chosen
         if axis == 0 and not isinstance(source, Tensor) and getattr(source, "is_contiguous", True):
             row = math.prod(shape[1:])
             return np.stack([_numpy(source.read_flat(k * row, (k + 1) * row)) for k in chosen.tolist()])
