@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast
 
@@ -19,6 +20,7 @@ __all__ = [
     "Gathered",
     "agree",
     "agree_on",
+    "break_off",
     "gather",
     "is_alone",
     "is_sharded",
@@ -75,6 +77,38 @@ def agree(error: BaseException | None, group: Any = None) -> None:
     for where, message in enumerate(messages):
         if message is not None:
             raise SquisherError(f"Process {where} of {len(messages)} failed, so this one stops too. There: {message}")
+
+
+def break_off(error: BaseException, run: str, patience: float = 5.0) -> BaseException:
+    """Leave a collective operation that the others are still in, so that they fail at once and can say why.
+
+    Their message comes through the store that the processes met at. Unless all fail alike, this ends the process group: the
+    processes are out of step, and whatever they sent each other from here on would be taken for something else.
+
+    Args:
+        error: what happened here; if it is that another process is gone, that process's error is looked for.
+        run: the same on all processes, and another one every time.
+        patience: seconds to wait for the others.
+
+    Returns:
+        What to raise.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    lost = any(word in str(error).lower() for word in ("gloo", "nccl", "connection"))
+    keys = [f"{run}/{k}" for k in range(world())]
+    if not lost:
+        store.set(keys[rank()], f"{type(error).__name__}: {error}")
+    told: list[int] = []
+    until = time.monotonic() + patience
+    while time.monotonic() < until and not (told and lost) and len(told) < len(keys):
+        told = [k for k, key in enumerate(keys) if store.check([key])]
+        time.sleep(0.05)
+    if len(told) < len(keys):
+        dist.destroy_process_group()
+    if lost and told:
+        message = store.get(keys[told[0]]).decode()
+        return SquisherError(f"Process {told[0]} of {len(keys)} failed, so this one stops too. There: {message}")
+    return error
 
 
 def sum_in_place(tensors: Iterable[Tensor]) -> None:

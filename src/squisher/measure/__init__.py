@@ -30,9 +30,10 @@ from .likelihood import Objective, compared_with_own
 from .loop import Loop
 from .proof import check_alone
 from .request import objective_for
-from .sharded import is_spread, whole_gradients
+from .sharded import copies_of, is_spread
 from .stream import Stream, same_model
 from .sums import Sums
+from .together import Together
 from .unfinished import Unfinished
 
 __all__ = ["fisher"]
@@ -64,8 +65,8 @@ def fisher(
     """Return the diagonal of the Fisher information of a model on data, as a mean over examples.
 
     With several processes (torchrun) every process gets the same model and the same batches, takes every world-th batch, and
-    returns the same result; with `divided=True` each has examples of its own, as a DistributedSampler gives them. A model that is spread over processes (FSDP2, `fully_shard`) is walked through the same batches by
-    all of them together, one example at a time, and the result is spread as its parameters are.
+    returns the same result; with `divided=True` each has examples of its own, as a DistributedSampler gives them. The result of a
+    model that is sharded over processes (FSDP2, `fully_shard`) is sharded as its parameters are.
 
     Args:
         model: any module; wrappers (compiled, data parallel) are looked through. Nothing about it is changed.
@@ -109,10 +110,6 @@ def fisher(
         raise SquisherError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
     model = eager_original(model)
     spread_out = is_spread(model)
-    if spread_out and method == "fast":
-        raise SquisherError("method='fast' needs whole parameters, and these are sharded (FSDP2). Use method='auto'.")
-    if spread_out and divided:
-        raise SquisherError("divided=True is not done for sharded models (FSDP2): give every process the same batches.")
     objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift)
     chosen, absent = _choose(model, parameters)
     if not eval_mode and per == "example":
@@ -120,12 +117,13 @@ def fisher(
     by_name: dict[str, Tensor] = {p.name: p.parameter for p in chosen}
     partial = Sums({name: local_of(p) for name, p in by_name.items()}, dtype)
     spread = _Spread(by_name, spread_out) if standard_error else None
-    engine: _Engine | None = None
+    together = Together(model, objective, by_name, per, method, shift, standard_error) if spread_out else None
+    engine: _Engine | None = together
     noted: dict[str, Any] = {}
     count = _Count()
-    if not spread_out:
+    if together is None:
         same_model(by_name)
-    stream = Stream(batches, model, max_examples, spread_out, divided)
+    stream = Stream(batches, model, max_examples, divided)
     kept: Unfinished | None = None
     if unfinished is not None:
         settings = {
@@ -147,10 +145,11 @@ def fisher(
         kept = Unfinished(unfinished, {**settings, "max_examples": max_examples}, by_name)
         kept.fill(partial)
     failure: BaseException | None = None
+    batch, index = None, None
     try:
         with (
             as_it_was(model, eval_mode),
-            whole_gradients(model, spread_out),
+            nullcontext() if together is None else together.ready(),
             nullcontext() if kept is None else kept.listening(),
         ):
             for batch, index, mine in stream:
@@ -160,23 +159,28 @@ def fisher(
                 if mine:
                     if engine is None:
                         objective, noted = compared_with_own(model, objective, batch, shift)
-                        engine = _engine(method, per, model, objective, by_name, spread_out)
+                        engine = _engine(method, per, model, objective, by_name)
                         if kept is not None:
                             engine.reached.update(kept.reached)
-                        if isinstance(engine, Loop) and per == "example" and not spread_out and batch.several_inputs():
+                        if isinstance(engine, Loop) and per == "example" and batch.several_inputs():
                             whole = objective.outputs(model, batch).values.detach()
                             check_alone(model, objective, batch, whole, interacting=False)
                     units = engine.add(partial, batch, index)
                     count.units += units
                     if spread is not None:
-                        spread.add(partial, units)
+                        spread.add(partial, units, together.totals if together is not None else None)
                 count.examples += batch.size
                 if kept is not None and engine is not None:
                     coverage = _merged([kept.coverage, engine.coverage], engine.reached)
                     kept.keep(partial, count.examples, count.units + kept.units, engine.reached, coverage, noted)
                 if progress is not None:
                     progress(count.examples, stream.total)
+            if together is not None:
+                together.finish(partial, batch, index)
+                noted = together.noted
     except (Exception, KeyboardInterrupt) as error:
+        if together is not None:
+            raise  # the others know
         failure = error
     ranks.agree(failure)
     stream.check()
@@ -191,7 +195,7 @@ def fisher(
     reached = set[str]().union(*ranks.gather(set(kept.reached if kept else ()) | set(engine.reached if engine else ())))
     before = [] if kept is None else [kept.coverage]
     coverage = _merged([*before, *ranks.gather({} if engine is None else engine.coverage)], reached)
-    units = count.units if spread_out else sum(ranks.gather(count.units))
+    units = sum(ranks.gather(count.units))
     if not units:
         raise SquisherError("No position counts: every label is -100 or masked, so there is nothing to measure.")
     if not reached:
@@ -200,8 +204,9 @@ def fisher(
             "use them."
         )
     sums = partial.complete()
-    if not spread_out:
-        ranks.sum_in_place(sums.values())
+    ranks.sum_in_place(s for name, s in sums.items() if not is_sharded(by_name[name]))
+    if together is not None:
+        together.shards.sum_copies(sums)
     relative = spread.relative(sums, units) if spread is not None else None
     with torch.no_grad():
         # As examples are counted, also where tokens are the unit: what a mean is over is in `unit`.
@@ -243,15 +248,9 @@ class _Count:
     units = 0
 
 
-def _engine(
-    method: str, per: str, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor], spread_out: bool
-) -> _Engine:
-    if method == "loop" or spread_out:
-        engine = Loop(model, objective, parameters, per)
-        if method != "loop":
-            why = dict.fromkeys(parameters, "the parameters are sharded (FSDP2)")
-            engine.coverage = {"method": "batch"} if per == "batch" else {"method": "loop", "loop": why}
-        return engine
+def _engine(method: str, per: str, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor]) -> _Engine:
+    if method == "loop":
+        return Loop(model, objective, parameters, per)
     if per == "batch":
         return Joint(model, objective, parameters)
     return Fast(model, objective, parameters, strict=method == "fast")
@@ -323,18 +322,25 @@ class _Spread:
 
     def __init__(self, parameters: Mapping[str, Tensor], spread_out: bool):
         self.names, self.spread_out = list(parameters), spread_out
-        self.here = torch.tensor([ranks.rank() == 0 or is_sharded(p) for p in parameters.values()])
+        # Shards add up, copies of a shard count together, and what every process holds whole counts once.
+        self.share = torch.tensor(
+            [1 / copies_of(p) if is_sharded(p) else float(ranks.rank() == 0) for p in parameters.values()]
+        )
         self.before = torch.zeros(len(self.names), dtype=torch.float64)
         self.sums = torch.zeros(4, len(self.names), dtype=torch.float64)  # K, Σ n², Σ n·(n m), Σ (n m)²
 
-    def add(self, sums: Mapping[str, Tensor], units: int) -> None:
-        now = self._totals(sums)
-        part, self.before = now - self.before, now
+    def add(self, sums: Mapping[str, Tensor], units: int, totals: Mapping[str, Tensor] | None = None) -> None:
+        """Note a batch: how the sums have grown since the last one, or what it added to each parameter."""
+        if totals is None:
+            now = self._totals(sums)
+            part, self.before = now - self.before, now
+        else:
+            zero = torch.zeros((), dtype=torch.float64)
+            part = torch.stack([totals.get(name, zero).cpu() for name in self.names])
         self.sums += torch.stack([torch.ones_like(part), torch.full_like(part, units**2), units * part, part**2])
 
     def relative(self, sums: Mapping[str, Tensor], units: int) -> dict[str, float | None]:
-        if not self.spread_out:
-            self.sums = torch.stack(ranks.gather(self.sums)).sum(0)
+        self.sums = torch.stack(ranks.gather(self.sums)).sum(0)
         total = self._totals(sums)
         mean = total / units
         batches, squares, cross, parts = self.sums
@@ -344,7 +350,4 @@ class _Spread:
 
     def _totals(self, sums: Mapping[str, Tensor]) -> Tensor:
         totals = torch.stack([sums[name].sum(dtype=torch.float64).cpu() for name in self.names])
-        if not self.spread_out:
-            return totals
-        # Parts add up; what every process holds whole counts once.
-        return torch.stack(ranks.gather(totals.where(self.here, 0.0))).sum(0)
+        return torch.stack(ranks.gather(totals * self.share)).sum(0) if self.spread_out else totals

@@ -106,6 +106,46 @@ _VIEWS = {"get.T", "get.mT", "get.H", "get.mH", "get.data", "get.real", "get.ima
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 
 
+# Steps between a parameter and what is made of it whose gradient needs shapes and indices only.
+_NEEDING_NO_VALUES = {
+    f"{name}Backward{n}"
+    for name in [
+        "Embedding",
+        "Slice",
+        "Select",
+        "View",
+        "UnsafeView",
+        "Reshape",
+        "ReshapeAlias",
+        "Unsqueeze",
+        "Squeeze",
+        "Expand",
+        "Transpose",
+        "Permute",
+        "T",
+        "Alias",
+        "Clone",
+        "ToCopy",
+        "Index",
+        "IndexSelect",
+        "Split",
+        "SplitWithSizes",
+        "Unbind",
+        "Narrow",
+        "Chunk",
+        "Add",
+        "Sub",
+        "Neg",
+        "Cat",
+        "Stack",
+        "Flip",
+        "Roll",
+        "Repeat",
+    ]
+    for n in range(3)
+}
+
+
 def looks_only(name: str) -> bool:
     """Whether an operation only looks at a tensor's form; `name` as of `name_of`."""
     return name in _FORM or (name.startswith("get.") and name not in _VIEWS)
@@ -171,6 +211,7 @@ class Pass:
         parameters: those to capture, by name.
         bounds: gets what the rounding of each parameter's gradient is measured by, if wanted.
         guess: whether a shared tensor with as many rows as there are examples is taken for rows of theirs, to see if it fits.
+        gathered: for a sharded model, its gathered parameters; they are there only while their layer is at work.
 
     Attributes:
         guessed: whether one was.
@@ -188,6 +229,7 @@ class Pass:
         parameters: Mapping[str, Tensor],
         bounds: dict[str, list[Piece]] | None = None,
         guess: bool = True,
+        gathered: Iterable[Tensor] | None = None,
     ):
         self.model, self.objective, self.batch, self.parameters = model, objective, batch, parameters
         self.examples, self.bounds = batch.size, bounds
@@ -196,7 +238,8 @@ class Pass:
         self.random = self.escaped = self.reentrant = False
         self.types: set[torch.dtype] = set()
         self._names = {id(p): name for name, p in parameters.items()}
-        self._known = {id(t) for t in (*model.parameters(), *model.buffers())}
+        self._sharded = gathered is not None
+        self._known = {id(t) for t in (*model.parameters(), *model.buffers(), *(gathered or ()))}
         self._marks: dict[int, tuple[Any, int, State, str]] = {}
         self._detached: dict[int, tuple[Tensor, Tensor]] = {}
         self._trace: list[Any] = []
@@ -245,6 +288,13 @@ class Pass:
             for leaf, node in _leaves(values)
             if id(leaf) in self._names
         }
+        if self._sharded:
+            unseen |= {
+                name: f"its gradient comes through {node}, for which it would have to be gathered again"
+                for source, names in self._behind.values()
+                for node in _nodes(source) - _NEEDING_NO_VALUES
+                for name in names
+            }
         unseen.update(
             (name, "its input is changed in place after use")
             for use in self._uses
@@ -254,6 +304,17 @@ class Pass:
         if unseen:
             raise Obstacle(unseen)
         return outputs
+
+    @property
+    def used_again(self) -> set[str]:
+        """Return the parameters whose gradient is complete only when several uses are through."""
+        return {self._names[key] for key, n in self._expected.items() if n > 1 and key in self._names} | self._parts
+
+    def carry(self, before: Tensor, after: Tensor) -> None:
+        """Note that another tensor stands for this one: its rows belong to the same examples."""
+        mark = self._marks.get(id(before))
+        if mark is not None and mark[0]() is before:
+            self._mark(after, *mark[2:])
 
     @property
     def captured(self) -> set[str]:
@@ -602,7 +663,8 @@ class Pass:
         if name in self._done:
             raise Obstacle({name: "it is used more often in the backward pass than in the forward pass"})
         self._done.add(name)
-        if self.many and isinstance(piece, Outer) and piece.left.shape[1] == 1:
+        # The squares of a sharded layer do not wait for the last column: they would be whole in all layers.
+        if self.many and not self._sharded and isinstance(piece, Outer) and piece.left.shape[1] == 1:
             self._aggregate(name, piece)
         else:
             piece.add_squares(self.sums[name], squares)
@@ -702,6 +764,17 @@ def _leaves(t: Tensor) -> Iterator[tuple[Tensor, str]]:
             elif child not in seen:
                 seen.add(child)
                 stack.append(child)
+
+
+def _nodes(t: Tensor) -> set[str]:
+    """Return the names of the operations behind a tensor."""
+    seen, stack = set(), [t.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in seen and not hasattr(node, "variable"):
+            seen.add(node)
+            stack += [child for child, _ in node.next_functions]
+    return {node.name() for node in seen}
 
 
 def _full_precision(device: str) -> AbstractContextManager[Any]:

@@ -24,13 +24,14 @@ from .batches import Batch
 from .capture import Obstacle, Pass, forward_pass
 from .likelihood import Objective, Outputs
 from .loop import Loop
-from .proof import Proof, check_alone, compare, prove
+from .proof import Proof, check_alone, compare, prove, total_of
 from .rules import Piece
 from .sums import Sums
 
-__all__ = ["Fast"]
+__all__ = ["PROVEN_ANEW", "Fast"]
 
-_PROVEN_ANEW = {16**k for k in range(12)}
+PROVEN_ANEW = {16**k for k in range(12)}
+"""The batches that are proven whatever they do."""
 
 
 class Fast:
@@ -93,7 +94,7 @@ class Fast:
 
     def _add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
         # Batches 1, 16, 256, ... are proven whatever they do; others when they do something new.
-        proof = self._prove(sums, batch, index) if self.number in _PROVEN_ANEW else None
+        proof = self._prove(sums, batch, index) if self.number in PROVEN_ANEW else None
         with only_requiring(self.model, self.parameters.values()):
             one, outputs = forward_pass(self.model, self.objective, batch, self.parameters)
             if one.program not in self.proven and proof is None:
@@ -132,7 +133,8 @@ class Fast:
         with torch.no_grad():
             found = {name: scratch[name] for name in doubtful if bool(scratch[name].any())}
         if found:
-            wrong = compare(found, self._expected(one.batch, index, found), bounds, one.types)
+            totals = {name: total_of(bounds[name], found[name]) for name in found if name in bounds}
+            wrong = compare(found, self._expected(one.batch, index, found), totals, one.types)
             if wrong:
                 raise Obstacle(wrong)
         with torch.no_grad():

@@ -14,7 +14,7 @@ from ..ranks import local_of
 from .batches import Batch
 from .likelihood import Objective
 
-__all__ = ["Loop", "each_gradient"]
+__all__ = ["Loop", "each_gradient", "requiring"]
 
 
 class Loop:
@@ -73,7 +73,7 @@ def each_gradient(
         How many units (examples, or tokens) there were.
     """
     units = 0
-    with _requiring(model, parameters) as everything, ExitStack() as hooks:
+    with requiring(model, parameters) as everything, ExitStack() as hooks:
         if on_arrival:
             for name, parameter in parameters.items():
                 hook = parameter.register_post_accumulate_grad_hook(partial(_arrived, receive, name))
@@ -97,7 +97,7 @@ def gradient_of_batch(
     parameters: Mapping[str, Tensor],
 ) -> int:
     """Call `receive` with the gradient of the summed terms of a whole batch; arguments as of `each_gradient`."""
-    with _requiring(model, parameters) as everything:
+    with requiring(model, parameters) as everything:
         outputs = objective.outputs(model, batch)
         for term in objective.terms(outputs, index):
             _backward(term.sum(), receive, parameters, everything)
@@ -129,7 +129,7 @@ def _arrived(receive: Callable[[str, Tensor], None], name: str, parameter: Tenso
         receive(name, gradient.to_dense() if gradient.is_sparse else gradient)
 
 
-class _requiring:  # noqa: N801 (used like a function)
+class requiring:  # noqa: N801 (used like a function)
     """Inside, these parameters require a gradient.
 
     The others stay as they are: freezing them would save time, but re-entrant checkpointing gives no gradient to a block

@@ -24,7 +24,18 @@ from .rules import Piece, examples_of
 from .sampling import normals
 from .sums import Sums
 
-__all__ = ["Proof", "check_alone", "compare", "prove", "tolerance_of", "total_of", "two_of"]
+__all__ = [
+    "Probe",
+    "Proof",
+    "check_alone",
+    "compare",
+    "difference_of",
+    "interaction",
+    "prove",
+    "tolerance_of",
+    "total_of",
+    "two_of",
+]
 
 # How far the square roots may differ, relative to the root of the sum of the squares of what is added up in a gradient.
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -75,7 +86,7 @@ def prove(
         Obstacle: something differs, or cannot be done at once.
     """
     if not callable(objective.likelihood):
-        objective = _Probe.of(objective)
+        objective = Probe.of(objective)
     chosen = two_of(batch)
     if chosen is None or len(chosen) < 2:
         return None
@@ -131,22 +142,28 @@ def _proven(
 def compare(
     found: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
-    bounds: Mapping[str, list[Piece]],
+    bounds: Mapping[str, Tensor],
     types: Iterable[torch.dtype],
 ) -> dict[str, str]:
-    """Return what differs between sums of squares of a whole batch and the loop's, and how; `bounds` as `Pass` gives them."""
+    """Return what differs between sums of squares and the loop's, and how.
+
+    Args:
+        found: the sums, by name.
+        expected: the loop's.
+        bounds: the sums of the squares of everything that was added up in the gradients; where one is missing, the sums themselves.
+        types: of the gradients.
+    """
     tolerance = tolerance_of(types)
     wrong = {}
     for name, theirs in expected.items():
-        bound = total_of(bounds[name], theirs) if name in bounds else theirs
-        error = _relative(found[name], theirs, bound)
+        error = _relative(found[name], theirs, bounds.get(name, theirs))
         if not error <= tolerance:
             wrong[name] = f"it differs from the loop (by {error:.1e}, allowed {tolerance:.0e})"
     return wrong
 
 
 @torch.no_grad()
-def total_of(bounds: list[Piece], like: Tensor) -> Tensor:
+def total_of(bounds: Iterable[Piece], like: Tensor) -> Tensor:
     """Return the sum over all examples of pieces, in the shape of `like`."""
     whole = torch.zeros_like(like)
     for piece in bounds:
@@ -193,7 +210,7 @@ def check_alone(
         try:
             # With gradients: re-entrant checkpointing warns without.
             own = alone[n] if alone is not None else objective.outputs(model, taken).values[0].detach()
-            found = _difference(model, own, values, n)
+            found = difference_of(model, own, values, n)
         except RuntimeError as error:
             found = f"cannot be computed ({error}), unlike"
         if not found:
@@ -201,11 +218,16 @@ def check_alone(
         _refuse_cut_input(model, objective, batch, taken, values, n)
         if not interacting:
             return
-        raise SquisherError(
-            f"Examples influence each other: the outputs of example {n} on its own {found} from those in its batch of {batch.size}, so "
-            "it has no gradient of its own in the batch. A batch statistic in the forward pass or the loss, or a contrastive loss, can "
-            "be the reason. Use method='loop' for every example on its own, or per='batch' for whole batches."
-        )
+        raise interaction(n, found, batch.size)
+
+
+def interaction(n: int, found: str, size: int) -> SquisherError:
+    """Return the error for examples that influence each other."""
+    return SquisherError(
+        f"Examples influence each other: the outputs of example {n} on its own {found} from those in its batch of {size}, so it has no "
+        "gradient of its own in the batch. A batch statistic in the forward pass or the loss, or a contrastive loss, can be the "
+        "reason. Use method='loop' for every example on its own, or per='batch' for whole batches."
+    )
 
 
 def _refuse_cut_input(
@@ -219,7 +241,7 @@ def _refuse_cut_input(
             )
 
 
-def _difference(model: nn.Module, own: Tensor, values: Tensor, n: int) -> str:
+def difference_of(model: nn.Module, own: Tensor, values: Tensor, n: int) -> str:
     """How the outputs of one example differ from its row of the batch's; "" if they do not."""
     row = values[n]
     if own.shape != row.shape:
@@ -235,7 +257,7 @@ def _difference(model: nn.Module, own: Tensor, values: Tensor, n: int) -> str:
 
 def _fits(model: nn.Module, objective: Objective, batch: Batch, values: Tensor, n: int) -> bool:
     try:
-        return not _difference(model, objective.outputs(model, batch).values[0].detach(), values, n)
+        return not difference_of(model, objective.outputs(model, batch).values[0].detach(), values, n)
     except (RuntimeError, SquisherError):
         return False
 
@@ -264,17 +286,18 @@ def tolerance_of(types: Iterable[torch.dtype]) -> float:
     return max((_TOLERANCE.get(t, _COARSEST) for t in types), default=0.0)
 
 
-class _Probe(Objective):
+class Probe(Objective):
     """Random gradients with respect to the outputs, the same for an example wherever it is: r(example, position) · r(class)."""
 
     @classmethod
-    def of(cls, objective: Objective) -> _Probe:
+    def of(cls, objective: Objective) -> Probe:
         """With two draws where the objective has several columns, which the engine adds up in another way."""
         given = {f.name: getattr(objective, f.name) for f in fields(objective)}
         several = objective.labels == "exact" or (objective.labels == "sampled" and objective.draws > 1)
         return cls(**{**given, "draws": 2 if several else 1})
 
     def terms(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
+        """Scalars whose gradients with respect to the outputs are the random ones."""
         for draw in range(self.draws):
             products = outputs.values * self._random(outputs, index, draw)
             by_position = products.sum(2) if products.dim() == 3 else products
@@ -285,6 +308,7 @@ class _Probe(Objective):
 
     @torch.no_grad()
     def columns(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
+        """Return the random gradients."""
         for draw in range(self.draws):
             yield from self._per_unit(self._random(outputs, index, draw))
 

@@ -1,34 +1,38 @@
-"""Models that are spread over processes (FSDP2, `fully_shard`): sharding is for memory, so all walk the same batches together.
+"""Models that are sharded over processes (FSDP2, `fully_shard`): what is gathered when, and sums that are sharded as parameters are.
 
-Every forward and backward pass is a collective operation, and the gradient that each process gets is its part of the mean over
-processes: of equal gradients, that is the gradient itself. Each squares its part, and nothing is summed at the end.
+A process holds a shard of every parameter; a layer is gathered while it is at work. The squares of its per-example gradients are whole
+then, too: as soon as the layer's backward pass is through they are summed over processes, each process keeps its shard of the sums, and
+the rest is freed. So a batch costs the traffic of a training step, and a process holds its shard and a layer or two.
+
+What is needed of fully_shard is not public: its groups of parameters, when one is gathered, and when its backward pass is through. It
+is all in this file.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import ranks
 from ..errors import SquisherError
 from ..ranks import is_sharded
-from .batches import batches_of, leaves_of
+from .examples import tensors_in
+from .sums import Sums
 
-__all__ = ["in_step", "is_spread", "whole_gradients"]
-
-_END = object()
+__all__ = ["Group", "Shards", "WholeSums", "copies_of", "is_spread"]
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether the parameters are spread over all processes by `fully_shard`.
+    """Whether the parameters are sharded over all processes by `fully_shard`.
 
     Raises:
-        SquisherError: they are spread in another way.
+        SquisherError: they are sharded in another way.
     """
     for module in model.modules():
         if type(module).__name__ == "FullyShardedDataParallel":
@@ -44,16 +48,17 @@ def is_spread(model: nn.Module) -> bool:
         if not is_sharded(parameter):
             continue
         found = True
-        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+        sharded: Any = parameter
         if id(parameter) not in ours:
             raise SquisherError(
                 f"{name!r} is a DTensor that fully_shard did not make (tensor parallelism?). Only parameters sharded by "
                 "fully_shard over all processes are measured; gather the model, or shard it with fully_shard alone."
             )
-        if mesh.ndim != 1 or mesh.size() != ranks.world():
+        if sharded.device_mesh.size() != ranks.world() or sum(p.is_shard() for p in sharded.placements) != 1:
             raise SquisherError(
-                f"{name!r} is sharded over a mesh of shape {tuple(mesh.shape)} in a job of {ranks.world()} processes. Only one "
-                "dimension over all of them is measured (no hybrid sharding, no tensor parallelism beside it)."
+                f"{name!r} is sharded as {sharded.placements} over a mesh of shape {tuple(sharded.device_mesh.shape)} in a job of "
+                f"{ranks.world()} processes. Measured are models sharded over all processes, or over some with copies of the shards "
+                "on the others (hybrid sharding); no tensor parallelism beside it."
             )
     for group in groups:
         for p in group.fsdp_params:
@@ -66,67 +71,278 @@ def is_spread(model: nn.Module) -> bool:
     return found
 
 
-@contextmanager
-def whole_gradients(model: nn.Module, spread_out: bool = True) -> Iterator[None]:
-    """Inside, gradients of a spread model are reduced to their mean, and all processes have the same random state."""
-    if not spread_out:
-        yield
-        return
-    wanted = {"gradient_divide_factor": None, "reduce_grads": True, "all_reduce_grads": True}
-    before = [(group, {name: getattr(group, name) for name in wanted}) for group in _groups(model)]
-    # Dropout that is left on must drop the same everywhere. Whoever calls this has saved the random state.
-    torch.manual_seed(ranks.gather(int(torch.randint(2**62, ())))[0])
-    try:
-        for group, _ in before:
-            _set(group, wanted)
-        yield
-    finally:
-        for group, values in before:
-            _set(group, values)
-        _reshard(model)
+def copies_of(parameter: Any) -> int:
+    """Return how many processes hold each shard of a DTensor."""
+    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
+    return math.prod(size for size, placement in sizes if not placement.is_shard())
 
 
-def in_step(batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield the user's batches, as long as all processes have the same one.
+class Group:
+    """Parameters that fully_shard gathers and frees together.
 
-    A process with other data would spoil the gradients of all, and one without would leave the others waiting.
-
-    Raises:
-        SquisherError: on all processes, if they differ or one failed.
+    Args:
+        group: its own object.
+        names: of the parameters that are measured, by the identity of their shards.
     """
-    iterator = batches_of(batches)
-    while True:
-        raw, mark, failure = _END, "none", None
+
+    def __init__(self, group: Any, names: Mapping[int, str]):
+        self.group = group
+        self.members = {names[id(p.sharded_param)]: p for p in group.fsdp_params if id(p.sharded_param) in names}
+
+    def gathered(self) -> dict[str, Tensor]:
+        """Return the gathered parameters, by name; those of a group that never was at work do not exist."""
+        return {name: p._unsharded_param for name, p in self.members.items() if hasattr(p, "_unsharded_param")}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Take the gradients that were accumulated here and not reduced, of all parameters; return those of the members, by name."""
+        names = {id(p): name for name, p in self.members.items()}
+        found = {}
+        for p in self.group.fsdp_params:
+            unsharded = getattr(p, "_unsharded_param", None)
+            if unsharded is None:
+                continue
+            parts = [g for g in (p.unsharded_accumulated_grad, unsharded.grad) if g is not None]
+            p.unsharded_accumulated_grad = unsharded.grad = None
+            if parts and id(p) in names:
+                found[names[id(p)]] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+        return found
+
+    @torch.no_grad()
+    def reduce(self, values: Mapping[str, Tensor | None], dtypes: Mapping[str, torch.dtype]) -> dict[str, Tensor]:
+        """Sum tensors of the parameters' shapes over the processes that hold shards, and return this process's shard of each sum.
+
+        Args:
+            values: what this process has, by name; None for zeros. Every process must ask for the same names.
+            dtypes: of the sums.
+        """
+        found: dict[str, Tensor] = {}
+        for dtype in dict.fromkeys(dtypes[name] for name in values):
+            found |= self._reduced({name: v for name, v in values.items() if dtypes[name] == dtype}, dtype)
+        return found
+
+    def _reduced(self, values: Mapping[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor]:
+        process_group = self._shard_group()
+        world = dist.get_world_size(process_group)
+        forms = {}
+        for name in values:
+            shape = list(self.members[name].sharded_param.shape)
+            rows = shape.pop(self._dim(name))
+            forms[name] = (rows, -(-rows // world), shape)
+        sizes = [chunk * torch.Size(rest).numel() for _, chunk, rest in forms.values()]
+        buffer = torch.zeros(world, sum(sizes), dtype=dtype, device=self.group.device)
+        for (name, value), part in zip(values.items(), buffer.split(sizes, 1), strict=True):
+            rows, chunk, rest = forms[name]
+            if value is not None and rows:
+                value = value.movedim(self._dim(name), 0).to(dtype)
+                for k, mine in enumerate(value.split(chunk)):
+                    part[k, : mine.numel()] = mine.reshape(-1)
+        output = buffer.new_empty(sum(sizes))
+        dist.reduce_scatter_tensor(output, buffer.view(-1), group=process_group)
+        here = dist.get_rank(process_group)
+        found = {}
+        for name, part in zip(values, output.split(sizes), strict=True):
+            rows, chunk, rest = forms[name]
+            mine = max(0, min(chunk, rows - here * chunk))
+            found[name] = part.view(chunk, *rest)[:mine].movedim(0, self._dim(name))
+        return found
+
+    def _dim(self, name: str) -> int:
+        placements = self.members[name].sharded_param.placements
+        return int(next(p.dim for p in placements if p.is_shard()))
+
+    def _shard_group(self) -> Any:
+        parameter = self.group.fsdp_params[0].sharded_param
+        return parameter.device_mesh.get_group([p.is_shard() for p in parameter.placements].index(True))
+
+
+class Shards:
+    """The groups of a sharded model, and what is done when they are at work.
+
+    Args:
+        model: sharded by `fully_shard`.
+        parameters: those that are measured, by name.
+
+    Attributes:
+        groups: all of them.
+        plain: parameters that fully_shard ignores, which every process holds whole.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]):
+        self.model, self.parameters = model, parameters
+        names = {id(p): name for name, p in parameters.items()}
+        self.groups = [Group(group, names) for group in _groups(model)]
+        self.plain = {name: p for name, p in parameters.items() if not is_sharded(p)}
+
+    def gathered(self) -> dict[str, Tensor]:
+        """Return what the model computes with: the gathered parameters, by name, and the plain ones."""
+        return {**self.plain, **{name: p for group in self.groups for name, p in group.gathered().items()}}
+
+    def everything(self) -> list[Tensor]:
+        """Return all gathered parameters, also those that are not measured."""
+        found = (getattr(p, "_unsharded_param", None) for group in self.groups for p in group.group.fsdp_params)
+        return [p for p in found if p is not None]
+
+    @contextmanager
+    def requiring(self) -> Iterator[None]:
+        """Have the measured parameters require a gradient inside, and no others, gathered or not."""
+        wanted = {id(p) for p in self.parameters.values()}
+        known = [p for group in self.groups for p in group.group.fsdp_params]
+        ours = {id(t) for p in known for t in (p.sharded_param, getattr(p, "_unsharded_param", None))}
+        others = [p for p in self.model.parameters() if id(p) not in ours]
+        flags = [p.sharded_param.requires_grad for p in known], [p.requires_grad for p in others]
+        _require(known, [id(p.sharded_param) in wanted for p in known])
+        for p in others:
+            p.requires_grad_(id(p) in wanted)
         try:
-            raw = next(iterator, _END)
-            mark = _fingerprint(raw)
-        except Exception as error:
-            failure = error
-        ranks.agree(failure)
-        marks = ranks.gather(mark)
-        if len(set(marks)) > 1:
-            other = next(k for k, m in enumerate(marks) if m != marks[0])
-            raise SquisherError(
-                f"Processes 0 and {other} have different batches. The model is sharded (FSDP2), so all processes must walk the "
-                "same batches in the same order: give every one the whole data, without a distributed sampler."
-            )
-        if raw is _END:
+            yield
+        finally:
+            _require(known, flags[0])
+            for p, flag in zip(others, flags[1], strict=True):
+                p.requires_grad_(flag)
+
+    def sum_copies(self, sums: Mapping[str, Tensor]) -> None:
+        """Sum over the processes that hold copies of the same shards (hybrid sharding)."""
+        for group in self.groups:
+            for name, member in group.members.items():
+                parameter = member.sharded_param
+                for dim, placement in enumerate(parameter.placements):
+                    if not placement.is_shard():
+                        dist.all_reduce(sums[name], group=parameter.device_mesh.get_group(dim))
+
+    def reshard(self) -> None:
+        """Shard what a forward pass without a backward pass left gathered."""
+        _reshard(self.model)
+
+    @contextmanager
+    def watched(
+        self,
+        gathering: Callable[[Group], None],
+        entered: Callable[[Group, list[tuple[Tensor, Tensor]]], None],
+        through: Callable[[Group], None],
+    ) -> Iterator[None]:
+        """Inside, gradients are not reduced, and the caller is told when a group is at work.
+
+        Args:
+            gathering: called before a group is gathered from all processes.
+            entered: called when a group's forward pass begins, with the inputs and the tensors that stand for them, so that
+                the end of the backward pass is noticed.
+            through: called when a group's backward pass is through, while its parameters are still gathered.
+        """
+        before = [(g.group, g.group.reduce_grads) for g in self.groups]
+        try:
+            for g in self.groups:
+                g.group.reduce_grads = False
+                for name in ("wait_for_unshard", "reshard"):
+                    setattr(g.group, name, _unseen(getattr(g.group, name)))
+                g.group.unshard = _unseen(_telling(g, gathering, g.group.unshard))
+                g.group._register_post_backward_hook = _marking(g, entered)
+                g.group.post_backward = _unseen(_telling(g, through, g.group.post_backward))
+            yield
+        finally:
+            for group, reduced in before:
+                group.reduce_grads = reduced
+                for name in ("unshard", "wait_for_unshard", "reshard", "_register_post_backward_hook", "post_backward"):
+                    group.__dict__.pop(name, None)
+            _reshard(self.model)
+
+
+class WholeSums(dict[str, Tensor]):
+    """Sums of squares of whole parameters, zeros when first asked for, that are reduced into shards group by group.
+
+    Args:
+        shards: of the model.
+        target: what the shards are added to.
+        weight: what this process's squares count: 0 where it only keeps step with the others.
+        late: parameters that are complete only at the end.
+        totals: gets the sum over all entries of what is added here, by name, if wanted.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        target: Sums,
+        weight: float,
+        late: Iterable[str] = (),
+        totals: dict[str, Tensor] | None = None,
+    ):
+        super().__init__()
+        self.shards, self.target, self.weight, self.late, self.totals = shards, target, weight, set(late), totals
+        self.dtypes = {name: target.dtype_of(name) for name in shards.parameters}
+
+    def __missing__(self, name: str) -> Tensor:
+        parameter = self.shards.parameters[name]
+        device = next((g.group.device for g in self.shards.groups if name in g.members), parameter.device)
+        self[name] = torch.zeros(parameter.shape, dtype=self.dtypes[name], device=device)
+        return self[name]
+
+    def flush(self, group: Group, names: Iterable[str] | None = None) -> None:
+        """Reduce what belongs to a group; all processes together."""
+        names = [n for n in group.members if n not in self.late] if names is None else names
+        values = {name: self._weighted(name) for name in names}
+        if not values:
             return
-        yield raw
+        for name, part in group.reduce(values, self.dtypes).items():
+            self.target[name].add_(part.to(self.target[name].device))
+
+    def flush_rest(self, exchange: Callable[[Any], list[Any]]) -> None:
+        """Reduce what is left; all processes together, after an exchange of what that is."""
+        left = set().union(*exchange(set(self) | self.late))
+        for group in self.shards.groups:
+            names = [name for name in group.members if name in left]
+            if names:
+                self.flush(group, names)
+        for name in self.shards.plain:
+            value = self._weighted(name)
+            if value is not None:
+                self.target[name].add_(value)
+
+    @torch.no_grad()
+    def _weighted(self, name: str) -> Tensor | None:
+        value = self.pop(name, None)
+        if value is None or not self.weight:
+            return None
+        if self.weight != 1:
+            value.mul_(self.weight)
+        if self.totals is not None:
+            self.totals[name] = self.totals.get(name, 0) + value.sum(dtype=torch.float64)
+        return value
 
 
-def _fingerprint(raw: Any) -> str:
-    if raw is _END:
-        return "end"
-    digest = hashlib.sha256()
-    for tensor in leaves_of(raw):
-        digest.update(f"{tuple(tensor.shape)} {tensor.dtype};".encode())
-        digest.update(_bytes(tensor))
-    return digest.hexdigest()
+def _require(members: list[Any], flags: list[bool]) -> None:
+    for p, flag in zip(members, flags, strict=True):
+        p.sharded_param.requires_grad_(flag)
+        if hasattr(p, "_unsharded_param"):
+            p._unsharded_param.requires_grad_(flag)
 
 
-def _bytes(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def _unseen(method: Any) -> Any:
+    """Keep what fully_shard does from those who watch operations."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return method(*args, **kwargs)
+
+    return run
+
+
+def _marking(group: Group, entered: Callable[[Group, list[tuple[Tensor, Tensor]]], None]) -> Any:
+    method = _unseen(group.group._register_post_backward_hook)
+
+    def run(args: Any, kwargs: Any) -> Any:
+        found = method(args, kwargs)
+        pairs = zip(tensors_in((args, kwargs)), tensors_in(found), strict=True)
+        entered(group, [(a, b) for a, b in pairs if a is not b])
+        return found
+
+    return run
+
+
+def _telling(group: Group, tell: Callable[[Group], None], method: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> None:
+        tell(group)
+        method(*args, **kwargs)
+
+    return run
 
 
 def _sharded_modules(model: nn.Module) -> Iterator[Any]:
@@ -134,20 +350,18 @@ def _sharded_modules(model: nn.Module) -> Iterator[Any]:
     return (m for m in model.modules() if hasattr(m, "_get_fsdp_state") and hasattr(m, "reshard"))
 
 
-def _groups(model: nn.Module) -> Iterator[Any]:
-    """Yield the groups of parameters that fully_shard keeps; its settings can be changed in public, but not read."""
+def _groups(model: nn.Module) -> list[Any]:
+    """Return the groups of parameters that fully_shard keeps; several modules may share one."""
+    found: dict[int, Any] = {}
     for module in _sharded_modules(model):
         state = module._get_fsdp_state()
         several = getattr(state, "_fsdp_param_groups", None)
-        yield from (several if several is not None else filter(None, [state._fsdp_param_group]))
+        for group in several if several is not None else filter(None, [state._fsdp_param_group]):
+            found[id(group)] = group
+    return list(found.values())
 
 
 def _reshard(model: nn.Module) -> None:
     # After a forward pass without a backward pass the outermost parameters are still whole.
     for module in _sharded_modules(model):
         module.reshard()
-
-
-def _set(group: Any, values: dict[str, Any]) -> None:
-    for name, value in values.items():
-        setattr(group, name, value)

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from .. import ranks
 from ..errors import SquisherError
 from .batches import Batch, batches_of, leaves_of, parse
-from .sharded import in_step
 
 __all__ = ["Stream", "same_model"]
 
@@ -26,14 +25,11 @@ class Stream:
         batches: the user's.
         model: what they are for.
         max_examples: stop after this many, of all processes together.
-        spread_out: whether the model is sharded, so that all processes take every batch together.
         divided: whether each process has batches of its own.
     """
 
-    def __init__(
-        self, batches: Iterable[Any], model: nn.Module, max_examples: int | None, spread_out: bool, divided: bool
-    ):
-        self.batches, self.model, self.spread_out, self.divided = batches, model, spread_out, divided
+    def __init__(self, batches: Iterable[Any], model: nn.Module, max_examples: int | None, divided: bool):
+        self.batches, self.model, self.divided = batches, model, divided
         self.most = max_examples
         if divided and max_examples is not None:
             self.most = max_examples // ranks.world() + (ranks.rank() < max_examples % ranks.world())
@@ -54,7 +50,7 @@ class Stream:
         seen = 0
         if self.most == 0:
             return
-        for number, raw in enumerate(in_step(self.batches) if self.spread_out else batches_of(self.batches)):
+        for number, raw in enumerate(batches_of(self.batches)):
             if not ranks.is_alone():
                 _mark(self.digest, leaves_of(raw))
             batch = parse(raw, self.model, device)
@@ -65,7 +61,7 @@ class Stream:
             index = torch.arange(seen, seen + batch.size)
             if self.divided:  # a place of its own for every example of all processes
                 index = index * ranks.world() + ranks.rank()
-            yield batch, index, self.spread_out or self.divided or number % ranks.world() == ranks.rank()
+            yield batch, index, self.divided or number % ranks.world() == ranks.rank()
             seen += batch.size
             if self.most is not None and seen >= self.most:
                 return  # without asking for the next batch
@@ -76,7 +72,7 @@ class Stream:
         Raises:
             SquisherError: on all processes, if they have different batches and should not, or the same and should not.
         """
-        if ranks.is_alone() or self.spread_out:
+        if ranks.is_alone():
             return
         marks = ranks.gather(self.digest.hexdigest())
         if not self.divided and len(set(marks)) > 1:

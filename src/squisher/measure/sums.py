@@ -25,10 +25,17 @@ class Sums(dict[str, Tensor]):
         self.parameters, self.dtype = parameters, dtype
 
     def __missing__(self, name: str) -> Tensor:
-        parameter = self.parameters[name]
-        kind = torch.promote_types(torch.promote_types(parameter.dtype, torch.float32), self.dtype)
-        self[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False, memory_format=torch.contiguous_format)
+        self[name] = torch.zeros_like(
+            self.parameters[name],
+            dtype=self.dtype_of(name),
+            requires_grad=False,
+            memory_format=torch.contiguous_format,
+        )
         return self[name]
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the type in which this parameter's squares are added up."""
+        return torch.promote_types(torch.promote_types(self.parameters[name].dtype, torch.float32), self.dtype)
 
     def complete(self) -> dict[str, Tensor]:
         """All parameters in their order, also those to which nothing was added."""

@@ -76,7 +76,8 @@ class ConvolutionPiece:
         gradients = torch.ops.aten.convolution_backward(
             self.g[part].to(dtype),
             self.a[part].to(dtype),
-            rule.weight.detach().to(dtype),  # only its shape matters for its own gradient
+            # For its own gradient only its shape matters; a sharded one may not be there at this moment.
+            rule.weight.new_empty(rule.weight.shape, dtype=dtype),
             None,
             rule.stride,
             rule.padding,

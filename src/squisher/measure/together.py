@@ -1,0 +1,511 @@
+"""The engine for sharded models: every process has batches of its own, and all take each step together.
+
+A pass gathers layers from all processes, so no process may take one more pass than the others, or do what they do not: whatever
+decides about a pass is exchanged first. A process without a batch keeps step on one that it has seen, and nothing of it counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .. import ranks
+from ..errors import SquisherError
+from .batches import Batch
+from .capture import Obstacle, Pass
+from .fast import PROVEN_ANEW
+from .likelihood import Objective, Outputs
+from .loop import requiring
+from .own_loss import compared_with_own
+from .proof import Probe, compare, difference_of, interaction, total_of, two_of
+from .rules import Piece
+from .sharded import Group, Shards, WholeSums
+from .sums import Sums
+
+__all__ = ["Together"]
+
+
+class _Told(NamedTuple):
+    """What a process tells the others about its forward pass."""
+
+    obstacle: dict[str, str] | None
+    guessed: bool
+    program: str
+    known: bool
+    proven: set[str]
+    captured: set[str]
+    used_again: set[str]
+
+
+class Together:
+    """Both engines, fast and loop, for a model that is sharded over processes.
+
+    Args:
+        model: in the mode and on the device that are wanted.
+        objective: which Fisher.
+        parameters: with respect to what, by name.
+        per: "example" squares the gradient of each example, "batch" that of each whole batch.
+        method: "auto", "fast" or "loop".
+        shift: of the labels, as the user gave it.
+        totals: whether to keep the sum over all entries of what each batch adds.
+
+    Attributes:
+        noted: what to write down about the model's own loss.
+        totals: what this process's last batch added to each parameter, if wanted.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        parameters: Mapping[str, Tensor],
+        per: str,
+        method: str,
+        shift: int | None,
+        totals: bool = False,
+    ):
+        self.model, self.objective, self.parameters, self.per, self.shift = model, objective, parameters, per, shift
+        self.strict = method == "fast"
+        self.left: dict[str, str] = {}
+        if per == "example" and method != "loop" and objective.unit == "token":
+            self._leave({"": "unit='token' has another number of passes on every process"})
+        self.quick = per == "example" and method != "loop" and not self.left
+        self.shards = Shards(model, parameters)
+        self.noted: dict[str, Any] = {}
+        self.totals: dict[str, Tensor] | None = {} if totals else None
+        self.reached: set[str] = set()
+        self.proven: dict[str, set[str]] = {}
+        self.number = self.failures = self.waiting = self.at_once = 0
+        self._method = "batch" if per == "batch" and method != "loop" else "loop"
+        self._one: Pass | None = None
+        self._whole: WholeSums | None = None
+        self._tally: dict[str, Tensor] | None = None
+        self._calls: dict[int, tuple[int, int]] = {}
+        self._through: dict[int, int] = {}
+        self._squared: set[int] = set()
+        self._waiting: set[int] = set()
+        self._order: list[int] = []
+        self._sending = False
+        self._over = self._checking = self._in_pass = False
+
+    @property
+    def coverage(self) -> dict[str, Any]:
+        """What was computed how."""
+        if not self.quick and not self.left:
+            return {"method": self._method}
+        unused = [name for name in self.parameters if name not in self.reached]
+        return {
+            "method": "fast" if self.at_once or not self.left else "loop",
+            "loop": dict(self.left),
+            "unused": dict.fromkeys(unused, "nothing depends on it"),
+        }
+
+    @contextmanager
+    def ready(self) -> Iterator[None]:
+        """Inside, the engine works."""
+        run = ranks.gather(uuid.uuid4().hex)[0]
+        try:
+            with self.shards.watched(self._gathering, self._entered, self._backward_through):
+                yield
+        except (Exception, KeyboardInterrupt) as error:
+            # A pass that is broken off leaves the others in the middle of it; whatever we say ourselves is said after a pass.
+            if self._in_pass and not isinstance(error, SquisherError):
+                raise ranks.break_off(error, run) from error
+            if not self._over:
+                self._exchange(None, error)
+            raise
+
+    def add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
+        """Add the squares of a batch of this process; returns how many units it had."""
+        units = self._step(sums, batch, index, True)
+        self._in_pass = False
+        return units or 0
+
+    def finish(self, sums: Sums, batch: Batch | None, index: Tensor | None) -> None:
+        """Keep step until no process has a batch.
+
+        Args:
+            sums: what the others' squares are added to.
+            batch: one that this process has seen, if any.
+            index: of its examples.
+        """
+        while self._step(sums, batch, index, False) is not None:
+            pass
+
+    # -- one step of all processes -----------------------------------------------------------------------------------------
+
+    def _step(self, sums: Sums, batch: Batch | None, index: Tensor | None, mine: bool) -> int | None:
+        self._in_pass = False
+        here = self._exchange((mine, batch is not None))
+        self._in_pass = True
+        if not any(m for m, _ in here):
+            return None
+        if not all(has for _, has in here):
+            without = [k for k, (_, has) in enumerate(here) if not has]
+            raise SquisherError(
+                f"Processes {without} were given no batch at all, so they cannot keep step with the others. Give each at least one."
+            )
+        assert batch is not None
+        assert index is not None
+        if not self.number:
+            objective, noted = compared_with_own(self.model, self.objective, batch, self.shift)
+            shift, self.noted = self._exchange((objective.shift, noted))[0]
+            self.objective = dataclasses.replace(self.objective, shift=shift)
+            self.shards.reshard()
+        self.number += 1
+        if self.totals is not None:
+            self.totals.clear()
+        self._tally = self.totals
+        if not self.quick or self.waiting:
+            self.waiting -= bool(self.waiting)
+            return self._loop(sums, batch, index, float(mine))
+        owners = [k for k, (m, _) in enumerate(here) if m]
+        try:
+            units = self._fast(sums, batch, index, mine, owners[self.number % len(owners)])
+            self.failures, self.at_once = 0, self.at_once + 1
+            return units
+        except Obstacle as obstacle:  # on all processes alike
+            self._leave(obstacle.reasons)
+            if self.totals is not None:
+                self.totals.clear()
+            self._tally = self.totals
+            self.failures += 1
+            self.waiting = 2 ** min(self.failures, 10) - 1
+            return self._loop(sums, batch, index, float(mine))
+
+    def _fast(self, sums: Sums, batch: Batch, index: Tensor, mine: bool, owner: int) -> int:
+        size, weight = batch.size, float(mine)
+        if size == 1:  # two copies of one example, half of each
+            batch, index, weight = batch.select([0, 0]), index[[0, 0]], weight / 2
+        if self.number == 1:
+            self._run_once(batch)
+        alone = self._prove(batch, index, owner) if self.number in PROVEN_ANEW else {}
+        one, outputs, told = self._forward(self.objective, batch, alone)
+        if not all(t.known for t in told):
+            for k in (k for k, t in enumerate(told) if not t.known):
+                alone |= self._prove(batch, index, k)
+            one, outputs, told = self._forward(self.objective, batch, alone)
+        units = self.objective.units(outputs) if mine else 0
+        self.reached |= set().union(*(t.captured for t in told))
+        doubtful = set().union(*(t.captured - t.proven for t in told))
+        if doubtful:
+            self._believe(sums, one, outputs, index, weight, doubtful, told)
+        else:
+            self._backward(sums, one, outputs, index, weight, told)
+        return min(units, 1) if size == 1 else units
+
+    def _believe(
+        self,
+        sums: Sums,
+        one: Pass,
+        outputs: Outputs,
+        index: Tensor,
+        weight: float,
+        doubtful: set[str],
+        told: list[_Told],
+    ) -> None:
+        """Add what the rules say, after what was not proven yet for these sequences of operations is proven on these very batches."""
+        batch, types = one.batch, one.types
+        found = Sums(sums.parameters, sums.dtype)
+        self._backward(found, one, outputs, index, weight, told)
+        with torch.no_grad():
+            here = {name for name in doubtful if bool(found[name].any())}
+        evident = set().union(*self._exchange(here))
+        if evident:
+            expected = Sums(sums.parameters, sums.dtype)
+            self._tally = None
+            self._loop(expected, batch, index, weight)
+            theirs = {name: expected[name] for name in evident}
+            wrong = self._joined(compare(found, theirs, {}, types))
+            if wrong:
+                raise Obstacle(wrong)
+        with torch.no_grad():
+            for name, total in found.items():
+                sums[name] += total
+        for t in told:
+            self.proven.setdefault(t.program, set()).update(evident & t.captured)
+
+    def _leave(self, reasons: Mapping[str, str]) -> None:
+        every = dict.fromkeys(self.parameters, reasons[""]) if "" in reasons else dict(reasons)
+        if self.strict:
+            listed = "; ".join(f"{name}: {reason}" for name, reason in list(every.items())[:5])
+            raise SquisherError(
+                f"method='fast' cannot do {len(every)} of {len(self.parameters)} parameters ({listed}). Use method='auto'."
+            )
+        self.left.update(every)
+
+    # -- the proof ---------------------------------------------------------------------------------------------------------
+
+    def _prove(self, batch: Batch, index: Tensor, owner: int) -> dict[int, Tensor]:
+        """Compare with the loop on two examples of one process; returns their outputs on their own, there.
+
+        Raises:
+            Obstacle: on all processes, if something differs.
+        """
+        here = owner == ranks.rank()
+        chosen = two_of(batch)
+        if not self._exchange(chosen is not None and len(chosen) == 2)[owner]:
+            return {}
+        tally, self._tally = self._tally, None
+        chosen = chosen if chosen is not None and len(chosen) == 2 else [0, batch.size - 1]
+        two, index = batch.select(chosen), index[chosen]
+        objective = self.objective if callable(self.objective.likelihood) else Probe.of(self.objective)
+        local = {name: p.to_local() if name not in self.shards.plain else p for name, p in self.parameters.items()}  # type: ignore[attr-defined]
+        found, expected = Sums(local, torch.float32), Sums(local, torch.float32)
+        bounds: dict[str, list[Piece]] = {}
+        one, outputs, told = self._forward(objective, two, bounds=bounds)
+        self._backward(found, one, outputs, index, float(here), told)
+        alone: list[Tensor] = []
+        self._loop(expected, two, index, float(here), objective, alone)
+        captured, types = told[owner].captured, self._exchange(one.types)[owner]
+        totals = self._bounds(found, bounds, captured, here)
+        with torch.no_grad():
+            evident = {name for name in local if bool(expected[name].any())}
+        unseen = {name: "it is used in an operation without a rule" for name in evident - captured}
+        theirs = {name: expected[name] for name in captured}
+        wrong = self._joined(unseen | compare(found, theirs, totals, types))
+        if wrong:
+            raise Obstacle(wrong)
+        self.proven.setdefault(told[owner].program, set()).update(*self._exchange(evident))
+        self._tally = tally
+        return dict(zip(chosen, alone, strict=True)) if here else {}
+
+    def _bounds(self, found: Sums, bounds: dict[str, list[Piece]], names: set[str], here: bool) -> dict[str, Tensor]:
+        """Reduce what rounding is measured by into shards, one parameter at a time."""
+        totals = Sums(found.parameters, torch.float32)
+        whole = WholeSums(self.shards, totals, float(here))
+        for group in self.shards.groups:
+            for name in (n for n in group.members if n in names):
+                for piece in bounds.pop(name, []) if here else ():
+                    whole[name].add_(total_of([piece], whole[name]))
+                whole.flush(group, [name])
+        for name in self.shards.plain:
+            if here and name in bounds:
+                totals[name].add_(total_of(bounds.pop(name), totals[name]))
+        return totals
+
+    def _run_once(self, batch: Batch) -> None:
+        """Run the model, so that every layer has been gathered and its parameters are known.
+
+        Raises:
+            SquisherError: the processes gather different layers. Here that is noticed before each of them, later only afterwards,
+                if they have the same size: otherwise the processes fail or wait for each other, as in training.
+        """
+        self._checking = True
+        with torch.no_grad():
+            self.objective.raw(self.model, batch.select([0, 1]))
+        self._checking = False
+        self._exchange(None)
+        self.shards.reshard()
+
+    # -- passes ------------------------------------------------------------------------------------------------------------
+
+    def _forward(
+        self,
+        objective: Objective,
+        batch: Batch,
+        alone: Mapping[int, Tensor] | None = None,
+        bounds: dict[str, list[Piece]] | None = None,
+    ) -> tuple[Pass, Outputs, list[_Told]]:
+        """Run a forward pass in which every use of a parameter is seen, if need be a second time without guesses.
+
+        Args:
+            objective: which Fisher, or a probe of it.
+            batch: two examples or more.
+            alone: the outputs of some of them on their own, to compare with.
+            bounds: as of `Pass`.
+
+        Raises:
+            Obstacle: on all processes, if it cannot be done at once on one of them.
+        """
+        reasons: dict[str, str] = {}
+        for guess in (True, False):
+            one = Pass(self.model, objective, batch, self.shards.gathered(), bounds, guess, self.shards.everything())
+            outputs, failure, obstacle = None, None, None
+            self._calls.clear()
+            self._one = one
+            try:
+                with self.shards.requiring():
+                    outputs = one.forward()
+                if one.reentrant or not outputs.values.requires_grad:
+                    what = "re-entrant checkpointing" if one.reentrant else "outputs without a gradient"
+                    obstacle = {"": f"{what} in a sharded model"}
+                for n, own in (alone or {}).items():
+                    found = difference_of(self.model, own, outputs.values.detach(), n)
+                    failure = interaction(n, found, batch.size) if found else failure
+            except Obstacle as found_obstacle:
+                obstacle = found_obstacle.reasons
+            except SquisherError as error:
+                failure = error
+            self._one = None
+            program = _digest(one)
+            proven = self.proven.get(program)
+            here = _Told(
+                obstacle, one.guessed, program, proven is not None, proven or set(), one.captured, one.used_again
+            )
+            told = self._exchange(here, failure)
+            reasons = {k: v for t in told for k, v in (t.obstacle or {}).items()}
+            if not reasons and outputs is not None:
+                return one, outputs, told
+            self.shards.reshard()
+            if not any(t.guessed for t in told):
+                break
+        raise Obstacle(reasons)
+
+    def _backward(
+        self, sums: Sums, one: Pass, outputs: Outputs, index: Tensor, weight: float, told: list[_Told]
+    ) -> None:
+        late = set().union(*(t.used_again for t in told))
+        whole = self._whole = WholeSums(self.shards, sums, weight, late, self._tally)
+        self._one = one
+        try:
+            with self.shards.requiring():
+                one.backward(outputs, index, whole)
+            if any(group.gradients() for group in self.shards.groups):
+                raise Obstacle({"": "a gradient arrived past the rules"})
+        except Obstacle as obstacle:  # too late for the loop: some squares are in the sums
+            raise SquisherError(
+                f"Checkpointing uses parameters in its second pass in another way than before ({obstacle}). Use method='loop'."
+            ) from obstacle
+        finally:
+            self._one = self._whole = None
+        whole.flush_rest(self._exchange)
+
+    def _loop(
+        self,
+        sums: Sums,
+        batch: Batch,
+        index: Tensor,
+        weight: float,
+        objective: Objective | None = None,
+        seen: list[Tensor] | None = None,
+    ) -> int:
+        """Add the squares of gradients, one example (or one whole batch) after the other; returns how many units there were."""
+        objective = objective or self.objective
+        step = 1 if self.per == "example" else batch.size
+        mine = -(-batch.size // step) if weight else 0
+        units = 0
+        for n in range(max(self._exchange(mine))):
+            first = n * step if n < mine else 0
+            example, place = batch.take(first, first + step), index[first : first + step]
+            failure, outputs, terms = None, None, []
+            self._calls.clear()
+            with requiring(self.model, self.parameters) as everything:
+                try:
+                    outputs = objective.outputs(self.model, example)
+                    terms = [term.sum() for term in objective.terms(outputs, place)]
+                except SquisherError as error:
+                    failure = error
+                ready = [t.requires_grad for t in terms]
+                told = self._exchange((len(terms), any(ready), all(ready)), failure)
+                assert outputs is not None
+                units += objective.units(outputs) if n < mine else 0
+                if seen is not None:
+                    seen.append(outputs.values[0].detach())
+                if any(some for _, some, _ in told) and not all(every for _, _, every in told):
+                    raise SquisherError("The outputs have a gradient on some processes and not on others.")
+                for k in range(max(count for count, _, _ in told) if told[0][1] else 0):
+                    counts = n < mine and k < len(terms)
+                    self._gradient(sums, terms[min(k, len(terms) - 1)], weight if counts else 0.0)
+                    for parameter in everything:
+                        parameter.grad = None
+            self.shards.reshard()
+        return units
+
+    def _gradient(self, sums: Sums, scalar: Tensor, weight: float) -> None:
+        """Send one scalar back and add the squares of the gradients."""
+        whole = self._whole = WholeSums(self.shards, sums, weight, (), self._tally)
+        for known in (self._through, self._squared, self._waiting):
+            known.clear()
+        self._sending = True
+        try:
+            scalar.backward(retain_graph=True)
+            for group in self.shards.groups:
+                late = group.gradients()
+                if late and id(group) in self._squared:
+                    raise SquisherError(
+                        f"A gradient of {next(iter(late))!r} arrives after its layer's backward pass. Use a parameter only inside "
+                        "the module that fully_shard was given, or measure the model before it is sharded."
+                    )
+                self._square(late)
+            with torch.no_grad():
+                self._square({n: p.grad for n, p in self.shards.plain.items() if p.grad is not None})
+        finally:
+            self._whole, self._sending = None, False
+        whole.flush_rest(self._exchange)
+
+    @torch.no_grad()
+    def _square(self, gradients: Mapping[str, Tensor]) -> None:
+        assert self._whole is not None
+        for name, gradient in gradients.items():
+            self.reached.add(name)
+            gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._whole[name].dtype)
+            self._whole[name].addcmul_(gradient, gradient)
+
+    # -- called by the model's groups ----------------------------------------------------------------------------------------
+
+    def _gathering(self, group: Group) -> None:
+        self._order.append(self.shards.groups.index(group))
+        if self._checking:
+            self._exchange(None)
+
+    def _entered(self, group: Group, inputs: list[tuple[Tensor, Tensor]]) -> None:
+        calls, ends = self._calls.get(id(group), (0, 0))
+        self._calls[id(group)] = (calls + 1, ends + bool(inputs))
+        if self._sending:
+            self._waiting.add(id(group))  # checkpointing: its gradient may come in several parts
+        if self._one is not None:
+            for before, after in inputs:
+                self._one.carry(before, after)
+
+    def _backward_through(self, group: Group) -> None:
+        if self._whole is None or id(group) not in self._calls:
+            group.gradients()
+            return
+        if self._one is not None:
+            self._whole.flush(group)
+            return
+        self._through[id(group)] = self._through.get(id(group), 0) + 1
+        # A module that is called several times is through as often, if all its inputs need gradients; otherwise its gradients are
+        # squared at the end, and so are those of checkpointing. What comes after they were squared is refused there.
+        calls, ends = self._calls[id(group)]
+        complete = ends == 0 and calls == 1 if calls > ends else self._through[id(group)] == ends
+        if complete and id(group) not in self._waiting | self._squared:
+            self._square(group.gradients())
+            self._whole.flush(group)
+            self._squared.add(id(group))
+
+    # -- agreement -----------------------------------------------------------------------------------------------------------
+
+    def _exchange(self, value: Any, failure: BaseException | None = None) -> list[Any]:
+        """Return the values of all processes, or raise on all if one failed; failures between two passes are told here."""
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        told = ranks.gather((value, message, hash(tuple(self._order))))
+        self._order.clear()
+        self._over = any(m is not None for _, m, _ in told)
+        if failure is not None:
+            raise failure
+        for where, (_, elsewhere, _) in enumerate(told):
+            if elsewhere is not None:
+                raise SquisherError(f"Process {where} of {len(told)} failed, so this one stops too. There: {elsewhere}")
+        if len({order for _, _, order in told}) > 1:
+            raise SquisherError(
+                "The processes used different sharded modules for their batches (experts that get no token?). Every pass gathers "
+                "modules from all processes, so all must use the same ones, as in training: give fully_shard a module around them "
+                "that every batch uses."
+            )
+        return [v for v, _, _ in told]
+
+    def _joined(self, reasons: dict[str, str]) -> dict[str, str]:
+        return {name: reason for found in self._exchange(reasons) for name, reason in found.items()}
+
+
+def _digest(one: Pass) -> str:
+    return hashlib.sha256(repr(one.program).encode()).hexdigest()
