@@ -147,13 +147,11 @@ class Together:
         self._in_pass = True
         if not any(m for m, _ in here):
             return None
-        if not all(has for _, has in here):
+        if batch is None or index is None or not all(has for _, has in here):
             without = [k for k, (_, has) in enumerate(here) if not has]
             raise SquisherError(
                 f"Processes {without} were given no batch at all, so they cannot keep step with the others. Give each at least one."
             )
-        assert batch is not None
-        assert index is not None
         if not self.number:
             objective, noted = compared_with_own(self.model, self.objective, batch, self.shift)
             shift, self.noted = self._exchange((objective.shift, noted))[0]
@@ -395,7 +393,9 @@ class Together:
         for n in range(max(self._exchange(mine))):
             first = n * step if n < mine else 0
             example, place = batch.take(first, first + step), index[first : first + step]
-            failure, outputs, terms = None, None, []
+            failure: SquisherError | None = None
+            outputs: Any = None
+            terms: list[Tensor] = []
             self._calls.clear()
             with requiring(self.model, self.parameters) as everything:
                 try:
@@ -405,7 +405,6 @@ class Together:
                     failure = error
                 ready = [t.requires_grad for t in terms]
                 told = self._exchange((len(terms), any(ready), all(ready)), failure)
-                assert outputs is not None
                 units += objective.units(outputs) if n < mine else 0
                 if seen is not None:
                     seen.append(outputs.values[0].detach())
@@ -443,11 +442,14 @@ class Together:
 
     @torch.no_grad()
     def _square(self, gradients: Mapping[str, Tensor]) -> None:
-        assert self._whole is not None
+        whole = self._whole
+        if whole is None:
+            return
         for name, gradient in gradients.items():
             self.reached.add(name)
-            gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(self._whole[name].dtype)
-            self._whole[name].addcmul_(gradient, gradient)
+            total = whole[name]
+            gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)
+            total.addcmul_(gradient, gradient)
 
     # -- called by the model's groups ----------------------------------------------------------------------------------------
 
