@@ -21,9 +21,8 @@ from ..errors import SquisherError
 from .batches import Batch
 from .capture import Obstacle, Pass
 from .fast import PROVEN_ANEW
-from .likelihood import Objective, Outputs
+from .likelihood import Objective, Outputs, compared_with_own
 from .loop import requiring
-from .own_loss import compared_with_own
 from .proof import Probe, compare, difference_of, interaction, total_of, two_of
 from .rules import Piece
 from .sharded import Group, Shards, WholeSums
