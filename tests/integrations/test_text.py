@@ -139,7 +139,7 @@ def test_labels_that_need_no_labels_and_bad_lines(tmp_path, data):
     out = tmp_path / "fisher.safetensors"
     done = run("fisher", tmp_path / "model", "--data", data, "--out", out, "--labels", "exact", "--json")
     assert json.loads(done.stdout)["provenance"]["estimator"]["labels"] == "exact", done.stderr
-    done = run("fisher", tmp_path / "model", "--data", data, "--out", tmp_path / "other.safetensors")
+    done = run("fisher", tmp_path / "model", "--data", data, "--out", tmp_path / "x.safetensors")
     assert done.returncode == 1
     assert "line 1 has no 'label'" in done.stderr
     loaded = load_text_model(tmp_path / "model")
@@ -188,7 +188,7 @@ def test_an_adapter_is_measured_under_the_names_of_its_file(tmp_path, data, kind
         "--data",
         data,
         "--out",
-        tmp_path / "other.safetensors",
+        out,
         "--base",
         tmp_path / "base",
         "--json",

@@ -32,7 +32,7 @@ from .proof import check_alone
 from .request import objective_for
 from .sharded import copies_of, is_spread
 from .stream import Stream, same_model
-from .sums import Sums
+from .sums import Elsewhere, Sums
 from .together import Together
 from .unfinished import Unfinished
 
@@ -60,6 +60,7 @@ def fisher(
     method: str = "auto",
     shift: int | None = None,
     divided: bool = False,
+    accumulate_on: str | torch.device | None = None,
     unfinished: str | os.PathLike[str] | None = None,
 ) -> Importance:
     """Return the diagonal of the Fisher information of a model on data, as a mean over examples.
@@ -91,6 +92,7 @@ def fisher(
             the loop; "fast" raises where something would be left to the loop; "loop" is the definition.
         shift: for tokens, how far labels lie behind outputs (1 for causal language models); None asks the model.
         divided: whether the processes of a job have different examples. What fits neither is refused.
+        accumulate_on: a device for the sums ("cpu"), where they do not fit beside the model; the result is there, too.
         unfinished: a file that keeps the sums every minute and after Ctrl-C, so that the same call goes on there. Remove it when the
             result is saved. For one process.
 
@@ -115,7 +117,9 @@ def fisher(
     if not eval_mode and per == "example":
         refuse_batch_statistics(model, "Use eval_mode=True, put it into evaluation mode, or use per='batch'.")
     by_name: dict[str, Tensor] = {p.name: p.parameter for p in chosen}
-    partial = Sums({name: local_of(p) for name, p in by_name.items()}, dtype)
+    place = None if accumulate_on is None else _device(accumulate_on, spread_out)
+    partial = Sums({name: local_of(p) for name, p in by_name.items()}, dtype, place)
+    adding = partial if place is None else Elsewhere(partial)
     spread = _Spread(by_name, spread_out) if standard_error else None
     together = Together(model, objective, by_name, per, method, shift, standard_error) if spread_out else None
     engine: _Engine | None = together
@@ -165,7 +169,9 @@ def fisher(
                         if isinstance(engine, Loop) and per == "example" and batch.several_inputs():
                             whole = objective.outputs(model, batch).values.detach()
                             check_alone(model, objective, batch, whole, interacting=False)
-                    units = engine.add(partial, batch, index)
+                    units = engine.add(adding, batch, index)
+                    if isinstance(adding, Elsewhere):
+                        adding.finish()
                     count.units += units
                     if spread is not None:
                         spread.add(partial, units, together.totals if together is not None else None)
@@ -292,6 +298,19 @@ def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParam
             + ("trainable; choose some with parameters=..." if wanted is None else f"chosen by parameters={wanted!r}.")
         )
     return chosen, absent
+
+
+def _device(name: str | torch.device, spread_out: bool) -> torch.device:
+    if spread_out:
+        raise SquisherError("accumulate_on=... is not done for sharded models (FSDP2): their sums are sharded, too.")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise SquisherError(f"accumulate_on={name!r} is no device that can be used here: {error}") from error
+    if device.type == "meta":
+        raise SquisherError("accumulate_on='meta' keeps nothing; use 'cpu'.")
+    return device
 
 
 def _dtypes(parameters: Iterable[Tensor]) -> str:

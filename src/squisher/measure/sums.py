@@ -1,13 +1,14 @@
-"""Sums of squares by parameter, in memory from the first addition on."""
+"""Sums of squares by parameter, in memory from the first addition on; on the parameters' device, or on another one."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Sums"]
+__all__ = ["Elsewhere", "Sums"]
 
 
 class Sums(dict[str, Tensor]):
@@ -18,20 +19,25 @@ class Sums(dict[str, Tensor]):
     Args:
         parameters: by name.
         dtype: at least of the sums; never coarser than single precision or than the parameter.
+        device: where they are; by default where each parameter is.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype):
+    def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None = None):
         super().__init__()
-        self.parameters, self.dtype = parameters, dtype
+        self.parameters, self.dtype, self.device = parameters, dtype, device
 
     def __missing__(self, name: str) -> Tensor:
-        self[name] = torch.zeros_like(
+        self[name] = self._zeros(name, self.device)
+        return self[name]
+
+    def _zeros(self, name: str, device: torch.device | None) -> Tensor:
+        return torch.zeros_like(
             self.parameters[name],
             dtype=self.dtype_of(name),
+            device=device,
             requires_grad=False,
             memory_format=torch.contiguous_format,
         )
-        return self[name]
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the type in which this parameter's squares are added up."""
@@ -40,3 +46,62 @@ class Sums(dict[str, Tensor]):
     def complete(self) -> dict[str, Tensor]:
         """All parameters in their order, also those to which nothing was added."""
         return {name: self[name] for name in self.parameters}
+
+
+class Elsewhere(Sums):
+    """What an engine adds to where the sums themselves are on another device: zeros for one parameter at a time.
+
+    They are sent over as soon as another parameter is asked for. From an accelerator the copy goes through pinned memory on a stream
+    of its own and is added when the next one is sent, so that the backward pass goes on meanwhile. Only for adding: what is in the
+    sums is read from them, after `finish`.
+
+    Args:
+        sums: where it all goes.
+    """
+
+    def __init__(self, sums: Sums):
+        super().__init__(sums.parameters, sums.dtype)
+        self.sums = sums
+        self._current: tuple[str, Tensor] | None = None
+        self._coming: tuple[str, Tensor, Any] | None = None
+
+    def __bool__(self) -> bool:
+        return True  # never scratch memory for a proof
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._current is None or self._current[0] != name:
+            self._send()
+            self._current = (name, self._zeros(name, None))
+        return self._current[1]
+
+    def __setitem__(self, name: str, value: Tensor) -> None:
+        if self._current is None or value is not self._current[1]:  # `sums[name] += ...` puts back what it was given
+            self[name].add_(value)
+
+    @torch.no_grad()
+    def _send(self) -> None:
+        if self._current is None:
+            return
+        (name, value), self._current = self._current, None
+        self._receive()
+        if value.device.type != "cuda":
+            self.sums[name].add_(value.to(self.sums[name].device))
+            return
+        stream = torch.cuda.Stream(value.device)
+        stream.wait_stream(torch.cuda.current_stream(value.device))
+        with torch.cuda.stream(stream):
+            pinned = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+        value.record_stream(stream)
+        self._coming = (name, pinned, stream.record_event())
+
+    def _receive(self) -> None:
+        if self._coming is not None:
+            name, pinned, event = self._coming
+            self._coming = None
+            event.synchronize()
+            self.sums[name].add_(pinned)
+
+    def finish(self) -> None:
+        """Wait until everything has arrived."""
+        self._send()
+        self._receive()
