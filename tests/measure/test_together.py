@@ -1,0 +1,199 @@
+"""Four processes that share one model, each with examples of its own, measure what one process measures on all of them."""
+
+from __future__ import annotations
+
+import functools
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from squisher.errors import SquisherError
+from squisher.measure import fisher
+from tests.measure.zoo import build, split
+
+WORLD = 4
+torch.manual_seed(0)
+X, Y = torch.randn(13, 5, dtype=torch.float64), torch.randint(0, 4, (13,))
+# Process k has these; the sizes differ, one batch has one example, and the last process has fewer.
+PARTS = [[[0, 1, 2], [3]], [[4, 5], [6, 7]], [[8, 9], [10]], [[11, 12]]]
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, way: str = "plain"):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.way = way
+
+    def inside(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+    def forward(self, x):
+        return checkpoint(self.inside, x, use_reentrant=False) if self.way == "checkpointed" else self.inside(x)
+
+
+class Outside(nn.Module):
+    """Checkpointing around the modules that are sharded, as torch's wrapper does."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(5, 6), Block(6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.block, self.first(x), use_reentrant=False))
+
+
+class Unseen(nn.Module):
+    """A parameter that is used where no rule sees it, and only for some inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.scale, self.last = nn.Linear(5, 6), nn.Parameter(torch.rand(6) + 1), nn.Linear(6, 4)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(h * torch.special.expit(self.scale)[None].cumprod(1) + torch.cdist(h, self.scale[None]))
+
+
+def _blocks(way: str = "plain") -> nn.Sequential:
+    return nn.Sequential(nn.Linear(5, 6), Block(6, way), Block(6, way), nn.Linear(6, 4))
+
+
+MODELS = {
+    "blocks": _blocks,
+    "hybrid": _blocks,
+    "kept": _blocks,
+    "dim 1": _blocks,
+    "checkpointed": lambda: _blocks("checkpointed"),
+    "checkpointed outside": Outside,
+    "unseen": Unseen,
+    "half": _blocks,
+}
+
+
+def _model(case: str) -> nn.Module:
+    torch.manual_seed(3)
+    return MODELS[case]().double() if case != "half" else MODELS[case]().float()
+
+
+def _sharded(case: str) -> nn.Module:
+    model = _model(case)
+    settings = {}
+    if case == "hybrid":
+        settings["mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    if case == "kept":
+        settings["reshard_after_forward"] = False
+    if case == "half":
+        settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    if case == "dim 1":
+        from torch.distributed.tensor import Shard
+
+        settings["shard_placement_fn"] = lambda p: Shard(1) if p.dim() == 2 and p.shape[1] % WORLD == 0 else Shard(0)
+    for child in model.children():
+        fully_shard(child, **settings)
+    fully_shard(model, **settings)
+    return model
+
+
+def _inputs(case: str) -> torch.Tensor:
+    return X.float() if case == "half" else X
+
+
+def _whole(found):
+    return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in found.items()}, found.provenance.coverage
+
+
+def _worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
+    )
+    results = {}
+    for case in MODELS:
+        x = _inputs(case)
+        mine = [(x[part], Y[part]) for part in PARTS[rank]]
+        results[case] = _whole(fisher(_sharded(case), mine, divided=True, dtype=torch.float64))
+    results["one batch for four"] = _whole(fisher(_sharded("blocks"), [(X, Y)], dtype=torch.float64))
+    results["standard error"] = fisher(
+        _sharded("hybrid"), list(zip(X.split(3), Y.split(3), strict=True)), standard_error=True
+    ).provenance.standard_error
+    model, batch = build("encoder", torch.float64)
+    fully_shard(model)
+    results["encoder"] = _whole(fisher(model, split(batch, 2), dtype=torch.float64))
+    try:
+        fisher(_sharded("blocks"), [] if rank == 3 else [(X[:2] + rank, Y[:2])], divided=True)
+    except SquisherError as error:
+        results["none"] = str(error)
+    bad = Y[:2] + 100 * (rank == 1)
+    try:
+        fisher(_sharded("blocks"), [(X[:2] + rank, bad)], divided=True)
+    except SquisherError as error:
+        results["bad labels"] = str(error)
+    torch.save(results, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("together")
+    before = dict(os.environ)
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        mp.spawn(_worker, (str(folder),), nprocs=WORLD)
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+@functools.cache
+def _alone(case: str):
+    order = [n for parts in PARTS for part in parts for n in part]
+    return fisher(_model(case), [(_inputs(case)[order], Y[order])], dtype=torch.float64, method="loop")
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_examples_of_four_processes(results, case):
+    for found, coverage in (result[case] for result in results):
+        expected = _alone(case)
+        rtol = 0.2 if case == "half" else 1e-10
+        for name in expected:
+            floor = (1e-2 if case == "half" else 1e-12) * float(expected[name].max())
+            assert torch.allclose(found[name], expected[name], rtol=rtol, atol=floor), name
+        assert coverage["method"] == ("loop" if case == "unseen" else "fast")
+        assert bool(coverage["loop"]) == (case == "unseen")
+
+
+def test_fewer_batches_than_processes(results):
+    expected = fisher(_model("blocks"), [(X, Y)], dtype=torch.float64, method="loop")
+    for found, _ in (result["one batch for four"] for result in results):
+        assert all(torch.allclose(found[name], expected[name], rtol=1e-10) for name in expected)
+
+
+def test_standard_errors_of_copied_shards(results):
+    expected = fisher(_model("hybrid"), list(zip(X.split(3), Y.split(3), strict=True)), standard_error=True)
+    for result in results:
+        assert result["standard error"] == pytest.approx(expected.provenance.standard_error, rel=1e-3)
+
+
+def test_positions_that_are_looked_up_once(results):
+    model, batch = build("encoder", torch.float64)
+    expected = fisher(model, [batch], dtype=torch.float64, method="loop")
+    for found, coverage in (result["encoder"] for result in results):
+        assert coverage["method"] == "fast"
+        for name in expected:
+            largest = max(float(expected[name].max()), 1e-20)  # keys' biases have no gradient but rounding
+            assert torch.allclose(found[name] / largest, expected[name] / largest, atol=1e-9), name
+
+
+def test_what_one_process_cannot_do_all_refuse(results):
+    for rank, result in enumerate(results):
+        assert "Processes [3] were given no batch" in result["none"]
+        assert ("Labels lie between" if rank == 1 else "Process 1 of 4 failed") in result["bad labels"]
