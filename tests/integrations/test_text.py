@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -128,6 +129,34 @@ def test_a_run_that_is_killed_goes_on_where_it_was(tmp_path, data, monkeypatch):
     assert out.read_bytes() == whole.read_bytes()
     assert squisher.load(out).provenance.codec.name == "log8"
     assert sorted(p.name for p in tmp_path.glob("fisher*")) == ["fisher.safetensors"]
+
+
+@pytest.mark.formats
+def test_under_torchrun_the_processes_share_the_batches(tmp_path, data):
+    folder_of("classifier", tmp_path / "model")
+    data.write_text("".join(json.dumps(row) + "\n" for row in LINES * 3))
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    arguments = ["fisher", tmp_path / "model", "--data", data, "--batch-size", 2, "--labels", "sampled", "--out"]
+    done = run(*arguments, one)
+    assert done.returncode == 0, done.stderr
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "squisher",
+        *arguments,
+        two,
+    ]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("9 examples") == 1
+    alone, shared = squisher.load(one), squisher.load(two)
+    assert shared.provenance.examples == 9
+    for name in alone:
+        torch.testing.assert_close(shared[name], alone[name], rtol=1e-4, atol=1e-9)
 
 
 @pytest.mark.formats

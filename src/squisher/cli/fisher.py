@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -52,7 +55,9 @@ def fisher(
     """Measure the Fisher diagonal of a Hugging Face model on a file of text.
 
     An interrupted run goes on where it was when the same command is given again: OUT.unfinished.safetensors keeps what is done.
+    Under torchrun the processes share the batches, and the first one writes the file.
     """
+    from .. import ranks
     from ..importance import FILE_NAME
     from ..integrations.recording import under_file_names
     from ..integrations.text import count_rows, load_text_model, text_batches
@@ -63,31 +68,46 @@ def fisher(
     check_target(target, overwrite, model, data, base)
     check_codec(codec)
     unfinished = target.with_suffix(".unfinished.safetensors")
-    loaded = load_text_model(model, device, base)
-    batches = text_batches(
-        data, loaded, batch_size=batch_size, max_length=max_length, max_examples=max_examples, labelled=labels == "data"
-    )
-    lines = count_rows(data)
-    total = lines if max_examples is None else min(lines, max_examples)
-    if unfinished.is_file():
-        typer.echo(f"Going on with {unfinished}, where an earlier run was interrupted.", err=True)
-    with progress_bar("measuring", counted=True) as progress:
-        importance = measure(
-            loaded.model,
-            batches,
-            labels=labels,
-            per=per,
-            unit=unit,
-            draws=draws,
-            parameters=parameters,
+    with _job(device):
+        loaded = load_text_model(model, _own(device), base)
+        batches = text_batches(
+            data,
+            loaded,
+            batch_size=batch_size,
+            max_length=max_length,
             max_examples=max_examples,
-            seed=seed,
-            unfinished=unfinished,
-            progress=None if progress is None else lambda done, _: progress(done, total),
+            labelled=labels == "data",
         )
-    importance = under_file_names(importance, loaded.model)
-    importance.save(target, codec=codec)
-    unfinished.unlink(missing_ok=True)
+        lines = count_rows(data)
+        total = lines if max_examples is None else min(lines, max_examples)
+        if unfinished.is_file() and ranks.is_alone():
+            typer.echo(f"Going on with {unfinished}, where an earlier run was interrupted.", err=True)
+        with progress_bar("measuring", counted=True) as progress:
+            importance = measure(
+                loaded.model,
+                batches,
+                labels=labels,
+                per=per,
+                unit=unit,
+                draws=draws,
+                parameters=parameters,
+                max_examples=max_examples,
+                seed=seed,
+                unfinished=unfinished if ranks.is_alone() else None,
+                progress=None if progress is None else lambda done, _: progress(done, total),
+            )
+        importance = under_file_names(importance, loaded.model)
+        failure: BaseException | None = None
+        try:
+            if ranks.rank() == 0:
+                importance.save(target, codec=codec)
+                unfinished.unlink(missing_ok=True)
+        except Exception as error:
+            failure = error
+        ranks.agree(failure)
+        first = ranks.rank() == 0
+    if not first:
+        return
     if as_json:
         print_json({"file": str(target), "tensors": len(importance), "provenance": importance.provenance.to_dict()})
         return
@@ -95,3 +115,24 @@ def fisher(
     typer.echo(
         f"{target}: {len(importance)} tensors of the Fisher ({labels} labels, per {p.unit}) on {p.examples} examples."
     )
+
+
+@contextmanager
+def _job(device: str) -> Iterator[None]:
+    """Join the processes that torchrun started, if it did."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        yield
+        return
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl" if device.startswith("cuda") else "gloo")
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _own(device: str) -> str:
+    """Return this process's own device, where several processes of a machine have one each."""
+    rank = os.environ.get("LOCAL_RANK")
+    return f"cuda:{rank}" if device == "cuda" and rank is not None else device
