@@ -1,0 +1,136 @@
+"""How long extract, merge and top-k take beside an older commit: the same files, in turn, each in a process of its own.
+
+python -m benchmarks.before_after [--before COMMIT] [--size 3e7] [--rounds 5]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .harness import write
+from .house import BEFORE, ROOT
+
+CASES = ("extract", "merge fisher", "mask top-k", "prune")
+
+
+def make(folder: Path, size: int) -> None:
+    """Write two models of `size` weights with their importances, and a checkpoint of one."""
+    import torch
+    from safetensors.torch import save_file
+
+    import squisher
+
+    rows = 1 << 10
+    names = [f"layers.{k}.weight" for k in range(12)]
+    shape = (rows, size // (12 * rows))
+    for seed, name in enumerate(("a", "b")):
+        generator = torch.Generator().manual_seed(seed)
+        (folder / name).mkdir()
+        weights = {n: torch.randn(shape, generator=generator) for n in names}
+        values = {n: torch.randn(shape, generator=generator).square() * 1e-9 for n in names}
+        save_file(weights, folder / name / "model.safetensors", {"format": "pt"})
+        importance = squisher.Importance(values, kind="fisher", unit="example", examples=100)
+        importance.save(folder / name / "squisher.safetensors")
+    model = torch.nn.ModuleDict(
+        {"layers": torch.nn.ModuleList(torch.nn.Linear(*shape[::-1], bias=False) for _ in names)}
+    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter) * 1e-4
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "checkpoint.pt")
+
+
+def prepared(case: str, folder: Path) -> Callable[[], object]:
+    """Return the call that is timed; everything is imported before."""
+    import squisher
+    from squisher.cli import app  # noqa: F401
+
+    a, b = (squisher.load(folder / name / "squisher.safetensors") for name in ("a", "b"))
+    out = folder / "out.safetensors"
+    if case == "extract":
+        return lambda: squisher.extract(folder / "checkpoint.pt").save(out)
+    from safetensors.torch import load_file
+
+    weights = [load_file(folder / name / "model.safetensors") for name in ("a", "b")]
+    if case == "merge fisher":
+        return lambda: dict(squisher.merge.fisher(weights, [a, b]))
+    if case == "mask top-k":
+        return lambda: squisher.mask.top_k(a, keep=0.01).save(out)
+    return lambda: dict(squisher.prune.weights(weights[0], a, sparsity=0.75))
+
+
+def alone(case: str, folder: Path) -> float:
+    """Return the seconds of one call, after one that is not counted."""
+    call = prepared(case, folder)
+    call()
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def main() -> None:
+    """Time both in turn, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--before", default=BEFORE)
+    parser.add_argument("--size", type=float, default=3e7)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--alone", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.alone:
+        print(json.dumps(alone(options.alone, options.folder)))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        archive = subprocess.run(["git", "archive", options.before, "src"], cwd=ROOT, capture_output=True, check=True)
+        subprocess.run(["tar", "-x", "-C", scratch], input=archive.stdout, check=True)
+        trees = {"before": Path(scratch) / "src", "after": ROOT / "src"}
+        folder = Path(scratch) / "files"
+        folder.mkdir()
+        make(folder, int(options.size))
+        seconds: dict[str, dict[str, list[float]]] = {case: {tree: [] for tree in trees} for case in CASES}
+        for _ in range(options.rounds):
+            for case in CASES:
+                for tree, path in trees.items():
+                    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])}
+                    command = [
+                        sys.executable,
+                        "-m",
+                        "benchmarks.before_after",
+                        "--alone",
+                        case,
+                        "--folder",
+                        str(folder),
+                    ]
+                    done = subprocess.run(
+                        command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True
+                    )
+                    seconds[case][tree].append(float(json.loads(done.stdout.splitlines()[-1])))
+    found = {
+        case: {
+            **{tree: {"seconds": statistics.median(times), "all": times} for tree, times in both.items()},
+            "ratio": statistics.median(a / b for a, b in zip(both["after"], both["before"], strict=True)),
+        }
+        for case, both in seconds.items()
+    }
+    write(
+        "before_after",
+        {"before": options.before, "weights": int(options.size), "rounds": options.rounds, "cases": found},
+    )
+    for case, both in found.items():
+        print(
+            f"{case}: {both['before']['seconds']:.2f} s -> {both['after']['seconds']:.2f} s, ratio {both['ratio']:.2f}"
+        )
+
+
+if __name__ == "__main__":
+    main()
