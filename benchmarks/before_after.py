@@ -27,8 +27,6 @@ def make(folder: Path, size: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    import squisher
-
     rows = 1 << 10
     names = [f"layers.{k}.weight" for k in range(12)]
     shape = (rows, size // (12 * rows))
@@ -38,8 +36,7 @@ def make(folder: Path, size: int) -> None:
         weights = {n: torch.randn(shape, generator=generator) for n in names}
         values = {n: torch.randn(shape, generator=generator).square() * 1e-9 for n in names}
         save_file(weights, folder / name / "model.safetensors", {"format": "pt"})
-        importance = squisher.Importance(values, kind="fisher", unit="example", examples=100)
-        importance.save(folder / name / "squisher.safetensors")
+        save_file(values, folder / name / "values.safetensors")
     model = torch.nn.ModuleDict(
         {"layers": torch.nn.ModuleList(torch.nn.Linear(*shape[::-1], bias=False) for _ in names)}
     )
@@ -55,12 +52,13 @@ def prepared(case: str, folder: Path) -> Callable[[], object]:
     import squisher
     from squisher.cli import app  # noqa: F401
 
-    a, b = (squisher.load(folder / name / "squisher.safetensors") for name in ("a", "b"))
     out = folder / "out.safetensors"
     if case == "extract":
         return lambda: squisher.extract(folder / "checkpoint.pt").save(out)
     from safetensors.torch import load_file
 
+    measured = [load_file(folder / name / "values.safetensors") for name in ("a", "b")]
+    a, b = (squisher.Importance(values, kind="fisher", unit="example", examples=100) for values in measured)
     weights = [load_file(folder / name / "model.safetensors") for name in ("a", "b")]
     if case == "merge fisher":
         return lambda: dict(squisher.merge.fisher(weights, [a, b]))
