@@ -291,7 +291,12 @@ def _bases(found: dict[str, Any] | None) -> dict[str, str]:
     after = str(found["config"]["filters"]["epochs"])
     done = sum("ratio" in unit["result"] for unit in found["units"].values())
     planned = done + sum(key.count("/") == 3 for key in found.get("missing", ()))
-    return {
+    first = {
+        f"pruning/cifar10/75% pruned of one seed/{result['method']}": f"{result['after']:.1f}"
+        for key, unit in found["units"].items()
+        if key.startswith("seed-1/") and (result := unit["result"]).get("ratio") == 0.75 and key.endswith(f"/{after}")
+    }
+    return first | {
         "pruning/cifar10/unpruned of the bases": f"{mean([base['unpruned'][after] for base in bases]).value:.1f}",
         "pruning/cifar10/retrained": f"{done} of {planned} units",
     }

@@ -174,11 +174,12 @@ def test_what_was_retrained_is_counted_beside_what_was_planned():
         "units": {
             "seed-1/base": {"result": {"unpruned": {"10": 60.0, "15": 70.0}}},
             "seed-2/base": {"result": {"unpruned": {"10": 60.0, "15": 73.0}}},
-            "seed-1/squisher/0.75/15": {"result": {"ratio": 0.75}},
+            "seed-1/squisher/0.75/15": {"result": {"ratio": 0.75, "method": "squisher", "after": 71.25}},
         },
         "missing": ["seed-3/base", "seed-1/random/0.75/15", "seed-2/random/0.75/15"],
     }
     words = findings._bases(found)
     assert words["pruning/cifar10/unpruned of the bases"] == "71.5"
     assert words["pruning/cifar10/retrained"] == "1 of 3 units"
+    assert words["pruning/cifar10/75% pruned of one seed/squisher"] == "71.2"
     assert findings._bases(None) == {}
