@@ -55,7 +55,7 @@ def wrong(names: Names, shapes: dict[str, Any], draw: random.Random) -> Iterator
             like[tuple(shapes[n] for n in own)].append(own)
         for same in like.values():
             pairs = [(a, b) for k, a in enumerate(same) for b in same[k + 1 :]]
-            for a, b in draw.sample(pairs, min(4, len(pairs))):
+            for a, b in draw.sample(pairs, min(2, len(pairs))):
                 yield "two layers swapped", renamed(names, exchange(a, b, shapes))
             if len(same) > 2:
                 turn = {
@@ -65,9 +65,9 @@ def wrong(names: Names, shapes: dict[str, Any], draw: random.Random) -> Iterator
             for own in same[:2]:
                 matrices = [n for n in own if len(shapes[n]) > 1]
                 twins = [(a, b) for k, a in enumerate(matrices) for b in matrices[k + 1 :] if shapes[a] == shapes[b]]
-                for a, b in draw.sample(twins, min(3, len(twins))):
+                for a, b in draw.sample(twins, min(2, len(twins))):
                     yield "two matrices of a layer exchanged", renamed(names, {a: b, b: a})
-    for _ in range(5):
+    for _ in range(3):
         by_shape: dict[Any, Names] = defaultdict(list)
         for name in names:
             by_shape[shapes[name]].append(name)
@@ -120,10 +120,13 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", type=Path, help="where naming_runs.py has left its folders")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "naming.json")
+    parser.add_argument("--only", nargs="*", help="names of runs, in the order in which to take them")
     arguments = parser.parse_args()
-    found = {}
-    for folder in sorted(p for p in arguments.runs.iterdir() if (p / "last").is_dir()):
-        found[folder.name] = {"state alone": rates(folder, False), "earlier weights too": rates(folder, True)}
-        print(folder.name, found[folder.name], flush=True)
     environment = {"torch": torch.__version__, "python": platform.python_version(), "squisher": squisher.__version__}
-    arguments.out.write_text(json.dumps({"environment": environment, "runs": found}, indent=1) + "\n")
+    found: dict[str, Any] = {}
+    for run in arguments.only or sorted(p.name for p in arguments.runs.iterdir() if (p / "last").is_dir()):
+        folder = arguments.runs / run
+        found[run] = {"state alone": rates(folder, False), "earlier weights too": rates(folder, True)}
+        print(run, found[run], flush=True)
+        ordered = {name: found[name] for name in sorted(found)}
+        arguments.out.write_text(json.dumps({"environment": environment, "runs": ordered}, indent=1) + "\n")
