@@ -32,7 +32,7 @@ $(FRAMEWORKS): pyproject.toml constraints.txt tests/formats.txt
 install: $(INSTALLED) ## create .venv and install the package with what the tests need
 
 demo: $(INSTALLED) ## the main job and the paper's six settings in small: a table, a figure, a report
-	$(BIN)/python -m experiments.demo
+	$(TEST_ENV) $(BIN)/python -m experiments.demo
 
 test: lint ## linters, types and tests: what CI runs
 	$(TEST_ENV) $(BIN)/python -m pytest -n $(TEST_WORKERS)
