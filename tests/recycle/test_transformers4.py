@@ -58,7 +58,7 @@ def test_the_order_of_a_file_that_keeps_it():
 
 
 @pytest.mark.formats
-@pytest.mark.parametrize("name", ["vit", "mixtral"])
+@pytest.mark.parametrize("name", ["vit", "mixtral", "swin", "xlmr"])
 def test_a_checkpoint_of_version_4(name):
     importance = squisher.extract(FIXTURES / name, bias_correction=False)
     expected = load_file(FIXTURES / name / "reference.safetensors")
