@@ -613,6 +613,7 @@ class Pass:
                 )
                 self._end_column()
         self._end()
+        self.sums = {}  # hooks and this pass hold each other; the sums must not wait for the garbage collector
         leaked = [name for name, p in self.parameters.items() if p.grad is not None]
         for name in leaked:
             self.parameters[name].grad = None

@@ -137,7 +137,9 @@ class Group:
                 for k, mine in enumerate(value.split(chunk)):
                     part[k, : mine.numel()] = mine.reshape(-1)
         output = buffer.new_empty(sum(sizes))
-        dist.reduce_scatter_tensor(output, buffer.view(-1), group=process_group)
+        # The second is its name before torch 2.13.
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(output, buffer.view(-1), group=process_group)
         here = dist.get_rank(process_group)
         found = {}
         for name, part in zip(values, output.split(sizes), strict=True):
