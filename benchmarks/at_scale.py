@@ -2,8 +2,8 @@
 
 A bfloat16 decoder is measured by one process, by two that share the data, and by two that share the model (fully_shard). Memory
 is the growth of anonymous memory, with an allocator that returns what is freed; traffic is counted where torch.distributed is
-called. The tables of docs/at-scale.md are
-arithmetic on these numbers (`tables`).
+called, after the first batch. Times are those of whole calls beside a plain forward and backward pass of the same sharded model on
+the same batches, interleaved. The tables of docs/at-scale.md are arithmetic on these numbers (`tables`).
 
 python -m benchmarks.at_scale [--width 768] [--layers 8]
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -27,7 +28,7 @@ CASES = {  # processes, whether they share the model, per
     "two share the model, per example": (2, True, "example"),
     "two share the model, per batch": (2, True, "batch"),
 }
-EXAMPLES, BATCH, LENGTH, VOCABULARY = 8, 4, 8, 2000
+EXAMPLES, BATCH, LENGTH, VOCABULARY = 16, 2, 8, 2000
 GB = 1e9
 RETURNING = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
 MODELS = {"7B": (7e9, 32), "70B": (70e9, 80)}  # parameters, layers
@@ -132,10 +133,11 @@ def run(case: str, rank: int, store: str, width: int, layers: int) -> None:
             if not first:  # the fast engine proves itself on the first batch, which needs more
                 first.append(memory.extra_mb)
                 memory.peak = 0
+                traffic.bytes.clear()
 
         found = squisher.fisher(model, batches, progress=after_a_batch, **settings)
     kept = sum((t.to_local() if shared else t).nbytes for t in found.values())
-    passes = EXAMPLES if per == "example" else len(batches)
+    passes = len(batches) // processes - 1
     print(
         json.dumps(
             {
@@ -143,7 +145,7 @@ def run(case: str, rank: int, store: str, width: int, layers: int) -> None:
                 "peak_bytes_per_parameter": max(first[0], memory.extra_mb) * 1e6 / parameters,
                 "later_bytes_per_parameter": memory.extra_mb * 1e6 / parameters,
                 "traffic_bytes_per_parameter": {kind: size / parameters for kind, size in traffic.bytes.items()},
-                "backward_passes": passes,
+                "batches": passes,
                 "parameters": parameters,
                 "block_parameters": sum(p.numel() for p in model[1].parameters()),
             }
@@ -174,8 +176,8 @@ def constants(cases: dict[str, dict[str, Any]]) -> dict[str, float]:
     share, model = cases["two share the data, per example"], cases["two share the model, per example"]
     sent = model["traffic_bytes_per_parameter"]
     kept = model["kept_bytes_per_parameter"]
-    # Beside its part of the accumulators and of a bfloat16 gradient: blocks that are whole for a moment.
-    whole = (model["peak_bytes_per_parameter"] - kept - 2 / 2) * model["parameters"] / (2 * model["block_parameters"])
+    # Beside its part of the accumulators: blocks that are whole for a moment.
+    whole = (model["later_bytes_per_parameter"] - kept) * model["parameters"] / (2 * model["block_parameters"])
     return {
         "accumulator": cases["one process, per example"]["kept_bytes_per_parameter"],
         "accumulator, sharded in two": kept,
@@ -183,10 +185,11 @@ def constants(cases: dict[str, dict[str, Any]]) -> dict[str, float]:
         "later, per example": cases["one process, per example"]["later_bytes_per_parameter"],
         "peak, per batch": cases["one process, per batch"]["peak_bytes_per_parameter"],
         "peak, sharded in two": model["peak_bytes_per_parameter"],
+        "later, sharded in two": model["later_bytes_per_parameter"],
         "whole blocks, sharded": whole,
         "all-reduce, once": share["traffic_bytes_per_parameter"]["all_reduce"],
-        "all-gather, each pass": sent["all_gather"] / model["backward_passes"],
-        "reduce-scatter, each pass": sent["reduce_scatter"] / model["backward_passes"],
+        "all-gather, each batch": sent["all_gather"] / model["batches"],
+        "reduce-scatter, each batch": sent["reduce_scatter"] / model["batches"],
     }
 
 
@@ -200,9 +203,10 @@ def measurements(c: dict[str, float]) -> str:
         "later, per example": "the same, after the first batch",
         "peak, per batch": 'the same, `per="batch"`, from the first batch on',
         "peak, sharded in two": 'largest growth over the weights, each of two that share the model, `per="example"`',
+        "later, sharded in two": "each of the two, after the first batch",
         "all-reduce, once": "handed to all-reduce, two that share the data, in all",
-        "all-gather, each pass": "handed to all-gather, two that share the model, each pass",
-        "reduce-scatter, each pass": "handed to reduce-scatter, two that share the model, each pass",
+        "all-gather, each batch": "handed to all-gather, two that share the model, each batch",
+        "reduce-scatter, each batch": "handed to reduce-scatter, two that share the model, each batch",
     }
     return "\n".join([*rows, *(f"| {text} | {c[name]:.2f} |" for name, text in told.items())])
 
@@ -218,17 +222,93 @@ def tables(c: dict[str, float]) -> tuple[str, str]:
         sent = 2 * 7 / 8 * c["all-reduce, once"] * p
         rows.append(f"| {name} | {' | '.join(f'{x / GB:.0f} GB' for x in (*cells, sent))} |")
     first = "\n".join(rows)
-    rows = ["| model | ranks | weights, gradient, accumulators | whole blocks | sum | sent per rank and pass |"]
-    rows.append("|---|---|---|---|---|---|")
-    sent_each = c["all-gather, each pass"] + c["reduce-scatter, each pass"]
+    rows = [
+        "| model | ranks | weights, accumulators | proof | whole blocks | sum | sent per rank and batch | 1,000 examples |"
+    ]
+    rows.append("|---|---|---|---|---|---|---|---|")
+    sent_each = c["all-gather, each batch"] + c["reduce-scatter, each batch"]
     for name, (p, layers) in MODELS.items():
         for ranks in (8, 64):
-            held = (2 + 2 + c["accumulator"]) * p / ranks
+            held = (2 + c["accumulator"]) * p / ranks
+            proof = 2 * (c["peak, sharded in two"] - c["later, sharded in two"]) * p / ranks
             block = c["whole blocks, sharded"] * 2 * p / layers
             sent = sent_each * p * (ranks - 1) / ranks
-            cells = [held, block, held + block, sent]
-            rows.append(f"| {name} | {ranks} | {' | '.join(f'{x / GB:.1f} GB' for x in cells)} |")
+            cells = [held, proof, block, held + proof + block, sent, sent * -(-1000 // (8 * ranks))]
+            sizes = [f"{x / GB:.1f} GB" if x < 1e12 else f"{x / 1e12:.1f} TB" for x in cells]
+            rows.append(f"| {name} | {ranks} | {' | '.join(sizes)} |")
     return first, "\n".join(rows)
+
+
+def time_case(rank: int, processes: int, store: str, rounds: int) -> None:
+    """One process of the timing: whole calls of `fisher` beside plain passes over the same batches; prints seconds as JSON."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    import squisher
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
+    model = decoder(256, 4).float()
+    shard(model)
+    ids = torch.randint(0, VOCABULARY, (64, 64), generator=torch.Generator().manual_seed(rank))
+    batches = [(b, b) for b in ids.split(8)]
+
+    def plain() -> None:
+        for x, y in batches:
+            nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum").backward()
+            model.zero_grad()
+
+    def measured(**settings: Any) -> Any:
+        return squisher.fisher(model, batches, likelihood="tokens", shift=0, divided=True, **settings)
+
+    ways = {"plain": plain, "fast": measured, "batch": lambda: measured(per="batch")}
+    if rounds > 1:
+        ways["loop"] = lambda: squisher.fisher(
+            model, batches[:1], likelihood="tokens", shift=0, divided=True, method="loop"
+        )
+    assert measured().provenance.coverage["method"] == "fast"
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            dist.barrier()
+            start = time.perf_counter()
+            way()
+            seconds[name].append((time.perf_counter() - start) * (len(batches) if name == "loop" else 1))
+    print(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+def timed(processes: int, rounds: int) -> dict[str, float]:
+    """Return what a whole call takes as a multiple of plain passes: the median over rounds."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-m", "benchmarks.at_scale", "--time", str(processes), "--store", f"{folder}/store"]
+        running = [
+            subprocess.Popen(
+                [*command, "--rank", str(rank), "--rounds", str(rounds)],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            for rank in range(processes)
+        ]
+        seen = [json.loads(process.communicate()[0].splitlines()[-1]) for process in running]
+    ratios = {
+        name: statistics.median(t / p for t, p in zip(times, seen[0]["plain"], strict=True))
+        for name, times in seen[0].items()
+    }
+    print(processes, ratios, flush=True)
+    return ratios
+
+
+def times(ratios: dict[str, dict[str, float]]) -> str:
+    """The table of times of docs/at-scale.md."""
+    rows = ['| processes | `fisher`, fast | `per="batch"` | `method="loop"` |', "|---|---|---|---|"]
+    for processes, found in ratios.items():
+        rows.append(f"| {processes} | {found['fast']:.2f}× | {found['batch']:.2f}× | {found['loop']:.0f}× |")
+    return "\n".join(rows)
 
 
 def main() -> None:
@@ -239,15 +319,22 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--store", default="")
+    parser.add_argument("--time", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
+    if options.time:
+        time_case(options.rank, options.time, options.store, options.rounds)
+        return
     if options.case:
         run(options.case, options.rank, options.store, options.width, options.layers)
         return
     cases = {case: measured(case, options.width, options.layers) for case in CASES}
     found = constants(cases)
-    harness.write("at_scale", {"width": options.width, "layers": options.layers, "cases": cases, "constants": found})
+    ratios = {str(processes): timed(processes, options.rounds) for processes in (2, 4)}
+    document = {"width": options.width, "layers": options.layers, "cases": cases, "constants": found, "times": ratios}
+    harness.write("at_scale", document)
     print(json.dumps(found, indent=2))
-    print(measurements(found), *tables(found), sep="\n\n")
+    print(measurements(found), times(ratios), *tables(found), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -80,10 +80,10 @@ def agree(error: BaseException | None, group: Any = None) -> None:
 
 
 def break_off(error: BaseException, run: str, patience: float = 5.0) -> BaseException:
-    """Leave a collective operation that the others are still in, so that they fail at once and can say why.
+    """Leave collective operations that the others are still in, and tell them why through the store that the processes met at.
 
-    Their message comes through the store that the processes met at. Unless all fail alike, this ends the process group: the
-    processes are out of step, and whatever they sent each other from here on would be taken for something else.
+    They notice when the connection breaks, at the latest when this process ends. Unless all fail alike, this ends the process
+    group: the processes are out of step, and whatever they sent each other from here on would be taken for something else.
 
     Args:
         error: what happened here; if it is that another process is gone, that process's error is looked for.

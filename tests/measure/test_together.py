@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -197,3 +198,39 @@ def test_what_one_process_cannot_do_all_refuse(results):
     for rank, result in enumerate(results):
         assert "Processes [3] were given no batch" in result["none"]
         assert ("Labels lie between" if rank == 1 else "Process 1 of 4 failed") in result["bad labels"]
+
+
+class Failing(nn.Tanh):
+    """Run out of memory on one process, in the middle of a pass."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        if dist.get_rank() == 1 and self.calls > 5:
+            raise MemoryError("nothing left")
+        return super().forward(x)
+
+
+def _failing_worker(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = nn.Sequential(nn.Linear(5, 6), Failing(), nn.Linear(6, 4)).double()
+    for child in (model[0], model[2], model):
+        fully_shard(child)
+    try:
+        fisher(model, [(X[:4] + rank, Y[:4])] * 4, divided=True)
+    except (SquisherError, MemoryError) as error:
+        Path(folder, f"{rank}.txt").write_text(f"{type(error).__name__}: {error}")
+    os._exit(0)  # as a script ends that does not catch it
+
+
+def test_a_process_that_fails_inside_a_pass_tells_the_others(tmp_path):
+    running = [mp.get_context("spawn").Process(target=_failing_worker, args=(k, str(tmp_path))) for k in range(2)]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(120)
+    assert (tmp_path / "1.txt").read_text() == "MemoryError: nothing left"
+    told = "SquisherError: Process 1 of 2 failed, so this one stops too. There: MemoryError: nothing left"
+    assert (tmp_path / "0.txt").read_text() == told
