@@ -19,14 +19,14 @@ import squisher
 from ..harness import write
 from .models import cases
 
-ROUNDS = 5
+ROUNDS, BATCHES = 3, 4
 FILES = ("measure/examples.py", "measure/capture.py")
 
 
 def share(name: str) -> dict[str, Any]:
     """The share of the check in one case, batches after the first included."""
     case = cases()[name]
-    model, batches = case.model(), case.batches()
+    model, batches = case.model(), case.batches()[:BATCHES]
     found = []
     squisher.fisher(model, batches[:2], likelihood=case.likelihood)
     for _ in range(ROUNDS):
