@@ -239,7 +239,7 @@ class RunFacts:
 
 
 def one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
-    """Refuse a value that is none of the allowed ones; None passes."""
+    """Raise if a value is neither None nor one of the allowed ones."""
     if value is not None and value not in allowed:
         raise SquisherError(
             f"{name} is {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}.{near(str(value), allowed)}"

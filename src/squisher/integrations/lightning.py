@@ -88,7 +88,7 @@ class SquisherCallback(_Hooks, Recorder):
         self._written: dict[Path, Path] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counts, and the tracker's average if there is one."""
+        """Return the counts and, with a tracker, its average."""
         state: dict[str, Any] = {"counts": self.counts.state()}
         if self.tracker is not None:
             state["tracker"] = self.tracker.state_dict()

@@ -409,7 +409,7 @@ def open_importance(path: str | os.PathLike[str]) -> Importance:
         path: An importance file, a folder with one beside the model, or a checkpoint with an optimizer state.
 
     Raises:
-        SquisherError: It is none of them.
+        SquisherError: The path is something else.
     """
     path = Path(path)
     if hub.is_hub_id(path):

@@ -69,11 +69,11 @@ class Recorder(Events):
 
     Args:
         track: Keep an average of the gradient beside the optimizer, instead of recording what the optimizer has.
-        loss_reduction: `mean`, `sum` or `token_mean`; None if it is none of them, or found out.
+        loss_reduction: `mean`, `sum` or `token_mean`; None if the loss is reduced in another way, or to find it out.
         codec: How files keep the values: `exact`, `log8` or `rank1`.
 
     Attributes:
-        tracker: Keeps the average, if there is one.
+        tracker: The tracker that keeps the average, or None.
         counts: Examples, tokens and steps up to now.
     """
 
@@ -421,7 +421,7 @@ def loss_factor(*, divides: bool, accumulation: int, processes: int) -> int:
 
     Args:
         divides: Whether the loss was divided by the items of the whole step.
-        accumulation: Micro-batches over which nobody averaged.
+        accumulation: Number of micro-batches whose gradients were summed and not averaged.
         processes: Processes over which the average was undone.
     """
     return 1 if divides else accumulation * processes

@@ -1,7 +1,7 @@
 """model + data -> Importance: the Fisher diagonal, measured.
 
 `fisher` walks the data. What is squared is decided in `likelihood`, how gradients are found one example at a time in `loop`
-(the definition) and all at once in `capture` (the fast engine, which proves itself against the loop).
+(the definition) and all at once in `fast` (which proves itself against the loop), and both for sharded models in `together`.
 """
 
 from __future__ import annotations
