@@ -19,7 +19,7 @@ from pathlib import Path
 from .harness import write
 from .house import BEFORE, ROOT
 
-CASES = ("extract", "merge fisher", "mask top-k", "prune")
+CASES = ("extract, names recorded", "extract", "merge fisher", "mask top-k", "prune")
 
 
 def make(folder: Path, size: int) -> None:
@@ -40,11 +40,12 @@ def make(folder: Path, size: int) -> None:
     model = torch.nn.ModuleDict(
         {"layers": torch.nn.ModuleList(torch.nn.Linear(*shape[::-1], bias=False) for _ in names)}
     )
-    optimizer = torch.optim.AdamW(model.parameters())
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter) * 1e-4
-    optimizer.step()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "checkpoint.pt")
+    for listed, name in ((model.parameters(), "extract.pt"), (model.named_parameters(), "extract, names recorded.pt")):
+        optimizer = torch.optim.AdamW(listed)
+        optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / name)
 
 
 def prepared(case: str, folder: Path) -> Callable[[], object]:
@@ -53,8 +54,8 @@ def prepared(case: str, folder: Path) -> Callable[[], object]:
     from squisher.cli import app  # noqa: F401
 
     out = folder / "out.safetensors"
-    if case == "extract":
-        return lambda: squisher.extract(folder / "checkpoint.pt").save(out)
+    if case.startswith("extract"):
+        return lambda: squisher.extract(folder / f"{case}.pt").save(out)
     from safetensors.torch import load_file
 
     measured = [load_file(folder / name / "values.safetensors") for name in ("a", "b")]

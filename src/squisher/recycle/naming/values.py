@@ -21,6 +21,7 @@ __all__ = ["Array", "Values"]
 
 _ELEMENTS = 1 << 14  # of one tensor, for movement
 _WIDTH = 128  # of a row of it
+_OPENING = 1 << 15  # elements that are read in the time it takes to open a file
 _MOST = 2_000_000_000  # elements of the model beyond which a look would take minutes
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -122,12 +123,20 @@ class Values:
         return np.asarray(_sample(c.weight) - _sample(c.before))
 
     def _channels(self, source: Any, axis: int, chosen: Array | None = None) -> Array:
-        """Return the sampled channels of one axis, one a row: of the first axis they are read alone, of another in blocks."""
+        """Return the sampled channels of one axis, one a row: of the first axis they are read alone where they are few."""
         shape = tuple(source.shape)
         chosen = _chosen(shape[axis], self.channels) if chosen is None else chosen
-        if axis == 0 and not isinstance(source, Tensor) and getattr(source, "is_contiguous", True):
-            row = math.prod(shape[1:])
+        row = math.prod(shape[1:])
+        few = len(chosen) * (row + _OPENING) < shape[0] * row
+        if axis == 0 and few and not isinstance(source, Tensor) and getattr(source, "is_contiguous", True):
             return np.stack([_numpy(source.read_flat(k * row, (k + 1) * row)) for k in chosen.tolist()])
+        if axis == 0:
+            rows, first = np.empty((len(chosen), row), np.float32), 0
+            for block in _blocks(source):
+                here = (first <= chosen) & (chosen < first + len(block))
+                rows[here] = _numpy(block.reshape(-1, row)[torch.from_numpy(chosen[here] - first)])
+                first += len(block)
+            return rows
         blocks = []
         for block in _blocks(source):
             picked = block.movedim(axis, 0)[torch.from_numpy(chosen)]
