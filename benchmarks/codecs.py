@@ -5,7 +5,7 @@ python -m benchmarks.codecs digits [--seeds 5]        what applications lose, on
 python -m benchmarks.codecs sentences [--data DIR]    what applications lose, on an encoder; needs transformers
 python -m benchmarks.codecs speed [--size 3e8]        write, read and merge an importance of this many entries
 
-Each writes its own part of results/codecs.json. The fine-tunes are small: an encoder (MiniLM, 22.7M parameters) on film reviews, a
+Each writes its own part of results/codecs.json; what applications lose is written as it comes, and a second call goes on from there. The fine-tunes are small: an encoder (MiniLM, 22.7M parameters) on film reviews, a
 GPT of 1.8M parameters that goes on with another part of Shakespeare, a convolutional network that learns five other classes of
 CIFAR-10.
 """
@@ -163,35 +163,38 @@ FINE_TUNES = {"CNN": ((16, 64, 192), cnn), "language model": ((16, 64, 192), gpt
 
 
 def speed(size: int, rounds: int) -> list[dict[str, Any]]:
-    """One row a codec: bytes, and seconds of processor time to write, to read, and to merge two models with."""
-    rows = []
+    """One row a codec: bytes, and seconds of processor time to write, to read, and to merge two models with.
+
+    Codecs take turns, so that what else the machine does meets all of them.
+    """
+    taken: dict[tuple[str, str], list[float]] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         weights, importance = _made(folder, size)
         entries = sum(importance[n].numel() for n in importance)
-        for codec in ("bfloat16", *CODECS):
-            path = folder / f"{codec}.safetensors"
+        paths = {codec: folder / f"{codec}.safetensors" for codec in ("bfloat16", *CODECS)}
+        for _, (codec, path) in itertools.product(range(rounds), paths.items()):
             options = {"dtype": "bfloat16"} if codec == "bfloat16" else {"codec": codec}
-            write = _seconds(lambda: importance.save(path, **options))  # noqa: B023
+            if not path.exists():
+                taken[codec, "write"] = [_seconds(lambda: importance.save(path, **options))]  # noqa: B023
             loaded = squisher.load(path)
-            read, merge = [], []
-            for _ in range(rounds):
-                read.append(_seconds(lambda: [None for n in loaded for _ in loaded.chunks(n)]))  # noqa: B023
-                merged = squisher.merge.fisher(weights, [loaded, loaded * 2.0], scale="stored")
-                merge.append(_seconds(lambda: [None for n in merged for _ in merged.chunks(n)]))  # noqa: B023
-            rows.append(
-                {
-                    "codec": codec,
-                    "entries": entries,
-                    "bytes": path.stat().st_size,
-                    "write_seconds": round(write, 2),
-                    "read_seconds": round(statistics.median(read), 2),
-                    "merge_seconds": round(statistics.median(merge), 2),
-                }
-            )
-            print(rows[-1], flush=True)
-        rows += _zstd(folder / "exact.safetensors", entries)
-    return rows
+            merged = squisher.merge.fisher(weights, [loaded, loaded * 2.0], scale="stored")
+            for job, tensors in {"read": loaded, "merge": merged}.items():
+                seconds = _seconds(lambda: [None for n in tensors for _ in tensors.chunks(n)])  # noqa: B023
+                taken.setdefault((codec, job), []).append(seconds)
+        rows = [
+            {
+                "codec": codec,
+                "entries": entries,
+                "bytes": path.stat().st_size,
+                **{
+                    f"{job}_seconds": round(statistics.median(taken[codec, job]), 2)
+                    for job in ("write", "read", "merge")
+                },
+            }
+            for codec, path in paths.items()
+        ]
+        return [*rows, *_zstd(paths["exact"], entries)]
 
 
 def _made(folder: Path, size: int) -> tuple[list[Any], squisher.Importance]:
@@ -247,22 +250,27 @@ def main() -> None:
     )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--size", type=float, default=3e8)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.part == "fidelity":
-        rows = fidelity(options.data, options.only)
-    elif options.part in ("digits", "sentences"):
-        rows = list(applications(options.part, options.data, options.seeds))
-    else:
-        rows = speed(int(options.size), options.rounds)
     document = json.loads(FILE.read_text("utf-8")) if FILE.exists() else {}
-    if options.only is not None:  # the other fine-tunes stay as they are
-        kept = [row for row in document.get("fidelity", {}).get("rows", ()) if row["model"] != options.only]
-        order = list(FINE_TUNES)
-        rows = sorted([*kept, *rows], key=lambda row: (order.index(row["model"]), row["steps"]))
-    document[options.part] = {"environment": harness.environment(), "rows": rows}
-    FILE.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", "utf-8")
+    rows = document.get(options.part, {}).get("rows", [])
+
+    def write(rows: list[dict[str, Any]]) -> None:
+        document[options.part] = {"environment": harness.environment(), "rows": rows}
+        FILE.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n", "utf-8")
+
+    if options.part in ("digits", "sentences"):  # what is there stays: these go on where they were stopped
+        done = {(row["seed"], row["codec"]) for row in rows}
+        for more in applications(options.part, options.data, options.seeds, done):
+            rows = sorted([*rows, *more], key=lambda row: row["seed"])
+            write(rows)
+    elif options.part == "fidelity":
+        kept = [row for row in rows if options.only not in (None, row["model"])]  # the other fine-tunes stay
+        found = [*kept, *fidelity(options.data, options.only)]
+        write(sorted(found, key=lambda row: ([*FINE_TUNES].index(row["model"]), row["steps"])))
+    else:
+        write(speed(int(options.size), options.rounds))
 
 
 if __name__ == "__main__":

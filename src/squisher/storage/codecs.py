@@ -226,13 +226,20 @@ class Log8Tensor(NamedTuple):
 
     def read_flat(self, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` in flat order."""
-        if stop <= start:
-            return torch.empty(0)
         first, last = start // BLOCK, -(-stop // BLOCK)
-        base, step, scale = (one.read_flat(first, last).numpy() for one in (self.base, self.step, self.scale))
+        return self._decoded(start, stop, first, *(one.read_flat(first, last) for one in self[1:]))
+
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """Yield flat chunks, in order; what belongs to the blocks is read once."""
+        of_blocks = [one.load() for one in self[1:]]
+        for start, stop in _bounds(math.prod(self.shape), size):
+            yield self._decoded(start, stop, 0, *of_blocks)
+
+    def _decoded(self, start: int, stop: int, first: int, base: Tensor, step: Tensor, scale: Tensor) -> Tensor:
+        """Elements `start` to `stop`, given what belongs to the blocks from block `first` on."""
         out = room_for(stop - start, torch.float32)
         code = self.code.read_flat(start, stop).numpy()
-        _log8_values(code, base, step, scale, start - first * BLOCK, out.numpy())
+        _log8_values(code, base.numpy(), step.numpy(), scale.numpy(), start - first * BLOCK, out.numpy())
         return out
 
 
@@ -262,18 +269,30 @@ class Rank1Tensor(NamedTuple):
 
     def read_flat(self, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop` in flat order."""
-        if stop <= start:
-            return torch.empty(0)
-        width = math.prod(self.column.shape)
+        width = max(1, math.prod(self.column.shape))
         first, last = start // width, -(-stop // width)
-        row = self.row.read_flat(first, last).numpy()
-        whole = self.column.read_flat(0, width).numpy() if last - first > 1 else None
-        out = room_for(stop - start, torch.float32)
-        for begin, end, rows, columns in _segments(start, stop, width):
-            part = self.column.read_flat(columns.start, columns.stop).numpy() if whole is None else whole[columns]
-            place = out.numpy()[begin - start : end - start].reshape(rows.stop - rows.start, -1)
-            np.multiply(row[rows.start - first : rows.stop - first, None], part, out=place)
-        return out
+        return _outer(self.row.read_flat(first, last), self.column.load().view(-1), start, stop, first)
+
+    def chunks(self, size: int) -> Iterator[Tensor]:
+        """Yield flat chunks, in order; rows and columns are read once."""
+        row, column = self.row.load().view(-1), self.column.load().view(-1)
+        for start, stop in _bounds(math.prod(self.shape), size):
+            yield _outer(row, column, start, stop, 0)
+
+
+def _outer(row: Tensor, column: Tensor, start: int, stop: int, first: int) -> Tensor:
+    """Elements `start` to `stop` of the product of the rows from row `first` on, and the columns."""
+    out = room_for(stop - start, torch.float32)
+    for begin, end, rows, columns in _segments(start, stop, column.numel()):
+        place = out[begin - start : end - start].view(rows.stop - rows.start, -1)
+        torch.mul(row[rows.start - first : rows.stop - first, None], column[columns], out=place)
+    return out
+
+
+def _bounds(numel: int, size: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of each flat chunk."""
+    for start in range(0, numel, size):
+        yield start, min(start + size, numel)
 
 
 def _parts(codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
