@@ -8,7 +8,7 @@ import jsonschema
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import load_file
+from safetensors.numpy import save_file
 from torch import nn
 
 import squisher
@@ -94,21 +94,41 @@ def test_the_page_names_every_key():
     assert set(SCHEMA["properties"]) <= keys
 
 
-def test_a_reader_written_from_the_page(tmp_path):
-    imp = importances()["squisher"]
-    code = next(block for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def log8" in block)
+def page_reader():
+    """The reader that the page prints, which knows nothing of this package."""
     names = {"np": np}
-    exec(code, names)
-    for codec in ("log8", "rank1"):
-        path = tmp_path / f"{codec}.safetensors"
-        imp.save(path, codec=codec)
-        stored, loaded = load_file(path), squisher.load(path)
-        name = "0.weight"
-        if codec == "log8":
-            values = names["log8"](*(stored[f"{name}.log8.{part}"] for part in ("code", "base", "step", "scale")))
-        else:
-            values = np.multiply.outer(*(stored[f"{name}.rank1.{part}"] for part in ("row", "column")))
-        np.testing.assert_allclose(loaded[name].numpy(), values, rtol=1e-6)
+    for block in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL):
+        exec(block, names)
+    return names["read"]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"dtype": "bfloat16"}, {"dtype": "float64"}, {"codec": "log8"}, {"codec": "rank1"}]
+)
+@pytest.mark.parametrize("shard_bytes", [800, 1 << 30])
+def test_the_reader_on_the_page(tmp_path, options, shard_bytes):
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.exp(3 * torch.randn(shape, generator=generator) - 20)
+        * (torch.rand(shape, generator=generator) > 0.1)
+        for name, shape in {"a.weight": (90, 70), "a.bias": (90,), "conv": (8, 4, 3, 3), "experts": (6, 10, 40)}.items()
+    }
+    path = tmp_path / "squisher.safetensors"
+    squisher.Importance(tensors, kind="fisher").save(path, **options, shard_bytes=shard_bytes)
+    assert path.exists() == (shard_bytes > 800)
+    values, found = page_reader()(path)
+    expected = squisher.load(path)
+    assert set(values) == set(expected) == set(tensors)
+    assert found["kind"] == "fisher"
+    for name in expected:
+        np.testing.assert_allclose(values[name], expected[name].double().numpy(), rtol=1e-6, atol=1e-44)
+
+
+@pytest.mark.parametrize("later", [{"format_version": 3}, {"codec": {"name": "log2"}}])
+def test_the_reader_on_the_page_refuses_what_it_does_not_know(tmp_path, later):
+    save_file({"w": np.ones(3, np.float32)}, tmp_path / "a", {"squisher": json.dumps({"format_version": 2, **later})})
+    with pytest.raises(ValueError, match="later|not known"):
+        page_reader()(tmp_path / "a")
 
 
 def test_hashes_as_the_page_says(tmp_path):
