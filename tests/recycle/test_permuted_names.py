@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -254,4 +255,26 @@ def test_an_ordinary_script_is_named_right_or_refused(tmp_path, kind, script):
         assert script not in ("one group", "matrices decayed", "vectors first")
         return
     own = dict(model.named_parameters())
+    assert all(torch.equal(imp[name], optimizer.state[own[name]]["exp_avg_sq"]) for name in imp)
+
+
+@pytest.mark.parametrize("steps", [3, 40])
+@pytest.mark.parametrize("copy", ["moving average", "frozen teacher"])
+def test_a_copy_of_the_weights_is_not_taken_for_them(tmp_path, copy, steps):
+    """The copy obeys every law, at first better than the weights, which have moved since: only the movement tells."""
+    torch.manual_seed(steps)
+    model = Language(bias=False)
+    other = deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.loss().backward()
+        optimizer.step()
+        if copy == "moving average":
+            for own, p in zip(other.parameters(), model.parameters(), strict=True):
+                own.data.lerp_(p.data, 0.1)
+    both = nn.ModuleDict({"copy": other, "model": model}).state_dict()
+    torch.save({"state_dict": both, "optimizer_states": [optimizer.state_dict()]}, tmp_path / "last.ckpt")
+    imp = squisher.extract(tmp_path / "last.ckpt", bias_correction=False)
+    own = {f"model.{name}": p for name, p in model.named_parameters()}
     assert all(torch.equal(imp[name], optimizer.state[own[name]]["exp_avg_sq"]) for name in imp)

@@ -5,7 +5,8 @@ sums of weight times gradient over the rows of the one equal those over the colu
 mean of gradients, obeys the same law almost exactly. Which tensors are tied by such a law is not asked of the model: for two
 neighbours in the model, every pair of entries of their shapes is tried, and where exactly one pair obeys, it is known who
 both are. Where weights of an earlier moment are at hand, how a tensor moved is compared with the steps that its state asks
-for.
+for. A moving average or a frozen teacher beside the weights obeys the laws as well as they do: between copies only movement
+from the one to the other can tell.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ ALONE = 0.5  # and no other bias, nor another weight, comes nearer than this: no
 NEIGHBOURS = 6  # matrices of the model, on either side, that a matrix may be tied to
 MOVED = 0.1  # correlation of a movement with the steps of its state
 TIMES = 3.0  # and so many times that of any other entry
+COPY = 0.5  # correlation of two weights beyond which one may be an earlier, averaged or otherwise trained copy of the other
 CARRIED = 8  # fewer channels cannot tell anything
 CHANCE = 1e-4  # that one of all the comparisons made comes out as well as this by accident
 
@@ -73,8 +75,10 @@ def weigh(
         derived: Returns the laws of the model's own structure, where they are known.
     """
     values = Values(candidates, entries)
-    laws, moves = list(_by_laws(values)), list(_by_movement(values))
-    laws += _by_derived_laws(values, derived, _agreed([*laws, *moves]))
+    copies = _copies(values)
+    laws = [vote for vote in _by_laws(values) if vote.candidate not in copies]
+    moves = list(_by_movement(values, copies))
+    laws += _by_derived_laws(values, derived, _agreed([*laws, *moves]), copies)
     profiles = list(_by_profiles(values, _agreed([*laws, *moves])))
     agreed = _agreed([*laws, *moves, *profiles])
     kinds = [n for n, v in (("first moments", laws), ("movement", moves), ("profiles of v", profiles)) if v]
@@ -219,7 +223,9 @@ def _carried(sums: Array) -> float:
 # -- laws of the model's structure -----------------------------------------------------------------------------------------
 
 
-def _by_derived_laws(values: Values, derived: Callable[[], Sequence[Law]], known: Mapping[int, _Vote]) -> list[_Vote]:
+def _by_derived_laws(
+    values: Values, derived: Callable[[], Sequence[Law]], known: Mapping[int, _Vote], copies: Mapping[int, object]
+) -> list[_Vote]:
     """Go from what is known to what is not: in a law with one or two unknown members, every entry of their shapes is tried."""
     number = {
         c.live_name or c.name: k for k, c in enumerate(values.candidates) if c.weight is not None and not c.pieces
@@ -233,7 +239,8 @@ def _by_derived_laws(values: Values, derived: Callable[[], Sequence[Law]], known
     needed = _needed(sum(math.prod(size) for size in sizes))
     votes: list[_Vote] = []
     while True:
-        found = [vote for law in members for vote in _law_votes(law, entry_of) if vote.certainty >= needed]
+        told = [law for law in members if not any(k in copies and k not in entry_of for k in law)]
+        found = [vote for law in told for vote in _law_votes(law, entry_of) if vote.certainty >= needed]
         agreed = list(_agreed(found).values())
         votes += agreed
         entry_of |= {vote.candidate: vote.entry for vote in agreed}
@@ -335,33 +342,56 @@ def _by_profiles(values: Values, known: Mapping[int, _Vote]) -> Iterator[_Vote]:
 # -- movement ------------------------------------------------------------------------------------------------------------
 
 
-def _by_movement(values: Values) -> Iterator[_Vote]:
+def _copies(values: Values) -> dict[int, list[int]]:
+    """Return the matrices that have copies among the candidates, each with its copies."""
+    found: dict[int, list[int]] = {}
+    for shape in values.shapes:
+        own = [k for k, c in enumerate(values.candidates) if c.shape == shape and c.weight is not None]
+        if len(shape) < 2 or len(own) < 2 or not any(map(values.has_moment, range(len(values.entries)))):
+            continue
+        weights = np.stack([_unit_norm(values.weight(k)).reshape(-1) for k in own])
+        alike = weights @ weights.T > COPY
+        for k, row in zip(own, alike, strict=True):
+            if row.sum() > 1:
+                found[k] = [other for other, is_copy in zip(own, row, strict=True) if is_copy and other != k]
+    return found
+
+
+def _by_movement(values: Values, copies: Mapping[int, Sequence[int]]) -> Iterator[_Vote]:
+    """Compare how each weight differs from its earlier values, and from each of its copies, with the steps of every entry."""
     found: list[_Vote] = []
     compared = 0
     for shape in values.shapes:
-        candidates = [k for k, c in enumerate(values.candidates) if c.shape == shape and c.before is not None]
+        members = [k for k, c in enumerate(values.candidates) if c.shape == shape]
+        candidates = [k for k in members if values.candidates[k].before is not None or k in copies]
         entries = [
             k
             for k, e in enumerate(values.entries)
             if e.shape == shape and values.has_moment(k) and values.has_square(k)
         ]
-        if not candidates or len(entries) < 2:
+        if not candidates or len(members) < 2 or not entries:
             continue
-        moved = [_unit_norm(values.moved(k)) for k in candidates]
+        moved = [[_unit_norm(x) for x in values.moved(k, copies.get(k, ()))] for k in candidates]
         steps = [_unit_norm(values.steps(k)) for k in entries]
-        agreement = np.array([[float((x * y).sum()) for y in steps] for x in moved])
+        agreement = np.array([[min(float((x * y).sum()) for x in own) for y in steps] for own in moved])
         compared += agreement.size
         for i, j in enumerate(agreement.argmax(1).tolist()):
             best = float(agreement[i, j])
             rivals = np.delete(agreement[i], j)
-            second = float(rivals.max())
-            ahead = steps[j] - np.delete(np.stack(steps), j, 0)[int(rivals.argmax())]
-            consistent = min(_spread(moved[i] * steps[j]), _spread(moved[i] * ahead))
-            lines = _lines(moved[i], steps[j])
-            certainty = max(consistent, _certainty(best, lines) - _certainty(max(second, 0.0), lines))
-            if best >= max(MOVED, TIMES * second) and int(agreement[:, j].argmax()) == i:
-                found.append(_Vote(entries[j], candidates[i], best, best - max(second, 0.0), certainty))
+            second = float(rivals.max(initial=0.0))
+            if best < max(MOVED, TIMES * second) or int(agreement[:, j].argmax()) != i:
+                continue
+            other = np.delete(np.stack(steps), j, 0)[int(rivals.argmax())] if len(rivals) else 0.0
+            certainty = min(_moved_surely(x, steps[j], other, best, second) for x in moved[i])
+            found.append(_Vote(entries[j], candidates[i], best, best - second, certainty))
     yield from (vote for vote in found if vote.certainty >= _needed(compared))
+
+
+def _moved_surely(moved: Array, step: Array, other: Array | float, best: float, second: float) -> float:
+    """Return how surely a movement is that of one entry's steps, and not of another's."""
+    consistent = min(_spread(moved * step), _spread(moved * (step - other)))
+    lines = _lines(moved, step)
+    return max(consistent, _certainty(best, lines) - _certainty(max(second, 0.0), lines))
 
 
 def _spread(products: Array) -> float:
@@ -382,7 +412,7 @@ def _lines(x: Array, y: Array) -> float:
 
 
 def _unit_norm(x: Array) -> Array:
-    centred = x - x.mean()
+    centred = x.astype(np.float64) - x.mean(dtype=np.float64)
     return np.asarray(centred / max(float(np.sqrt((centred**2).sum())), 1e-300))
 
 

@@ -136,8 +136,7 @@ class _Tier:
     def evidence(self) -> Evidence:
         """What the values say, weighed once."""
         if self._weighed is None:
-            every = {c.name: c for _, candidates in self.sources for c in candidates}
-            self._weighed = weigh(list(every.values()), self.optimizer.entries, self.laws)
+            self._weighed = _weighed(self.optimizer, self.sources, self.laws)
         return self._weighed
 
     def _check(self, names: Sequence[str], by: str) -> None:
@@ -186,6 +185,17 @@ class _Tier:
         margin = min(self.evidence.margins.values(), default=None)
         convention, proof = Naming(Level.CONVENTION, by), Naming(Level.PROVEN, f"{self.evidence.by}; {by}", margin)
         return Solution(list(names), [proof if k in proven else convention for k in range(len(names))])
+
+
+def _weighed(optimizer: OptimizerState, sources: Sequence[Source], laws: Callable[[], Sequence[Law]]) -> Evidence:
+    """Return what the values say; of several networks with the same names (generator, critic, moving average), the clearest."""
+    every: dict[str, Candidate] = {}
+    for _, candidates in sources:
+        if any(c.name in every and every[c.name].weight is not c.weight for c in candidates):
+            each = [weigh(own, optimizer.entries, laws) for _, own in sources]
+            return max(each, key=lambda evidence: len(evidence.names))
+        every.update({c.name: c for c in candidates})
+    return weigh(list(every.values()), optimizer.entries, laws)
 
 
 def _proven(optimizer: OptimizerState, sources: Sequence[Source], evidence: Evidence) -> set[int]:
@@ -317,7 +327,7 @@ def _checked_given(
                 f"The given names contradict the file: parameter {k} of the optimizer has the shape {entry.shape}, but "
                 f"{name!r} has {c.shape}. Give the names in the optimizer's order, which is that of its groups."
             )
-    evidence = weigh(list(known.values()), optimizer.entries, laws)
+    evidence = _weighed(optimizer, sources, laws)
     wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
     if wrong:
         raise NamingError(_contradicted(given, "the names that were given", evidence, wrong))

@@ -40,6 +40,7 @@ class Values:
         self.candidates = candidates
         self.entries = entries
         self._profiles: dict[int, Array] = {}
+        self._weights: dict[int, Array] = {}
         self._read: dict[tuple[Shape, Reading, int], Array] = {}
         total = sum(math.prod(c.shape) for c in candidates)
         self.channels = 128 if total <= 200_000_000 else 64 if total <= 1_000_000_000 else 32
@@ -117,10 +118,19 @@ class Values:
         root = np.sqrt(np.maximum(v, 0))
         return np.asarray(-m / (root + 1e-2 * root.mean() + 1e-30))
 
-    def moved(self, candidate: int) -> Array:
-        """Return weight minus earlier weight of sampled elements."""
-        c = self.candidates[candidate]
-        return np.asarray(_sample(c.weight) - _sample(c.before))
+    def weight(self, candidate: int) -> Array:
+        """Return sampled elements of a weight."""
+        if candidate not in self._weights:
+            self._weights[candidate] = _sample(self.candidates[candidate].weight)
+        return self._weights[candidate]
+
+    def moved(self, candidate: int, copies: Sequence[int]) -> Iterator[Array]:
+        """Yield weight minus earlier weight, and weight minus each copy, of sampled elements."""
+        before = self.candidates[candidate].before
+        if before is not None:
+            yield self.weight(candidate) - _sample(before)
+        for copy in copies:
+            yield self.weight(candidate) - self.weight(copy)
 
     def _channels(self, source: Any, axis: int, chosen: Array | None = None) -> Array:
         """Return the sampled channels of one axis, one a row: of the first axis they are read alone where they are few."""
