@@ -10,6 +10,8 @@ import torch
 
 import squisher
 from squisher.errors import FileError, SquisherError
+from squisher.storage.folders import open_model
+from squisher.storage.safetensors import save
 from tests.commands import run
 
 LINES = [
@@ -49,6 +51,12 @@ def folder_of(kind, folder):
             num_labels=3, max_position_embeddings=32,
         )  # fmt: skip
         model = transformers.BertForSequenceClassification(config)
+    elif kind == "tied rotary decoder":  # buffers that no file holds
+        config = transformers.LlamaConfig(
+            vocab_size=len(WORDS), hidden_size=20, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+            intermediate_size=24, max_position_embeddings=32, tie_word_embeddings=True, pad_token_id=0,
+        )  # fmt: skip
+        model = transformers.LlamaForCausalLM(config)
     else:
         config = transformers.GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=2, n_head=2, n_positions=32)
         model = transformers.GPT2LMHeadModel(config)
@@ -131,32 +139,44 @@ def test_a_run_that_is_killed_goes_on_where_it_was(tmp_path, data, monkeypatch):
     assert sorted(p.name for p in tmp_path.glob("fisher*")) == ["fisher.safetensors"]
 
 
+def torchrun(*arguments):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "squisher", *arguments]
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240, check=False)
+
+
 @pytest.mark.formats
-def test_under_torchrun_the_processes_share_the_batches(tmp_path, data):
-    folder_of("classifier", tmp_path / "model")
+@pytest.mark.parametrize("kind", ["classifier", "classifier in shards", "tied rotary decoder in shards"])
+def test_under_torchrun_the_processes_share_the_batches(tmp_path, data, kind):
+    folder_of(kind.split(" in ")[0], tmp_path / "model")
     data.write_text("".join(json.dumps(row) + "\n" for row in LINES * 3))
     one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
     arguments = ["fisher", tmp_path / "model", "--data", data, "--batch-size", 2, "--labels", "sampled", "--out"]
     done = run(*arguments, one)
     assert done.returncode == 0, done.stderr
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "squisher",
-        *arguments,
-        two,
-    ]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240, check=False)
+    done = torchrun(*arguments, two, *(["--shard"] if "shards" in kind else []))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("9 examples") == 1
     alone, shared = squisher.load(one), squisher.load(two)
     assert shared.provenance.examples == 9
+    assert shared.provenance.model == alone.provenance.model
+    assert list(shared) == list(alone)
     for name in alone:
         torch.testing.assert_close(shared[name], alone[name], rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.formats
+def test_shards_need_several_processes_and_whole_folders(tmp_path, data):
+    folder_of("classifier", tmp_path / "model")
+    arguments = ["fisher", tmp_path / "model", "--data", data, "--out", tmp_path / "out.safetensors", "--shard"]
+    done = run(*arguments)
+    assert done.returncode == 1
+    assert "torchrun" in done.stderr
+    weights = {n: t.clone() for n, t in open_model(tmp_path / "model").weights.items() if n != "classifier.weight"}
+    save(tmp_path / "model" / "model.safetensors", weights, {"format": "pt"})
+    done = torchrun(*arguments)
+    assert done.returncode == 1
+    assert "'classifier.weight'" in done.stderr
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 @pytest.mark.formats

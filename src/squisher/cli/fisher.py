@@ -46,6 +46,9 @@ def fisher(
         Path | None,
         typer.Option(metavar="DIR", help="For an adapter: its base, where the adapter does not name a folder."),
     ] = None,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Under torchrun: each process loads and keeps its shard only (FSDP2).")
+    ] = False,
     codec: Annotated[
         str, typer.Option(metavar="CODEC", help="exact, log8 (a byte per entry) or rank1 (two vectors per matrix).")
     ] = "exact",
@@ -55,7 +58,7 @@ def fisher(
     """Measure the Fisher diagonal of a Hugging Face model on a file of text.
 
     An interrupted run goes on where it was when the same command is given again: OUT.unfinished.safetensors keeps what is done.
-    Under torchrun the processes share the batches, and the first one writes the file.
+    Under torchrun the processes share the batches, and one file is written; with --shard they share the model, too.
     """
     from .. import ranks
     from ..importance import FILE_NAME
@@ -69,7 +72,7 @@ def fisher(
     check_codec(codec)
     unfinished = target.with_suffix(".unfinished.safetensors")
     with _job(device):
-        loaded = load_text_model(model, _own(device), base)
+        loaded = load_text_model(model, _own(device), base, shard)
         batches = text_batches(
             data,
             loaded,
@@ -99,8 +102,9 @@ def fisher(
         importance = under_file_names(importance, loaded.model)
         failure: BaseException | None = None
         try:
-            if ranks.rank() == 0:
+            if shard or ranks.rank() == 0:  # shards are gathered from all processes, and the first one writes
                 importance.save(target, codec=codec)
+            if ranks.rank() == 0:
                 unfinished.unlink(missing_ok=True)
         except Exception as error:
             failure = error

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..errors import FileError, SquisherError
 from ..storage.json_files import parse_json, read_object
 from .peft import CONFIG, is_adapter
+from .shards import load_shards
 
 __all__ = ["TextModel", "count_rows", "load_text_model", "text_batches"]
 
@@ -27,7 +28,10 @@ class TextModel(NamedTuple):
 
 
 def load_text_model(
-    folder: str | os.PathLike[str], device: str = "cpu", base: str | os.PathLike[str] | None = None
+    folder: str | os.PathLike[str],
+    device: str = "cpu",
+    base: str | os.PathLike[str] | None = None,
+    shard: bool = False,
 ) -> TextModel:
     """Load a sequence classifier or a causal language model with its tokenizer; no code of the folder is run.
 
@@ -37,6 +41,7 @@ def load_text_model(
         folder: A model, or an adapter.
         device: Where to put it.
         base: For an adapter: the model that it adapts; by default the one that it names.
+        shard: Whether each process of the job loads its shard only (FSDP2).
 
     Raises:
         FileError: The folder is not a Hugging Face model, or an adapter's base is not found.
@@ -52,6 +57,8 @@ def load_text_model(
     adapter = is_adapter(path)
     if base is not None and not adapter:
         raise SquisherError(f"{path} is no adapter ({CONFIG} is missing), so there is no base for it.")
+    if adapter and shard:
+        raise SquisherError(f"{path} is an adapter, and adapters are not loaded into shards. Leave --shard out.")
     place = _base_of(path, base) if adapter else path
     if not (place / "config.json").is_file():
         raise FileError(f"{place} is not the folder of a Hugging Face model: it holds no config.json.")
@@ -62,7 +69,11 @@ def load_text_model(
         )
         tokens = path if adapter and (path / "tokenizer_config.json").is_file() else place
         tokenizer = transformers.AutoTokenizer.from_pretrained(tokens)
-        model = loader.from_pretrained(place, torch_dtype="auto")
+        model = (
+            load_shards(place, config, loader.from_config, device)
+            if shard
+            else loader.from_pretrained(place, torch_dtype="auto")
+        )
         if adapter:
             model = _adapted(model, path)
     except (OSError, ValueError, KeyError) as error:
@@ -73,7 +84,7 @@ def load_text_model(
         raise SquisherError(f"The tokenizer of {path} has no token to pad with; set its pad_token.")
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
-    return TextModel(model.to(device).eval(), tokenizer, task)
+    return TextModel((model if shard else model.to(device)).eval(), tokenizer, task)
 
 
 def _task(path: Path, config: Any, transformers: Any) -> tuple[str, Any]:
