@@ -50,8 +50,8 @@ def load_shards(folder: Path, config: Any, build: Callable[..., nn.Module], devi
         raise FileError(f"The folder {folder} holds no weights.")
     with _parameters_on_meta():
         model = build(config, dtype=_dtype(config, weights))
-    plan = getattr(model, "_get_dtype_plan", dict)
-    apart = plan(next(model.parameters()).dtype) if plan is not dict else {}
+    plan: Any = getattr(model, "_get_dtype_plan", None)
+    apart = {} if plan is None else plan(next(model.parameters()).dtype)
     if apart:
         raise SquisherError(
             f"{type(model).__name__} keeps {', '.join(map(repr, apart))} in another precision than its other weights, and shards of "

@@ -69,7 +69,7 @@ def load_text_model(
         )
         tokens = path if adapter and (path / "tokenizer_config.json").is_file() else place
         tokenizer = transformers.AutoTokenizer.from_pretrained(tokens)
-        model = (
+        model: Any = (
             load_shards(place, config, loader.from_config, device)
             if shard
             else loader.from_pretrained(place, torch_dtype="auto")
