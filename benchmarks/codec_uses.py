@@ -23,6 +23,8 @@ import squisher
 
 CODECS = ("exact", "bfloat16", "log8", "rank1")
 WITHOUT = "without importance"
+PARTS = {"digits": (*CODECS, WITHOUT), "sentences": ("exact", "log8", "rank1", WITHOUT)}
+"""The settings, and what is compared in each."""
 
 
 def applications(
@@ -31,7 +33,7 @@ def applications(
     """Yield the rows of one seed and codec after another, of "digits" or of "sentences", except those that are done."""
     with tempfile.TemporaryDirectory() as cache:
         for seed in range(seeds):
-            left = [codec for codec in (*CODECS, WITHOUT) if (seed, codec) not in done]
+            left = [codec for codec in PARTS[part] if (seed, codec) not in done]
             found = on_digits(seed, left) if part == "digits" else on_sentences(data, Path(cache), seed, left)
             for codec, values in found if left else ():
                 yield [
@@ -183,13 +185,13 @@ def _turned(inputs: Tensor, angle: int) -> Tensor:
 # -- sentences ---------------------------------------------------------------------------------------------------------
 
 RECIPE: dict[str, Any] = {
-    "model": "minilm", "pooling": "mean", "frozen": "word_embeddings", "length": 32, "train": None, "validation": 10, "test": 500,
+    "model": "minilm", "pooling": "mean", "frozen": "word_embeddings", "length": 32, "train": None, "validation": 10, "test": 400,
     "steps": 40, "batch": 16, "rate": 1e-4, "schedule": "constant", "warmup": 0, "beta2": 0.999, "eps": 1e-8, "decay": 0.0,
     "clip": None, "every": None, "keep": [],
 }  # fmt: skip
 FIRST, SECOND = "sst2", "subj"
 BODY, HEAD, TRAINED = r"^body\.", r"^head\.", r"^(?!.*word_embeddings)"
-PRUNED, KEPT, STRENGTH = 0.6, 0.005, 1e4
+PRUNED, KEPT, STRENGTH = 0.6, 0.005, 1e5
 
 
 def on_sentences(data: Path, cache: Path, seed: int, codecs: Collection[str]) -> Iterator[tuple[str, dict[str, float]]]:
