@@ -41,7 +41,7 @@ import torch
 from torch import Tensor, nn
 
 import squisher
-from experiments import rotated, text
+from experiments import rotated, text, upper
 from experiments.runs import Right, Run, Score, Unit
 from experiments.tuning import Splits, accuracy, fingerprint, importance, right_rows, share
 
@@ -148,11 +148,21 @@ _EIGHT = {
     "test": None,
     "rate": 5e-5,
     "fisher_examples": 1000,
-    "exact": False,
+    "empirical": True,
     "every": 49,
     "seeds": 3,
 }  # fmt: skip
 CONFIGS["eight"] = {"seeds": 3, "benchmarks": {"text": _EIGHT}}
+CONFIGS["eight-upper"] = {
+    "seeds": 3,
+    "benchmarks": {
+        "text": {
+            **_EIGHT, "kind": "upper", "layers": 2, "length": 48, "validation": 100, "test": 300, "rate": 2e-4, "fisher_examples": 300,
+            "tasks": {task: round(steps / 4) for task, steps in _EIGHT["tasks"].items()},
+            "epochs": 2, "every": 12,
+        }
+    },
+}  # fmt: skip
 CONFIGS["eight-generative"] = {
     "seeds": 3,
     "benchmarks": {
@@ -170,6 +180,7 @@ BENCHMARKS = {
     }
 }
 
+KINDS: dict[str, Any] = {"text": text, "upper": upper, "rotated": rotated}
 CHECKPOINTS = {"final": "", "best": ", best checkpoint", "short": ", short training"}
 
 
@@ -230,7 +241,7 @@ def merge(run: Run, benchmark: str, checkpoint: str, seed: int) -> dict[str, Any
     return {
         "accuracy": {method: {task: share(rows) for task, rows in by.items()} for method, by in right.items()},
         "individual": dict(zip(tasks, own, strict=True)),
-        **({"right": right} if config["kind"] == "text" else {}),
+        **({} if config["kind"] == "rotated" else {"right": right}),
     }
 
 
@@ -240,20 +251,17 @@ def merged(
     """The merged body by method; a method that was not measured for this checkpoint is not there."""
     bodies = [{n: w for n, w in s["weights"].items() if n.startswith("body.")} for s in snapshots]
     recycled = [importance(s, BODY) for s in snapshots]
-    # As the optimizer stores it: a mean that starts from 0.
-    stored = [r * (1 - beta2 ** s["step"]) for r, s in zip(recycled, snapshots, strict=True)]
-    out = {
-        "linear": squisher.merge.average(bodies),
-        "squisher": squisher.merge.fisher(bodies, recycled),
-        "squisher (without bias correction)": squisher.merge.fisher(bodies, stored, scale="stored"),
-        "squisher (floor 1e-8)": squisher.merge.fisher(bodies, stored, scale="stored", floor=1e-8),
-    }
+    out = {"linear": squisher.merge.average(bodies), "squisher": squisher.merge.fisher(bodies, recycled)}
     for method in fishers[0]:
         out[method] = squisher.merge.fisher(bodies, [f[method] for f in fishers])
-    measured = [f["fisher"] for f in fishers]
-    out["fisher (floor 1e-8)"] = squisher.merge.fisher(bodies, measured, floor=1e-8)
-    if all("tracked" in s for s in snapshots):
+    if all("tracked" in s for s in snapshots):  # the last checkpoints
+        # As the optimizer stores it: a mean that starts from 0.
+        stored = [r * (1 - beta2 ** s["step"]) for r, s in zip(recycled, snapshots, strict=True)]
+        measured = [f["fisher"] for f in fishers]
         tracked = [importance(s, BODY, what="tracked") for s in snapshots]
+        out["squisher (without bias correction)"] = squisher.merge.fisher(bodies, stored, scale="stored")
+        out["squisher (floor 1e-8)"] = squisher.merge.fisher(bodies, stored, scale="stored", floor=1e-8)
+        out["fisher (floor 1e-8)"] = squisher.merge.fisher(bodies, measured, floor=1e-8)
         out["squisher (β₂ = 0.95)"] = squisher.merge.fisher(bodies, tracked)
         for name, how in (("l2", "l2"), ("trace", "mean")):
             out[f"fisher ({name})"] = squisher.merge.fisher(bodies, measured, normalize=how)
@@ -304,28 +312,32 @@ def right(results: Mapping[str, Mapping[str, Any]]) -> Right:
 
 def _recipe(config: Mapping[str, Any], task: str) -> dict[str, Any]:
     steps = config["tasks"][task]
-    rest = {
-        key: value for key, value in config.items() if key not in ("tasks", "fisher_examples", "exact", "seeds", "kind")
-    }
-    return {**rest, "steps": steps, "keep": [round(steps / 3)], "track": True}
+    others = ("tasks", "fisher_examples", "empirical", "seeds", "kind", "epochs")
+    rest = {key: value for key, value in config.items() if key not in others}
+    return {**rest, "train": _rows(config, task), "steps": steps, "keep": [round(steps / 3)], "track": True}
+
+
+def _rows(config: Mapping[str, Any], task: str) -> int | None:
+    """How many training rows: so many that the steps are `epochs`, if these are given."""
+    return config["tasks"][task] * config["batch"] // config["epochs"] if "epochs" in config else config["train"]
 
 
 def _tuned(run: Run, config: Mapping[str, Any], task: str, seed: int) -> dict[str, Any]:
     recipe = _recipe(config, task)
-    kept = (text if config["kind"] == "text" else rotated).fine_tune(run, task, seed, recipe)
+    kept = KINDS[config["kind"]].fine_tune(run, task, seed, recipe)
     kept["snapshots"]["short"] = kept["snapshots"].pop(str(recipe["keep"][0]))
     return kept
 
 
 def _splits(run: Run, config: Mapping[str, Any], task: str) -> Splits:
-    return (text if config["kind"] == "text" else rotated).splits(run, task, config)
+    return KINDS[config["kind"]].splits(run, task, {**config, "train": _rows(config, task)})
 
 
 def _loaded(config: Mapping[str, Any], data: Splits, weights: Mapping[str, Tensor]) -> nn.Module:
-    if config["kind"] == "text":
-        model = text.load(config, data.classes, 0)
-    else:
+    if config["kind"] == "rotated":
         model = rotated.network(config, 0)
+    else:
+        model = KINDS[config["kind"]].load(config, data.classes, 0)
     model.load_state_dict(weights, strict=False)
     return model
 
@@ -338,13 +350,17 @@ def _fishers(run: Run, config: Mapping[str, Any], task: str, seed: int) -> dict[
         rows = data.train.take(slice(0, config["fisher_examples"]))
         shuffled = [rows.batch(part) for part in torch.arange(len(rows)).split(config["batch"])]
         out: dict[str, Any] = {"seconds": {}}
-        for point, snapshot in _tuned(run, config, task, seed)["snapshots"].items():
+        snapshots = _tuned(run, config, task, seed)["snapshots"]
+        for point, snapshot in sorted(snapshots.items(), key=lambda item: item[0] != "final"):
+            if point != "final" and snapshot["step"] == snapshots["final"]["step"]:
+                out[point] = {name: found for name, found in out["final"].items() if name != "joint"}
+                continue
             model = _loaded(config, data, snapshot["weights"])
             wanted = {"fisher": (rows.batches(16), {"labels": "data"})}
-            if config.get("exact", True):
+            if not config.get("empirical"):
                 wanted["fisher (exact)"] = (rows.batches(16), {"labels": "exact"})
-            if point == "final":
-                wanted["joint"] = (shuffled, {"labels": "data", "per": "batch"})
+                if point == "final":
+                    wanted["joint"] = (shuffled, {"labels": "data", "per": "batch"})
             out[point] = {}
             for method, (batches, how) in wanted.items():
                 clock = time.perf_counter()

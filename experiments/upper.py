@@ -1,0 +1,122 @@
+"""Text classification by the upper layers of an encoder: the lower ones are frozen, and what they say of a text is kept.
+
+A configuration as in `experiments.text`, with pooling "mean", an encoder of BERT's kind and
+
+    layers       how many layers, counted from the last, are trained; names are body.0.*, body.1.*, …, head.*
+
+A text then costs its share of the layers, in training as in tests. Dropout is on in the layers that are trained only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from experiments import text
+from experiments.runs import Run
+from experiments.tuning import Splits, fingerprint, tuned
+
+__all__ = ["States", "Upper", "fine_tune", "load", "splits"]
+
+
+class States(NamedTuple):
+    """What the lower layers say of texts, in half precision, padded to one length, and the labels; rows as in `text.Texts`."""
+
+    states: Tensor
+    mask: Tensor
+    labels: Tensor
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, rows: Any) -> States:
+        """The rows asked for; a tensor or a slice."""
+        return States(self.states[rows], self.mask[rows], self.labels[rows])
+
+    def batch(self, rows: Any) -> dict[str, Tensor]:
+        """Rows as `Upper` takes them, with "labels", cut to the longest text in the batch."""
+        part = self.take(rows)
+        longest = int(part.mask.sum(-1).max())
+        states = part.states[..., :longest, :].float()
+        return {"states": states, "attention_mask": part.mask[..., :longest].long(), "labels": part.labels}
+
+    def batches(self, size: int) -> list[dict[str, Tensor]]:
+        """All rows: texts of similar length together, in a fixed order."""
+        order = self.mask.flatten(1).sum(1).argsort(stable=True)
+        return [self.batch(rows) for rows in order.split(size)]
+
+
+class Upper(nn.Module):
+    """Layers of an encoder, the mean of the last states over the text's tokens, dropout and a linear head."""
+
+    def __init__(self, layers: nn.ModuleList, dropout: float, width: int, outputs: int) -> None:
+        super().__init__()
+        self.body = layers
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, outputs)
+        nn.init.normal_(self.head.weight, std=0.02)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, states: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits; of choices, if every row has several texts."""
+        if states.dim() == 4:
+            return self(states.flatten(0, 1), attention_mask.flatten(0, 1)).view(states.shape[:2])
+        seen = (1.0 - attention_mask[:, None, None, :].to(states.dtype)) * torch.finfo(states.dtype).min
+        for layer in self.body:
+            states = layer(states, seen)
+        weight = attention_mask.unsqueeze(-1).to(states.dtype)
+        return self.head(self.dropout((states * weight).sum(1) / weight.sum(1)))
+
+
+def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
+    """The pretrained upper layers with a new head, which the seed decides."""
+    body = text.load({**config, "frozen": None}, classes, 0).body
+    torch.manual_seed(seed)
+    layers = body.encoder.layer[-config["layers"] :]
+    return Upper(layers, body.config.hidden_dropout_prob, body.config.hidden_size, classes).eval()
+
+
+def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
+    """A task behind the lower layers, computed once."""
+    read = text.splits(run, task, config)
+    shape = {key: config[key] for key in ("model", "length", "validation", "test", "train", "layers")}
+    made = run.cached(f"states/{task}-{fingerprint(shape)}", lambda: _below(read, config))
+    found = {part: States(made[part], getattr(read, part).mask, getattr(read, part).labels) for part in made}
+    return Splits(**found, classes=read.classes)
+
+
+def fine_tune(
+    run: Run, task: str, seed: int, config: Mapping[str, Any], start: Mapping[str, Tensor] | None = None, name: str = ""
+) -> dict[str, Any]:
+    """Fine-tunes on one task, once; what was kept is read again. Arguments and result as `text.fine_tune`."""
+
+    def make() -> dict[str, Any]:
+        data = splits(run, task, config)
+        model = load(config, data.classes, seed)
+        if start is not None:
+            model.load_state_dict(start, strict=False)
+        return tuned(model, data, config, seed)
+
+    return run.cached(f"{run.setting}/{task}-{seed}{name}-{fingerprint(config)}", make)
+
+
+@torch.no_grad()
+def _below(data: Splits, config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """By part, what the layer below the trained ones gives for every token; 0 for padding."""
+    body = text.load(config, data.classes, 0).body
+    out = {}
+    for part in ("train", "validation", "test"):
+        rows = getattr(data, part)
+        found = torch.zeros(*rows.tokens.shape, body.config.hidden_size, dtype=torch.float16)
+        for place in rows.mask.flatten(1).sum(1).argsort(stable=True).split(32):
+            batch = rows.batch(place)
+            batch.pop("labels")
+            shape = batch["input_ids"].shape
+            flat = {name: value.flatten(0, -2) for name, value in batch.items()}
+            states = body(**flat, output_hidden_states=True).hidden_states[-1 - config["layers"]]
+            found[place, ..., : shape[-1], :] = states.view(*shape, -1).half()
+        out[part] = found
+    return out
