@@ -23,6 +23,7 @@ SETTINGS = (
     "pruning_weights",
     "fish",
     "embedding",
+    "embedding_text",
     "ewc",
     "quality",
     "runtime",

@@ -79,7 +79,7 @@ class Judged(NamedTuple):
 
 
 _EWC = tuple(f"ewc/{b}-{s}" for b in ("split", "permuted", "cifar") for s in ("task", "domain", "class"))
-_MERGING = ("merging/eight", "merging/eight-generative", "merging")
+_MERGING = ("merging/eight", "merging/eight-upper", "merging/eight-generative", "merging")
 _ALL = (
     *_MERGING,
     "ubgm/mpnet",
@@ -88,6 +88,7 @@ _ALL = (
     "pruning",
     "fish/glue",
     "fish",
+    "embedding_text",
     "embedding",
     *_EWC,
     "ewc/permuted-reduced",
@@ -110,7 +111,7 @@ CLAIMS: tuple[Claim, ...] = (
     *(Claim("With the last checkpoints the Squisher is better than the Fisher", s, "squisher", "fisher") for s in _MERGING),
     *(
         Claim("With the best checkpoints the Fisher is better than the Squisher", s, m, "squisher", case="average, best checkpoint")
-        for s, m in zip(_MERGING, ("fisher", "fisher", "fisher (exact)"), strict=True)
+        for s, m in zip(_MERGING, ("fisher", "fisher", "fisher", "fisher (exact)"), strict=True)
     ),
     *(
         Claim("After a shorter training of the base the Squisher is as good as the Fisher", s, "squisher", "fisher (OrthoReg)", alike=True, case="75% pruned, base 10 epochs")

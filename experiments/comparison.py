@@ -16,7 +16,7 @@ from experiments.spread import Difference, mean, paired, row_error
 __all__ = ["RESULTS", "Comparison", "comparisons", "document"]
 
 RESULTS = Path(__file__).parent / "results"
-SETTINGS = ("merging", "ubgm", "pruning", "fish", "embedding", "ewc")
+SETTINGS = ("merging", "ubgm", "pruning", "fish", "embedding", "embedding_text", "ewc")
 
 
 @dataclass(frozen=True)

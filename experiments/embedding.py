@@ -20,7 +20,7 @@ A weakness of this stand-in: all sources train for 1,000 steps, whatever their s
 example. The empirical Fisher's trace then differs by a factor of millions between tasks and mostly tells the size of the data
 (`traces` in the units' results), which Task2Vec's distance sees. What it says of Fisher against Squisher is therefore
 an artefact in part.
- Three granularities: one number a tensor (the paper's wording; but a perceptron's body has only four tensors, BERT two
+Three granularities: one number a tensor (the paper's wording; but a perceptron's body has only four tensors, BERT two
 hundred), a row (Task2Vec), or all entries. "row" was chosen as the main one before the first run. Nothing is tuned.
 
 python -m experiments embedding --scale cpu --data DIR
@@ -41,6 +41,7 @@ from torch import Tensor, nn
 import squisher
 from experiments.data import Labelled, digits, mnist
 from experiments.networks import Headed, accuracy
+from experiments.rankings import METRICS, by_chance, by_size, matrices, measured, nearest, rank_correlation, total
 from experiments.runs import Run, Score, Unit
 
 TITLE = "Task embedding"
@@ -74,7 +75,6 @@ TASKS = [
 ]  # fmt: skip
 ESTIMATORS = ("fisher", "fisher (exact)", "joint", "squisher")
 GRANULARITIES = ("tensor", "row", "full")
-METRICS = {"rho": "rho", "MRR": "mrr", "NDCG": "ndcg"}
 HEAD = r"^head"
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -113,13 +113,10 @@ def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
         seed = int(key.partition("/")[0].removeprefix("seed-"))
         for by in GRANULARITIES:
             orders = {**result["orders"][by], "data size": result["orders"]["data size"]}
-            for metric, value in _by_chance(result["gains"]).items():
-                out.append(Score(f"{by}: {metric}", "random order", seed, value, metric))
-            for method, order in orders.items():
-                found = squisher.embed.evaluate(order, result["gains"])
-                for metric, name in METRICS.items():
-                    value = found[name] * (100 if metric == "NDCG" else 1)
-                    out.append(Score(f"{by}: {metric}", method, seed, value, metric))
+            found = {method: measured(order, result["gains"]) for method, order in orders.items()}
+            found["random order"] = by_chance(result["gains"])
+            for method, values in found.items():
+                out += [Score(f"{by}: {metric}", method, seed, value, metric) for metric, value in values.items()]
     return out
 
 
@@ -267,23 +264,14 @@ def ranking(run: Run, seed: int) -> dict[str, Any]:
     agreement: dict[str, Any] = {}
     families: dict[str, Any] = {}
     for by in GRANULARITIES:
-        matrices = {}
-        for estimator in ESTIMATORS:
-            vectors = {task: squisher.embed.embedding(importances[task][estimator], by) for task in tasks}
-            matrices[estimator] = squisher.embed.distances(vectors)[1].numpy()
-            if estimator in ("fisher", "squisher"):
-                equal = {task: vector * (1 / _total(vector)) for task, vector in vectors.items()}
-                matrices[f"{estimator} (equal traces)"] = squisher.embed.distances(equal, scale="stored")[1].numpy()
-                matrices[f"{estimator} (cosine)"] = squisher.embed.distances(vectors, metric="cosine")[1].numpy()
-        orders[by] = {name: nearest(tasks, matrix) for name, matrix in matrices.items()}
-        families[by] = {name: family_share(tasks, matrix) for name, matrix in matrices.items()}
+        found = matrices(importances, by)
+        orders[by] = {name: nearest(tasks, matrix) for name, matrix in found.items()}
+        families[by] = {name: family_share(tasks, matrix) for name, matrix in found.items()}
         pairs = np.tril_indices(len(tasks), -1)
-        ours = matrices["squisher"][pairs]
-        agreement[by] = {name: rank_correlation(ours, matrix[pairs]) for name, matrix in matrices.items() if name != "squisher"}  # fmt: skip
-    orders["data size"] = {
-        task: sorted((t for t in tasks if t != task), key=lambda t: (-sizes[t], t)) for task in tasks
-    }
-    traces = {name: {task: _total(importances[task][name]) for task in tasks} for name in ESTIMATORS}
+        ours = found["squisher"][pairs]
+        agreement[by] = {name: rank_correlation(ours, matrix[pairs]) for name, matrix in found.items() if name != "squisher"}  # fmt: skip
+    orders["data size"] = by_size(sizes)
+    traces = {name: {task: total(importances[task][name]) for task in tasks} for name in ESTIMATORS}
     return {
         "orders": orders,
         "gains": gains,
@@ -294,17 +282,6 @@ def ranking(run: Run, seed: int) -> dict[str, Any]:
             name: rank_correlation(np.array([by_task[t] for t in tasks]), np.array([sizes[t] for t in tasks]))
             for name, by_task in traces.items()
         },
-    }
-
-
-def _total(vector: Mapping[str, Tensor]) -> float:
-    return sum(float(vector[name].double().sum()) for name in vector)
-
-
-def nearest(tasks: Sequence[str], matrix: np.ndarray) -> dict[str, list[str]]:
-    """For each task the others, nearest first."""
-    return {
-        task: [tasks[k] for k in np.argsort(matrix[row], kind="stable") if k != row] for row, task in enumerate(tasks)
     }
 
 
@@ -319,11 +296,6 @@ def family_share(tasks: Sequence[str], matrix: np.ndarray) -> float:
         if a != b and views[a] == views[b] and views[a] != views[c]
     ]
     return float(np.mean(hits))
-
-
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman, without ties in mind: distances are real numbers."""
-    return float(np.corrcoef(a.argsort().argsort(), b.argsort().argsort())[0, 1])
 
 
 def summary(run: Run, seeds: list[int]) -> dict[str, Any]:
@@ -364,25 +336,6 @@ def _other_seeds(found: Mapping[int, dict[str, Any]], seed: int) -> dict[str, li
         means = {s: np.mean([one["gains"][task][s] for k, one in found.items() if k != seed]) for s in gains}
         out[task] = sorted(gains, key=lambda s: -means[s])
     return out
-
-
-def _by_chance(gains: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """What a random order gives on average, metric by metric."""
-    found = []
-    for by_source in gains.values():
-        places = np.arange(1, len(by_source) + 1)
-        values = np.array(list(by_source.values()))
-        best = values == values.max()
-        # The best rank of the best sources: P(rank > r) is that of none of them among the first r.
-        beyond = np.cumprod([1 - best.sum() / (len(values) - r) for r in range(len(values) - best.sum() + 1)])
-        chances = -np.diff(np.concatenate([[1.0], beyond]))
-        ranks = places[: len(chances)]
-        spread = values.max() - values.min()
-        worth = 2 ** ((values - values.min()) / spread if spread else np.ones_like(values)) - 1
-        discounts = 1 / np.log2(places + 1)
-        ndcg = worth.mean() * discounts.sum() / (np.sort(worth)[::-1] * discounts).sum()
-        found.append([(chances * ranks).sum(), (chances / ranks).sum(), 100 * ndcg])
-    return dict(zip(METRICS, np.mean(found, 0).tolist(), strict=True))
 
 
 def _interval(values: np.ndarray, draws: np.ndarray) -> dict[str, list[float]]:

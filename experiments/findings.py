@@ -35,7 +35,7 @@ def parts(folder: Path, images: Path) -> Parts:
         "main claims": _main_claims(found, judged),
         "other claims": _others([j for j in judged if not j.claim.ours and not _is_plain(j)]),
         "our questions": _others([j for j in judged if j.claim.ours]),
-        "stand-ins": _stand_ins(),
+        "stand-ins": _stand_ins(found),
         "not run": ewc_tables.resume(folder),
     }
     return Parts(blocks, _words(found, judged, folder))
@@ -156,8 +156,9 @@ def _tests(judged: Sequence[Judged]) -> str:
     )
 
 
-def _stand_ins() -> str:
-    modules = [importlib.import_module(f"experiments.{name}") for name in SETTINGS]
+def _stand_ins(found: Sequence[Comparison]) -> str:
+    run = {c.name.partition("/")[0] for c in found}
+    modules = [importlib.import_module(f"experiments.{name}") for name in SETTINGS if name in run]
     return table(["setting", "the paper", "here"], [[m.TITLE, *m.STAND_IN] for m in modules])
 
 

@@ -59,7 +59,7 @@ def train(
     *,
     optimizer: torch.optim.Optimizer | None = None,
     before_step: Callable[[], None] | None = None,
-    after_step: Callable[[int, torch.optim.Optimizer], None] | None = None,
+    after_step: Callable[[int, torch.optim.Optimizer], bool | None] | None = None,
 ) -> torch.optim.Optimizer:
     """Fine-tunes over shuffled epochs whose last, smaller batch is left out.
 
@@ -70,7 +70,7 @@ def train(
         seed: Of the order of rows and of dropout.
         optimizer: By default AdamW over what requires a gradient.
         before_step: Called with gradients in place, before clipping.
-        after_step: Called with the number of steps done and the optimizer; it may evaluate.
+        after_step: Called with the number of steps done and the optimizer; it may evaluate, and by True end the training.
 
     Returns:
         The optimizer.
@@ -100,7 +100,8 @@ def train(
         schedule.step()
         optimizer.zero_grad()
         if after_step is not None:
-            after_step(step, optimizer)
+            if after_step(step, optimizer):
+                break
             model.train()
     model.eval()
     return optimizer

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import squisher
-from experiments import embedding
+from experiments import embedding, rankings
 from experiments.data import Labelled
 from experiments.runs import Run, execute
 
@@ -64,14 +64,14 @@ def test_every_seed_deals_the_same_sizes_to_other_tasks():
 def test_nearest_and_families():
     tasks = ["upright/a", "upright/b", "rotated/a", "rotated/b"]
     matrix = np.array([[0, 1, 2, 3], [1, 0, 3, 2], [2, 3, 0, 1], [3, 2, 1, 0]], dtype=float)
-    assert embedding.nearest(tasks, matrix)["rotated/a"] == ["rotated/b", "upright/a", "upright/b"]
+    assert rankings.nearest(tasks, matrix)["rotated/a"] == ["rotated/b", "upright/a", "upright/b"]
     assert embedding.family_share(tasks, matrix) == 1.0
     assert embedding.family_share(tasks, -matrix) == 0.0
 
 
 def test_rank_correlation():
-    assert embedding.rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([1.0, 4.0, 9.0])) == pytest.approx(1)
-    assert embedding.rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([9.0, 4.0, 1.0])) == pytest.approx(-1)
+    assert rankings.rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([1.0, 4.0, 9.0])) == pytest.approx(1)
+    assert rankings.rank_correlation(np.array([1.0, 2.0, 3.0]), np.array([9.0, 4.0, 1.0])) == pytest.approx(-1)
 
 
 def test_intervals_are_of_targets():
@@ -89,9 +89,9 @@ def test_intervals_are_of_targets():
 def test_chance_is_the_mean_over_all_orders(gains):
     known = {"target": {str(k): gain for k, gain in enumerate(gains)}}
     found = [squisher.embed.evaluate({"target": order}, known) for order in itertools.permutations(known["target"])]
-    expected = {name: np.mean([one[key] for one in found]) for name, key in embedding.METRICS.items()}
+    expected = {name: np.mean([one[key] for one in found]) for name, key in rankings.METRICS.items()}
     expected["NDCG"] *= 100
-    assert embedding._by_chance(known) == pytest.approx(expected)
+    assert rankings.by_chance(known) == pytest.approx(expected)
 
 
 def test_the_run_scores_every_method_at_every_granularity(document):
@@ -100,7 +100,7 @@ def test_the_run_scores_every_method_at_every_granularity(document):
     methods = [*embedding.ESTIMATORS, *variants, "data size", "random order"]
     assert found == {
         (f"{by}: {metric}", method, seed)
-        for by in embedding.GRANULARITIES for metric in embedding.METRICS for method in methods for seed in (1, 2)
+        for by in embedding.GRANULARITIES for metric in rankings.METRICS for method in methods for seed in (1, 2)
     }  # fmt: skip
     assert set(embedding.MAIN_CASES) <= {case for case, _, _ in found}
     assert all(1 <= s["value"] <= 3 for s in document["scores"] if s["metric"] == "rho")

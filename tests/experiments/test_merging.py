@@ -19,7 +19,8 @@ def snapshot(seed, step=10, **more):
     weights = {"body.w": torch.randn(3, 4, generator=generator), "head.w": torch.randn(seed, 4, generator=generator)}
     squares = {name: torch.rand(w.shape, generator=generator) for name, w in weights.items()}
     facts = {"kind": "squisher", "batch_size": 16, "loss_reduction": "mean", "unit": "example"}
-    return {"step": step, "weights": weights, "squares": squares, "provenance": facts, **more}
+    tracked = {"tracked": squares, "tracked_provenance": facts}
+    return {"step": step, "weights": weights, "squares": squares, "provenance": facts, **tracked, **more}
 
 
 def merged(snapshots, fishers=None):
@@ -47,12 +48,21 @@ def test_without_rescaling_differs_only_where_the_numbers_of_steps_do():
 
 def test_norms_make_a_model_that_shouts_count_no_more():
     a, b = snapshot(1), snapshot(2)
-    tracked = {"tracked": b["squares"], "tracked_provenance": b["provenance"]}
-    quiet = merged([a | tracked, b | tracked])
-    loud = {**b, "squares": {name: 50 * v for name, v in b["squares"].items()}}
-    shouted = merged([a | tracked, loud | tracked])
+    quiet = merged([a, b])
+    shouted = merged([a, b | {"squares": {name: 50 * v for name, v in b["squares"].items()}}])
     assert torch.allclose(quiet["squisher (l2)"]["body.w"], shouted["squisher (l2)"]["body.w"], atol=1e-6)
     assert not torch.allclose(quiet["squisher"]["body.w"], shouted["squisher"]["body.w"], atol=1e-2)
+
+
+def test_variants_are_of_the_last_checkpoints_only():
+    early = [{k: v for k, v in snapshot(n).items() if not k.startswith("tracked")} for n in (1, 2)]
+    assert merged(early).keys() == {"linear", "squisher", "fisher"}
+
+
+def test_rows_are_so_many_that_the_steps_are_the_epochs():
+    config = merging.CONFIGS["eight-upper"]["benchmarks"]["text"]
+    rows = {task: merging._recipe(config, task)["train"] for task in config["tasks"]}
+    assert all(rows[task] * config["epochs"] == config["tasks"][task] * config["batch"] for task in rows)
 
 
 def test_every_model_comes_before_every_merge_and_text_has_its_own_number_of_seeds():
@@ -126,7 +136,8 @@ def test_every_checkpoint_has_its_fishers_and_the_last_one_the_joint_too(tmp_pat
     small = {**whole, "tasks": {"30°": 3}, "fisher_examples": 5, "widths": [4]}
     run = merging.Run("merging", "quick", {"benchmarks": {"x": small}}, None, tmp_path)
     merging.fit(run, "x", "30°", 1)
-    assert sorted(k["labels"] for k in asked) == ["data"] * 4 + ["exact"] * 3  # three checkpoints
+    # Two checkpoints: the best one is the last, and is not measured again.
+    assert sorted(k["labels"] for k in asked) == ["data"] * 3 + ["exact"] * 2
     assert [k.get("per") for k in asked].count("batch") == 1
     assert all(k["parameters"] == r"^body\." for k in asked)
 
