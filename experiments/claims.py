@@ -110,11 +110,11 @@ CLAIMS: tuple[Claim, ...] = (
     *(Claim("The joint Fisher is as good as the Fisher", s, "joint", "fisher", alike=True) for s in _EWC_TASK),
     *(Claim("With the last checkpoints the Squisher is better than the Fisher", s, "squisher", "fisher") for s in _MERGING),
     *(
-        Claim("With the best checkpoints the Fisher is better than the Squisher", s, m, "squisher", case="average, best checkpoint")
-        for s, m in zip(_MERGING, ("fisher", "fisher", "fisher", "fisher (exact)"), strict=True)
+        Claim(f"With the best checkpoints the {who} is better than the Squisher", s, m, "squisher", case="average, best checkpoint")
+        for s, m, who in (*((s, "fisher", "Fisher") for s in _MERGING[:-1]), ("merging", "fisher (exact)", "exact Fisher"))
     ),
     *(
-        Claim("After a shorter training of the base the Squisher is as good as the Fisher", s, "squisher", "fisher (OrthoReg)", alike=True, case="75% pruned, base 10 epochs")
+        Claim("After a shorter training of the base the Squisher is as good as OrthoReg's form of the Fisher", s, "squisher", "fisher (OrthoReg)", alike=True, case="75% pruned, base 10 epochs")
         for s in ("pruning/cifar10", "pruning")
     ),
     *(Claim("Bias correction changes the merge for the better", s, "squisher", "squisher (without bias correction)", ours=True) for s in (*_MERGING, "ubgm/mpnet", "ubgm")),
@@ -122,7 +122,7 @@ CLAIMS: tuple[Claim, ...] = (
     *(Claim("With an absolute floor of 1e-8 the Squisher's merge is better than the plain average", s, "squisher (floor 1e-8)", "baseline", ours=True) for s in _MERGING),
     *(Claim("The joint Fisher is as good as the Fisher", s, "joint", "fisher", alike=True, ours=True) for s in (*_MERGING, "ubgm/mpnet", "ubgm", "embedding")),
     *(
-        Claim("Early in training the Fisher is better than the Squisher", "merging", "fisher (exact)", "squisher", case=case, ours=True)
+        Claim("Early in training the exact Fisher is better than the Squisher", "merging", "fisher (exact)", "squisher", case=case, ours=True)
         for case in ("average, short training", "MNIST rotations: average, short training")
     ),
     *(Claim("Tracking the data's gradients alone is better than Adam's own state", s, "squisher (tracked)", "squisher", ours=True) for s in _EWC),

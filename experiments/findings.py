@@ -144,13 +144,15 @@ def _others(judged: Sequence[Judged]) -> str:
 
 
 def _tests(judged: Sequence[Judged]) -> str:
-    rows = [
-        [
-            "ours" if j.claim.ours else "paper", j.claim.text, j.where, j.verdict.value, str(j.gap),
-            f"{j.gap.p(-MARGIN if j.claim.alike else 0.0):.2g}", f"{j.p:.2g}", f"{j.gap.sign_flip:.2g}", str(j.gap.count),
-        ]
-        for j in judged
-    ]  # fmt: skip
+    rows = []
+    for j in judged:
+        against = -MARGIN if j.claim.alike else 0.0
+        rows.append(
+            [
+                "ours" if j.claim.ours else "paper", j.claim.text, j.where, j.verdict.value, str(j.gap),
+                f"{j.gap.p(against):.2g}", f"{j.p:.2g}", f"{j.gap.sign_flip(against):.2g}", str(j.gap.count),
+            ]
+        )  # fmt: skip
     return table(
         ["who", "claim", "where", "verdict", "difference", "p", "p, corrected", "p, sign flips", "seeds"], rows
     )

@@ -37,14 +37,17 @@ class Difference(NamedTuple):
     Attributes:
         value: The mean.
         error: Its standard error; NaN for one seed.
-        count: How many seeds.
-        sign_flip: The exact two-sided p of flipping signs.
+        gaps: The differences of the seeds.
     """
 
     value: float
     error: float
-    count: int
-    sign_flip: float
+    gaps: tuple[float, ...]
+
+    @property
+    def count(self) -> int:
+        """How many seeds."""
+        return len(self.gaps)
 
     @property
     def low(self) -> float:
@@ -72,6 +75,12 @@ class Difference(NamedTuple):
             return 1.0
         return float(2 * stats.t.sf(gap / self.error, self.count - 1)) if self.error else 0.0
 
+    def sign_flip(self, against: float = 0.0) -> float:
+        """The exact two-sided p of the same: the share of all sign patterns whose mean is at least as far from `against`."""
+        away = np.asarray(self.gaps) - against
+        signs = np.array(list(itertools.product((-1, 1), repeat=self.count)))
+        return float((np.abs(signs @ away) >= abs(float(away.sum())) * (1 - 1e-12)).mean())
+
     def __str__(self) -> str:
         if self.count < 2:
             return f"{self.value:+.2f} (one seed)"
@@ -93,7 +102,7 @@ def paired(first: Mapping[int, float], second: Mapping[int, float], row_error: f
     """
     gaps = [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
     error = statistics.stdev(gaps) / math.sqrt(len(gaps)) if len(gaps) > 1 else math.nan
-    return Difference(statistics.fmean(gaps), math.hypot(error, row_error), len(gaps), _sign_flip(gaps))
+    return Difference(statistics.fmean(gaps), math.hypot(error, row_error), tuple(gaps))
 
 
 def row_error(first: Mapping[int, Sequence[str]], second: Mapping[int, Sequence[str]]) -> float:
@@ -120,11 +129,3 @@ def holm(values: Sequence[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(values) - place) * values[index]))
         out[index] = largest
     return out
-
-
-def _sign_flip(gaps: Sequence[float]) -> float:
-    """The share of all sign patterns whose mean is at least as far from 0."""
-    magnitudes = np.abs(np.asarray(gaps))
-    signs = np.array(list(itertools.product((-1, 1), repeat=len(gaps))))
-    means = np.abs(signs @ magnitudes)
-    return float((means >= abs(float(np.sum(gaps))) * (1 - 1e-12)).mean())

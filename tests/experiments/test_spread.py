@@ -41,8 +41,10 @@ def test_sign_flips_are_counted_one_by_one():
     patterns = [
         abs(sum(s * g for s, g in zip(signs, gaps, strict=True))) for signs in itertools.product((-1, 1), repeat=4)
     ]
-    assert difference.sign_flip == sum(p >= abs(sum(gaps)) - 1e-12 for p in patterns) / 16
-    assert paired({1: 1.0, 2: 2.0, 3: 3.0}, {1: 0.0, 2: 0.0, 3: 0.0}).sign_flip == 0.25  # it cannot be less
+    assert difference.sign_flip() == sum(p >= abs(sum(gaps)) - 1e-12 for p in patterns) / 16
+    shifted = paired({k: g + 1.0 for k, g in enumerate(gaps)}, dict.fromkeys(range(4), 0.0))
+    assert difference.sign_flip(-1.0) == shifted.sign_flip() != difference.sign_flip()
+    assert paired({1: 1.0, 2: 2.0, 3: 3.0}, {1: 0.0, 2: 0.0, 3: 0.0}).sign_flip() == 0.25  # it cannot be less
 
 
 def test_one_seed_says_nothing_about_spread_and_equal_gaps_leave_no_doubt():
