@@ -215,7 +215,7 @@ def broken(root, models):
         (["average", "a", "b", "--importance", "a"], "--importance has no meaning for average"),
         (["average", "a", "b", "--base", "base"], "--base has no meaning for average"),
         (["task-arithmetic", "a", "b"], "needs --base"),
-        (["mean", "a", "b"], "The method is average"),
+        (["mean", "a", "b"], "ubgm"),
         (["average", "a", "b", "--out", "a"], "made from"),
         (["average", "a", "b", "--out", "no/such"], "There is no folder no"),
     ],

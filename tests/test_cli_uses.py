@@ -119,13 +119,13 @@ def test_exports(folder, tmp_path):
     [
         (["quantize", "{m}", "--importance", "{m}", "--bits-per-weight", "1", "--out", "p.json"], "smallest widths take"),
         (["quantize", "{m}", "--importance", "{m}", "--bits-per-weight", "4", "--out", "p.json", "--bits", "x"], "with commas"),
-        (["quantize", "{m}", "--importance", "{m}", "--bits-per-weight", "4", "--out", "p.json", "--format", "gguf"], "--format is json"),
+        (["quantize", "{m}", "--importance", "{m}", "--bits-per-weight", "4", "--out", "p.json", "--format", "gguf"], "--format"),
         (["quantize", "{m}", "--importance", "{m}", "--bits-per-weight", "4", "--out", "no/p.json"], "no folder no"),
         (["quantize", "{m}", "--importance", "{m}", "--bits-per-weight", "4", "--out", "p", "--format", "mlx", "--bits", "4"], "between two widths"),
         (["export", "{m}", "--format", "squeezellm", "--out", "o"], "needs --model"),
         (["export", "{m}", "--format", "ota", "--model", "{m}", "--out", "o.safetensors"], "has no meaning"),
         (["export", "{m}", "--format", "ota", "--out", "o.pt"], ".safetensors file"),
-        (["export", "{m}", "--format", "gguf", "--out", "o"], "The format is"),
+        (["export", "{m}", "--format", "gguf", "--out", "o"], "bergson"),
     ],
 )  # fmt: skip
 def test_what_is_refused(tmp_path, monkeypatch, capsys, arguments, words):

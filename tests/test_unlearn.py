@@ -117,10 +117,10 @@ def test_files_give_the_same(tmp_path):
     [
         ({"select": 0}, "select is a positive number"),
         ({"strength": float("nan")}, "strength is a positive number"),
-        ({"forget_importance": {"body.wieght": torch.ones(13, 5)}}, "not in the weights. Did you mean 'body.weight'"),
-        ({"importance": {"body.bias": torch.ones(7)}}, "not in the importance of all data"),
-        ({"forget_importance": {"body.weight": torch.ones(5, 13)}}, "different models"),
-        ({"exclude": "."}, "excludes all of them"),
+        ({"forget_importance": {"body.wieght": torch.ones(13, 5)}}, "the model has not.*'body.weight'"),
+        ({"importance": {"body.bias": torch.ones(7)}}, "importance of all data"),
+        ({"forget_importance": {"body.weight": torch.ones(5, 13)}}, "shape"),
+        ({"exclude": "."}, "excludes"),
         ({"scale": "fisher"}, "auto, stored or as_fisher"),
     ],
 )

@@ -23,7 +23,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .errors import NamingError, ScaleError, SquisherError, SquisherWarning
+from .errors import NamingError, ScaleError, SquisherError, SquisherWarning, check_choice
 from .importance import Importance, checked, on_common_scale
 from .names import align, live_tensors
 from .storage.tensors import name_pattern, numel_of
@@ -183,7 +183,7 @@ class EWC:
         Raises:
             SquisherError: The metric does not exist, or the optimizer has none of the parameters or no state for the metric.
         """
-        _check_metric(metric)
+        check_choice("metric", metric, METRICS)
         inner = unwrapped(optimizer)
         taken = self._steps.since_asked(inner)
         if taken:
@@ -202,7 +202,7 @@ class EWC:
         Raises:
             SquisherError: The metric does not exist.
         """
-        _check_metric(metric)
+        check_choice("metric", metric, METRICS)
 
         def follow(stepped: torch.optim.Optimizer, *_: Any) -> None:
             if was_taken(stepped):
@@ -346,11 +346,6 @@ class EWC:
                 SquisherWarning,
                 stacklevel=4,
             )
-
-
-def _check_metric(metric: str) -> None:
-    if metric not in METRICS:
-        raise SquisherError(f"metric is {' or '.join(METRICS)}, not {metric!r}.")
 
 
 def _without_tensors(importance: Importance) -> Importance:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import NamingError, SquisherError, near
+from .errors import NamingError, SquisherError, check_choice
 from .importance import Importance, on_common_scale
 from .names import align
 from .storage.tensors import (
@@ -49,8 +49,7 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
     Raises:
         SquisherError: Nothing is left, or `by` is none of the three.
     """
-    if by not in BY:
-        raise SquisherError(f"by is {', '.join(BY[:-1])} or {BY[-1]}, not {by!r}.{near(str(by), BY)}")
+    check_choice("by", by, BY)
     whole = importance if isinstance(importance, Importance) else Importance(importance)
     if exclude is not None:
         whole = _without(whole, exclude)
@@ -86,8 +85,7 @@ def distance(
     Raises:
         SquisherError: Names or shapes differ, or nothing is left that is not 0 in both.
     """
-    if metric not in METRICS:
-        raise SquisherError(f"metric is {' or '.join(METRICS)}, not {metric!r}.{near(str(metric), METRICS)}")
+    check_choice("metric", metric, METRICS)
     first, second = on_common_scale([a, b], scale)
     names = _common(first, second, exclude)
     products = np.zeros(3)  # sums of u·w, u², w²

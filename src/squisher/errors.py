@@ -6,9 +6,20 @@ Every message says what was being done, what was found, what was expected, and w
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
 
-__all__ = ["FileError", "NamingError", "NoAccumulatorError", "ScaleError", "SquisherError", "SquisherWarning", "near"]
+__all__ = [
+    "FileError",
+    "NamingError",
+    "NoAccumulatorError",
+    "ScaleError",
+    "SquisherError",
+    "SquisherWarning",
+    "check_choice",
+    "check_positive",
+    "near",
+]
 
 
 class SquisherError(Exception):
@@ -47,3 +58,30 @@ def near(name: str, candidates: Iterable[str], count: int = 3) -> str:
     """Return a clause that names the closest candidates, to be put at the end of a message; empty where none is close."""
     close = difflib.get_close_matches(name, list(candidates), n=count, cutoff=0.5)
     return f" Did you mean {' or '.join(repr(c) for c in close)}?" if close else ""
+
+
+def check_choice(what: str, value: Any, allowed: Collection[str]) -> None:
+    """Refuse a value that is not one of the allowed ones.
+
+    Args:
+        what: What the value is for: the name of a parameter or an option.
+        value: What the user gave.
+        allowed: The values that exist.
+
+    Raises:
+        SquisherError: The message lists the allowed values and those that come near.
+    """
+    if value not in allowed:
+        *most, last = allowed
+        known = f"{', '.join(most)} or {last}" if most else last
+        raise SquisherError(f"{what} is {known}, not {value!r}.{near(str(value), allowed)}")
+
+
+def check_positive(what: str, value: Any) -> None:
+    """Refuse what is no positive finite number.
+
+    Raises:
+        SquisherError: The message says what was given.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise SquisherError(f"{what} is a positive number, not {value!r}.")

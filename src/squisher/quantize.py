@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import NamingError, SquisherError, near
-from .importance import Importance, check_values
+from .errors import SquisherError, check_choice
+from .importance import checked, tied_in
+from .names import align, check_known
 from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, one_thread, shape_of
 
 __all__ = ["SCHEMES", "Plan", "Quantizer", "Sensitivity", "allocate", "sensitivity", "simulate"]
@@ -147,10 +148,7 @@ def quantizers_of(bits: Sequence[int], group: int, scheme: str) -> dict[int, Qua
     Raises:
         SquisherError: The scheme, a width or the group does not exist.
     """
-    if scheme not in SCHEMES:
-        raise SquisherError(
-            f"scheme is {', '.join(SCHEMES[:-1])} or {SCHEMES[-1]}, not {scheme!r}.{near(str(scheme), SCHEMES)}"
-        )
+    check_choice("scheme", scheme, SCHEMES)
     widths = sorted(set(bits))
     known = list(_GGML) if scheme == "llama.cpp" else list(range(2, 9))
     wrong = [b for b in widths if b not in known]
@@ -232,9 +230,7 @@ def simulate(
         NamingError: A tensor does not exist.
         SquisherError: A width, group or scheme does not exist.
     """
-    for name in bits:
-        if name not in weights:
-            raise NamingError(f"The plan has {name!r}, which is no weight.{near(name, weights)}")
+    check_known(bits, weights, ("the plan", "the model"))
     return _Rounded(weights, bits, quantizers_of(list(bits.values()), group, scheme))
 
 
@@ -282,27 +278,18 @@ def _candidates(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the importance name by weight name of what is quantised; and why other matrices are not."""
     pattern = name_pattern(exclude)
-    provenance = importance.provenance if isinstance(importance, Importance) else None
-    other = {} if provenance is None else {name: alias for alias, name in provenance.tied.items()}
-    names: dict[str, str] = {}
-    for own in importance:
-        name = own if own in weights else other.get(own, own)
-        if name not in weights:
-            raise NamingError(f"There is an importance for {own!r}, but no weight of that name.{near(own, weights)}")
-        if shape_of(weights, name) != shape_of(importance, own):
-            raise NamingError(
-                f"{name!r} has the shape {tuple(shape_of(weights, name))}, but its importance {tuple(shape_of(importance, own))}. The "
-                "importance belongs to another model."
-            )
-        if len(shape_of(weights, name)) > 1 and numel_of(weights, name) and dtype_of(weights, name).is_floating_point:
-            names[name] = own
-    kept = {}
+    own = align(importance, weights, ("the importance", "the model"), tied=tied_in([importance]))
+    names, kept = {}, {}
     for name in weights:
-        if len(shape_of(weights, name)) > 1 and dtype_of(weights, name).is_floating_point and name not in names:
+        if len(shape_of(weights, name)) < 2 or not dtype_of(weights, name).is_floating_point:
+            continue
+        if name not in own:
             kept[name] = "no importance"
-    if pattern is not None:
-        kept |= {name: "excluded" for name in names if pattern.search(name)}
-    return {name: own for name, own in names.items() if name not in kept}, kept
+        elif pattern is not None and pattern.search(name):
+            kept[name] = "excluded"
+        elif numel_of(weights, name):
+            names[name] = own[name]
+    return names, kept
 
 
 def _row(shape: Sequence[int]) -> int:
@@ -319,11 +306,8 @@ def _runs(
     """Yield weights in the type to compute in and importances as float64, as matrices of whole groups."""
     length, width = _run(_row(shape_of(weights, name)), math.lcm(*(q.group for q in quantizers.values())))
     work = torch.float64 if torch.float64 in (dtype_of(weights, name), dtype_of(importance, own)) else torch.float32
-    checked = isinstance(importance, Importance)  # by itself
-    pairs = zip(chunks_of(weights, name, length), chunks_of(importance, own, length), strict=True)
+    pairs = zip(chunks_of(weights, name, length), chunks_of(checked(importance), own, length), strict=True)
     for w, f in pairs:
-        if not checked:
-            check_values(own, f)
         yield w.to(work).view(-1, width), f.double().view(-1, width)
 
 

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import NamingError, SquisherError, near
-from .importance import Importance, check_values, on_common_scale
-from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, shape_of
+from .errors import check_positive
+from .importance import on_common_scale, tied_in
+from .names import align
+from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of
 
 __all__ = ["Dampened", "dampen"]
 
@@ -53,8 +54,7 @@ def dampen(
         SquisherError: A number is not positive.
     """
     for what, number in (("select", select), ("strength", strength)):
-        if not (isinstance(number, (int, float)) and math.isfinite(number) and number > 0):
-            raise SquisherError(f"{what} is a positive number, not {number!r}.")
+        check_positive(what, number)
     whole, forget = on_common_scale([importance, forget_importance], scale)
     names = _matched(weights, whole, forget, exclude)
     return Dampened(weights, whole, forget, names, float(select), float(strength))
@@ -102,52 +102,20 @@ class Dampened(Computed):
         whole_name, forget_name = self._own[name]
         work = torch.float64 if dtype_of(self._weights, name) == torch.float64 else torch.float32
         for f, g in zip(
-            _checked(self._importance, whole_name, size), _checked(self._forget, forget_name, size), strict=True
+            chunks_of(self._importance, whole_name, size), chunks_of(self._forget, forget_name, size), strict=True
         ):
             f, g = (torch.where(values < _TINY, 0, values.to(work)) for values in (f, g))
             shrunk = (self._strength * f / torch.where(g > 0, g, 1)).clamp_max_(1)
             yield torch.where(g > self._select * f, shrunk, 1)
 
 
-def _checked(importance: Mapping[str, Tensor], name: str, size: int) -> Iterator[Tensor]:
-    for chunk in chunks_of(importance, name, size):
-        if not isinstance(importance, Importance):  # which checks itself
-            check_values(name, chunk)
-        yield chunk
-
-
 def _matched(
     weights: Mapping[str, Tensor], importance: Mapping[str, Tensor], forget: Mapping[str, Tensor], exclude: str | None
 ) -> dict[str, tuple[str, str]]:
-    """Return the names of both importances by weight name; refuse a forget importance without a partner."""
-    pattern = name_pattern(exclude)
-    names: dict[str, tuple[str, str]] = {}
-    for own in forget:
-        name = _name_in(weights, own, forget)
-        if pattern is not None and pattern.search(name or own):
-            continue
-        partner = None if name is None else _name_in(importance, name, importance)
-        for where, found, source in (
-            ("the weights", name, weights),
-            ("the importance of all data", partner, importance),
-        ):
-            if found is None:
-                raise NamingError(
-                    f"There is a forget importance for {own!r}, which is not in {where}.{near(own, source)}"
-                )
-            if shape_of(source, found) != shape_of(forget, own):
-                raise NamingError(
-                    f"{own!r} has the shape {tuple(shape_of(forget, own))} in the forget importance and "
-                    f"{tuple(shape_of(source, found))} in {where}: they belong to different models."
-                )
-        names[str(name)] = (str(partner), own)
-    if not names:
-        raise NamingError(f"No tensor is left to dampen: {exclude!r} excludes all of them.")
-    return names
-
-
-def _name_in(tensors: Mapping[str, Tensor], name: str, known: Mapping[str, Tensor]) -> str | None:
-    """Return the name that a mapping has for a parameter, its own or a tied one."""
-    tied = known.provenance.tied if isinstance(known, Importance) else {}
-    others = [alias for alias, first in tied.items() if first == name]
-    return next((n for n in (name, tied.get(name), *others) if n is not None and n in tensors), None)
+    """Return the names of both importances by weight name."""
+    tied = tied_in([importance, forget])
+    names = align(forget, weights, ("the forget importance", "the model"), tied=tied, exclude=exclude)
+    asked = Computed(forget, {own: own for own in names.values()})
+    partners = align(asked, importance, ("the forget importance", "the importance of all data"), tied=tied)
+    partner = {own: name for name, own in partners.items()}
+    return {name: (partner[own], own) for name, own in names.items()}

@@ -216,7 +216,7 @@ def test_bfloat16_and_float64(tmp_path, codec):
 
 def test_refusals(tmp_path):
     imp = squisher.Importance({"w": values(60, 70)})
-    with pytest.raises(SquisherError, match=r"The codec is exact, log8, rank1, not 'log7'\. Did you mean 'log8'"):
+    with pytest.raises(SquisherError, match="'log7'.*'log8'"):
         imp.save(tmp_path / "a.safetensors", codec="log7")
     with pytest.raises(SquisherError, match="type of its own"):
         imp.save(tmp_path / "a.safetensors", codec="log8", dtype="bfloat16")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..errors import SquisherError
+from ..errors import SquisherError, check_choice
 from .app import LOOK, Json, Plot, app, console, distinct_names, open_importance, print_json, progress_bar, without
 
 if TYPE_CHECKING:
@@ -47,8 +47,7 @@ def compare(
 
 def _scaled(importances: list[Importance], scale: str) -> list[Importance]:
     """Return the importances on the scale that was asked for."""
-    if scale not in ("stored", "as_fisher", "auto"):
-        raise SquisherError(f"--scale is stored, as_fisher or auto, not {scale!r}.")
+    check_choice("--scale", scale, ("stored", "as_fisher", "auto"))
     if scale == "stored":
         return importances
     try:

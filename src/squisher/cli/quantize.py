@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import SquisherError
+from ..errors import SquisherError, check_choice
 from .app import USE, AnyWeights, Json, Overwrite, app, check_target, notes, open_importance, print_json, progress_bar
 
 _BITS = {"json": "2,3,4,8", "llama.cpp": "2,3,4,5,6,8", "mlx": "4,5"}
@@ -51,8 +51,7 @@ def quantize(
     from ..quantize import allocate, sensitivity
     from ..storage.folders import open_model
 
-    if to not in PLAN_FORMATS:
-        raise SquisherError(f"--format is {', '.join(PLAN_FORMATS)}, not {to!r}.")
+    check_choice("--format", to, PLAN_FORMATS)
     check_target(out, overwrite, model, importance, suffix=None)
     try:
         widths = [int(b) for b in (bits or _BITS[to]).split(",")]

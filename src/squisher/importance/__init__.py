@@ -7,7 +7,7 @@ embed, consolidate). The scale rule lives here, once: `Importance.as_fisher` and
 from __future__ import annotations
 
 from .checks import check_values, structure_hash
-from .combining import checked, on_common_scale
+from .combining import checked, on_common_scale, tied_in
 from .core import FILE_NAME, Importance, load
 from .facts import Absence, Level, Naming, Pollution, Reason, RunFacts, Spoiler
 from .provenance import Provenance
@@ -28,4 +28,5 @@ __all__ = [
     "load",
     "on_common_scale",
     "structure_hash",
+    "tied_in",
 ]

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..errors import ScaleError, SquisherError
+from ..errors import ScaleError, SquisherError, check_choice
 from ..names import align
 from ..storage.tensors import CHUNK, Computed
 from .checks import Checked
 from .core import Importance
 from .provenance import scale_differences
 
-if TYPE_CHECKING:
-    from .core import Importance
-
-
-__all__ = ["Mean", "Spread", "checked", "on_common_scale", "with_shares"]
+__all__ = ["Mean", "Spread", "checked", "on_common_scale", "tied_in", "with_shares"]
 
 
 def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "auto") -> list[Mapping[str, Tensor]]:
@@ -34,8 +29,7 @@ def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "a
     Raises:
         ScaleError: They have no common scale; the message says what differs.
     """
-    if scale not in ("auto", "stored", "as_fisher"):
-        raise SquisherError(f"scale is auto, stored or as_fisher, not {scale!r}.")
+    check_choice("scale", scale, ("auto", "stored", "as_fisher"))
     if scale == "stored":
         return [checked(imp) for imp in importances]
     converted: list[Importance | ScaleError] = [_converted(imp) for imp in importances]
@@ -64,6 +58,12 @@ def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "a
 def checked(importance: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return an importance as it is, and a plain mapping so that NaN, infinite and negative values are refused on reading."""
     return importance if isinstance(importance, Importance) else Checked(importance)
+
+
+def tied_in(importances: Sequence[Mapping[str, Tensor]]) -> dict[str, str]:
+    """Return which names are one parameter, by what the importances know: alias to name."""
+    known = [imp.provenance.tied for imp in importances if isinstance(imp, Importance)]
+    return {alias: name for tied in known for alias, name in tied.items()}
 
 
 def _converted(imp: Mapping[str, Tensor]) -> Importance | ScaleError:

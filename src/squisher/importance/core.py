@@ -22,6 +22,7 @@ from ..errors import (
     NamingError,
     SquisherError,
     SquisherWarning,
+    check_choice,
     near,
 )
 from ..storage import hub, safetensors
@@ -74,8 +75,7 @@ class Importance(Mapping[str, Tensor]):
     def __init__(self, tensors: Mapping[str, Tensor], kind: str = "fisher", **provenance: Any):
         if not isinstance(tensors, Mapping) or not tensors:
             raise SquisherError(f"An importance needs at least one named tensor, but got {short(tensors)}.")
-        if kind not in KINDS:
-            raise SquisherError(f"An importance is of kind {' or '.join(KINDS)}, not {kind!r}.{near(str(kind), KINDS)}")
+        check_choice("kind", kind, KINDS)
         if isinstance(tensors, dict):
             tensors = {name: tensor.detach() for name, tensor in tensors_only(tensors)}
             check_all(tensors)
@@ -129,8 +129,7 @@ class Importance(Mapping[str, Tensor]):
         Raises:
             SquisherError: `by` is neither.
         """
-        if by not in ("share", "mean"):
-            raise SquisherError(f"by is share or mean, not {by!r}.")
+        check_choice("by", by, ("share", "mean"))
         totals = {name: self._total(name) for name in self}
         whole = math.fsum(totals.values())
         rows = []

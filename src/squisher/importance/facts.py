@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
-from ..errors import SquisherError, near
+from ..errors import SquisherError, check_choice, check_positive
 
 __all__ = [
     "LOSS_REDUCTIONS",
@@ -22,8 +22,6 @@ __all__ = [
     "Reason",
     "RunFacts",
     "Spoiler",
-    "one_of",
-    "positive",
 ]
 
 UNITS = ("example", "sequence", "token")
@@ -232,25 +230,12 @@ class RunFacts:
         return {f.name: getattr(self, f.name) for f in fields(RunFacts)}
 
     def __post_init__(self) -> None:
-        one_of("unit", self.unit, UNITS)
-        one_of("loss_reduction", self.loss_reduction, LOSS_REDUCTIONS)
+        for name, allowed in (("unit", UNITS), ("loss_reduction", LOSS_REDUCTIONS)):
+            if getattr(self, name) is not None:
+                check_choice(name, getattr(self, name), allowed)
         for name in ("batch_size", "batch_tokens"):
-            positive(name, getattr(self, name))
-
-
-def one_of(name: str, value: str | None, allowed: tuple[str, ...]) -> None:
-    """Raise if a value is neither None nor one of the allowed ones."""
-    if value is not None and value not in allowed:
-        raise SquisherError(
-            f"{name} is {', '.join(allowed[:-1])} or {allowed[-1]}, not {value!r}.{near(str(value), allowed)}"
-        )
-
-
-def positive(name: str, value: Any) -> None:
-    """Refuse what is no positive finite number; None passes."""
-    valid = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < float("inf")
-    if value is not None and not valid:
-        raise SquisherError(f"{name} is a positive number, not {value!r}.")
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
 
 
 def _values(codes: type[Enum]) -> list[str]:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FileError, ScaleError, SquisherError
+from ..errors import FileError, ScaleError, SquisherError, check_choice, check_positive
 from ..order import spearman
 from ..storage.codecs import Encoded
 from ..storage.safetensors import WIDEST, rounded
-from .facts import UNITS, Absence, Naming, Pollution, RunFacts, one_of, positive
+from .facts import UNITS, Absence, Naming, Pollution, RunFacts
 
 __all__ = ["KINDS", "Codec", "Provenance", "fisher_factor", "scale_differences"]
 
@@ -79,7 +79,7 @@ class Provenance(RunFacts):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("scale", self.scale)
+        check_positive("scale", self.scale)
         for f in fields(self):
             if str(f.type).startswith("dict") and not isinstance(getattr(self, f.name), (dict, type(None))):
                 raise SquisherError(f"The provenance field {f.name} is a mapping, not {getattr(self, f.name)!r}.")
@@ -172,7 +172,8 @@ def fisher_factor(p: Provenance, unit: str | None = None) -> tuple[float, str]:
     Raises:
         ScaleError: What the factor needs is not known, or the unit cannot be reached; the message says which.
     """
-    one_of("unit", unit, UNITS)
+    if unit is not None:
+        check_choice("unit", unit, UNITS)
     if p.kind == "fisher":
         if unit is not None and p.unit not in (None, unit):
             raise ScaleError(f"This Fisher is per {p.unit} and cannot be turned into one per {unit}: measure it so.")

@@ -11,13 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import NamingError, SquisherError, near
+from ..errors import NamingError, SquisherError, check_choice
 from ..importance import Importance
+from ..names import align
 from ..quantize import Plan, Sensitivity
 from ..storage import safetensors
 from ..storage.atomic import new_folder, write_file
 from ..storage.folders import open_model, write_model
-from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of, shape_of
+from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of
 
 __all__ = ["FORMATS", "PLAN_FORMATS", "export", "gguf_name", "mlx_sensitivities", "tensor_types"]
 
@@ -42,8 +43,7 @@ def export(importance: Importance, to: str, out: Path, model: Path | None = None
     Raises:
         SquisherError: The format does not exist, or something that it needs is missing.
     """
-    if to not in FORMATS:
-        raise SquisherError(f"The format is {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, not {to!r}.{near(to, FORMATS)}")
+    check_choice("format", to, FORMATS)
     if to != "squeezellm" and model is not None:
         raise SquisherError(f"--model has no meaning for {to}; only squeezellm writes a model folder.")
     if to == "ota":
@@ -82,13 +82,9 @@ class _Squares(Computed):
 
     def __init__(self, importance: Importance, weights: Any) -> None:
         super().__init__(weights)
-        for name in importance:
-            if name not in weights or shape_of(weights, name) != importance.shape(name):
-                raise NamingError(
-                    f"{name!r} has an importance, but the model has no weight of this name and shape.{near(name, weights)}"
-                )
         self._importance = importance
-        self.without = [name for name in weights if name not in importance]
+        self._own = align(importance, weights, ("the importance", "the model"), tied=importance.provenance.tied)
+        self.without = [name for name in weights if name not in self._own]
 
     def dtype(self, name: str) -> torch.dtype:
         """float32: squared gradients underflow in float16."""
@@ -96,8 +92,8 @@ class _Squares(Computed):
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
-        if name in self._importance:
-            for chunk in chunks_of(self._importance, name, size):
+        if name in self._own:
+            for chunk in chunks_of(self._importance, self._own[name], size):
                 yield chunk.to(torch.float32)
             return
         numel = numel_of(self, name)
@@ -193,8 +189,7 @@ def write_plan(plan: Plan, to: str, out: Path) -> None:
     Raises:
         SquisherError: The format does not exist, or the plan cannot be written in it.
     """
-    if to not in PLAN_FORMATS:
-        raise SquisherError(f"The format is {', '.join(PLAN_FORMATS)}, not {to!r}.{near(to, PLAN_FORMATS)}")
+    check_choice("format", to, PLAN_FORMATS)
     if to == "llama.cpp":
         text = tensor_types(plan)
     elif to == "mlx":

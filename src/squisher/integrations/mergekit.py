@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..errors import FileError, SquisherError
-from ..importance import FILE_NAME, Importance, load
+from ..importance import FILE_NAME, Importance, load, tied_in
 from ..merge import average, fisher
-from ..merge.inputs import graded, matched, tied_in
+from ..merge.inputs import graded, matched
 from ..storage.atomic import new_folder
 from ..storage.byte_range import ByteRange
 from ..storage.folders import open_model

@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from .. import __version__
-from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, near
+from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, check_choice
 from ..importance import FILE_NAME, Importance, load
 from ..importance.weights import check_weights
 from ..merge import Merged, average, fisher, ota, task_arithmetic, ubgm
@@ -225,8 +225,7 @@ def merge_folders(
     Raises:
         SquisherError: With one sentence on what is wrong; nothing is then left behind.
     """
-    if method not in METHODS:
-        raise SquisherError(f"The method is {', '.join(METHODS)}, not {method!r}.{near(method, METHODS)}")
+    check_choice("method", method, METHODS)
     _check_options(method, importances, base_importance, sizes, base_size, normalize, coefficients, keep)
     if importances and len(importances) != len(models):
         raise SquisherError(

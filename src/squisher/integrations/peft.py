@@ -27,11 +27,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import FileError, NamingError, SquisherError, near
-from ..names import live_parameters
+from ..names import check_like, live_parameters
 from ..order import per_source
 from ..storage.folders import open_weights
 from ..storage.json_files import read_object
-from ..storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, shape_of, tied_names
+from ..storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, tied_names
 from .publishing import short_paths
 
 __all__ = ["CONFIG", "WEIGHTS", "Adapter", "Folded", "is_adapter", "open_adapter", "shira_mask_fn", "why_not_together"]
@@ -268,10 +268,7 @@ def shira_mask_fn(importance: Mapping[str, Tensor], model: nn.Module) -> Callabl
             raise NamingError(
                 f"There is no importance for {wanted!r}, which SHiRA is to train.{near(wanted, importance)}"
             )
-        if shape_of(importance, name) != weight.shape:
-            raise NamingError(
-                f"{name!r} has the shape {tuple(weight.shape)}, but its importance {tuple(shape_of(importance, name))}."
-            )
+        check_like({name: weight}, name, importance, name, ("the model", "the importance"))
         budget = r * sum(weight.shape)
         if budget > weight.numel():
             raise SquisherError(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import SquisherError
+from ..errors import SquisherError, check_choice
 from ..importance import FILE_NAME, Importance, Pollution, RunFacts, Spoiler, structure_hash
 from ..importance.facts import LOSS_REDUCTIONS
 from ..mask import train_only
@@ -82,8 +82,8 @@ class Recorder(Events):
 
     def __init__(self, *, track: bool, loss_reduction: str | None, codec: str = "exact") -> None:
         self.codec = check_codec(codec)
-        if loss_reduction is not None and loss_reduction not in LOSS_REDUCTIONS:
-            raise SquisherError(f"loss_reduction is one of {', '.join(LOSS_REDUCTIONS)}, not {loss_reduction!r}.")
+        if loss_reduction is not None:
+            check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
         self.track, self.loss_reduction = track, loss_reduction
         self.tracker: Tracker | None = None
         self.counts = BatchCounts()

@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, near
-from ..importance import Absence, Importance, check_values, on_common_scale
+from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, check_choice, near
+from ..importance import Absence, Importance, checked, on_common_scale, tied_in
 from ..names import check_like, find
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
 
-__all__ = ["Graded", "Plan", "graded", "matched", "plan", "tied_in"]
+__all__ = ["Graded", "Plan", "graded", "matched", "plan"]
 
 _ROW = 4096
 
@@ -33,28 +33,22 @@ class Graded(Computed):
     def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str], factor: float, who: str):
         super().__init__(stored, dict(names))
         self._who = who
-        self._stored = stored
+        self._stored = checked(stored)
         self.factor = factor
         self._sums: dict[str, tuple[float, float]] = {}
 
     def __getitem__(self, name: str) -> Tensor:
         with self._named():
-            values = self._stored[self._name_there(name)]
-            check_values(name, values)
-        return values
+            return self._stored[self._name_there(name)]
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Return the stored values in flat chunks, each checked."""
-        checked = isinstance(self._stored, Importance)  # by itself
         with self._named():
-            for chunk in chunks_of(self._stored, self._name_there(name), size):
-                if not checked:
-                    check_values(name, chunk)
-                yield chunk
+            yield from chunks_of(self._stored, self._name_there(name), size)
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Says whose values are bad; what is wrong with a file says so itself."""
+        """Say whose values are bad; a damaged file says so itself."""
         try:
             yield
         except SquisherError as error:
@@ -133,15 +127,6 @@ def graded(
     return out
 
 
-def tied_in(importances: Sequence[Mapping[str, Tensor]]) -> dict[str, str]:
-    """Which names are one parameter, by what the importances know: alias to name."""
-    out: dict[str, str] = {}
-    for imp in importances:
-        if isinstance(imp, Importance):
-            out |= imp.provenance.tied
-    return out
-
-
 def matched(
     weights: Mapping[str, Tensor],
     merged: Sequence[str],
@@ -163,8 +148,7 @@ def matched(
     Raises:
         NamingError: A weight has no importance, a shape differs, or most weights have none.
     """
-    if missing not in ("error", "average"):
-        raise SquisherError(f"missing is error or average, not {missing!r}.")
+    check_choice("missing", missing, ("error", "average"))
     found: list[dict[str, str]] = [{} for _ in importances]
     averaged: dict[str, str] = {}
     unexplained: list[str] = []
@@ -226,8 +210,7 @@ def _check_coverage(
 
 
 def _name_in(imp: Mapping[str, Tensor], name: str, tied: Mapping[str, str]) -> str | None:
-    own = imp.provenance.tied if isinstance(imp, Importance) else {}
-    return find(name, imp, {**tied, **own})
+    return find(name, imp, {**tied, **tied_in([imp])})
 
 
 def _absent(imp: Mapping[str, Tensor]) -> Mapping[str, Absence]:

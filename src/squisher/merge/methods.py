@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import SquisherError
-from .inputs import graded, matched, plan, tied_in
+from ..errors import SquisherError, check_choice
+from ..importance import tied_in
+from .inputs import graded, matched, plan
 from .lazy import Merged
 from .rules import Fisher, Grafting, Matching, Mean
 
@@ -339,15 +340,13 @@ def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise SquisherError(f"Merged weights are written as {', '.join(_DTYPES)}, not {name}.")
+    check_choice("dtype", name, _DTYPES)
     return _DTYPES[name]
 
 
 def as_work(precision: str) -> torch.dtype:
     """Return the type to compute in."""
-    if precision not in ("float32", "float64"):
-        raise SquisherError(f"precision is float32 or float64, not {precision!r}.")
+    check_choice("precision", precision, ("float32", "float64"))
     return _DTYPES[precision]
 
 

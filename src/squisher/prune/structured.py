@@ -16,9 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import NamingError, SquisherError
+from ..errors import NamingError, SquisherError, check_choice
 from ..importance import checked
 from ..names import align, check_known, live_parameters, live_tensors
+from ..prune.unstructured import SCOPES
 from .hugging_face import heads_of
 from .unstructured import check_score
 
@@ -77,8 +78,7 @@ def channels(
     check_score(score, importance, ("sqrt", "orthoreg"))
     if not 0 <= sparsity < 1:
         raise SquisherError(f"sparsity is the fraction of channels to remove, from 0 to below 1, not {sparsity}.")
-    if scope not in ("global", "tensor"):
-        raise SquisherError(f"scope is global or tensor, not {scope!r}.")
+    check_choice("scope", scope, SCOPES)
     if score == "orthoreg" and gradients is None:
         raise SquisherError("The score orthoreg needs gradients=, the mean gradient of the loss by parameter name.")
     try:

@@ -16,8 +16,8 @@ import torch
 import torch.nn.utils.prune as torch_prune
 from torch import Tensor, nn
 
-from ..errors import SquisherError, near
-from ..importance import Importance, checked
+from ..errors import SquisherError, check_choice
+from ..importance import checked, tied_in
 from ..names import align, live_parameters
 from ..order import Source, choose, per_source
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, numel_of, shape_of, tied_names
@@ -69,8 +69,7 @@ def weights(
         SquisherError: The wish is impossible, or scores cannot be ranked.
     """
     check_score(score, importance)
-    if scope not in SCOPES:
-        raise SquisherError(f"scope is global or tensor, not {scope!r}.{near(str(scope), SCOPES)}")
+    check_choice("scope", scope, SCOPES)
     if (sparsity is None) == (nm is None):
         raise SquisherError("Give either a sparsity (0.75) or a pattern (nm='2:4'), not both and not neither.")
     if sparsity is not None and not 0 <= sparsity <= 1:
@@ -214,7 +213,7 @@ def _fitted(
             if name not in aliases and dtype_of(stored, name).is_floating_point and len(shape_of(stored, name)) > 1:
                 names[name] = name
     else:
-        tied = importance.provenance.tied if isinstance(importance, Importance) else {}
+        tied = tied_in([importance])
         for found, name in align(
             importance, stored, ("the importance", "the model"), tied=tied, exclude=exclude
         ).items():
@@ -293,9 +292,7 @@ def scores(
 
 def check_score(score: str, importance: object, more: tuple[str, ...] = ()) -> None:
     """Refuses a score that does not exist, or one that needs an importance where there is none."""
-    known = (*SCORES, *more)
-    if score not in known:
-        raise SquisherError(f"score is {', '.join(known[:-1])} or {known[-1]}, not {score!r}.{near(str(score), known)}")
+    check_choice("score", score, (*SCORES, *more))
     if importance is None and score not in ("magnitude", "random", "orthoreg"):
         raise SquisherError(f"The score {score} needs an importance; only magnitude and random do without one.")
 

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import FileError, NamingError, SquisherError, near
+from ..errors import FileError, NamingError, SquisherError, check_choice
 from .safetensors import sums_of
 from .tensors import CHUNK, Computed, LazyTensors, TensorSource, chunks_of, dtype_of, numel_of, room_for, shape_of
 
@@ -50,8 +50,7 @@ def check_codec(codec: str) -> str:
     Raises:
         SquisherError: There is none of this name.
     """
-    if codec not in CODECS:
-        raise SquisherError(f"The codec is {', '.join(CODECS)}, not {codec!r}.{near(str(codec), CODECS)}")
+    check_choice("codec", codec, CODECS)
     return codec
 
 
