@@ -71,7 +71,7 @@ def overview(found: Sequence[Comparison]) -> str:
         rows.append(
             [
                 c.title, f"{c.metric} ({'higher' if c.higher_is_better else 'lower'} is better)",
-                *(str(mean(v)) if v else "" for v in values.values()),
+                *(_mean(c, v) for v in values.values()),
                 *(_gap(c, "squisher", second) for second in ("fisher", c.baseline)),
                 "" if None in chance or not chance else f"{mean([x for x in chance if x is not None]).value:.3g}",
             ]
@@ -168,6 +168,13 @@ def _gap(c: Comparison, first: str, second: str) -> str:
     return str(c.difference(first, second)) if c.main(first).keys() & c.main(second).keys() else ""
 
 
+def _mean(c: Comparison, values: Sequence[float]) -> str:
+    """A mean with its spread, and of how many seeds if not of all; nothing of none."""
+    if not values:
+        return ""
+    return str(mean(values)) + (f" ({len(values)} seeds)" if 1 < len(values) < c.document["seeds"] else "")
+
+
 def _section(name: str, found: Sequence[Comparison]) -> list[str]:
     module = importlib.import_module(f"experiments.{name}")
     parts = [f"## {module.TITLE}", (module.__doc__ or "").strip()]
@@ -207,7 +214,7 @@ def _scores(c: Comparison, metric: str) -> str:
         chance = c.chance_of(case)
         rows.append(
             [
-                case, *(str(mean(list(by_method[m].values()))) if m in by_method else "" for m in methods),
+                case, *(_mean(c, list(by_method.get(m, {}).values())) for m in methods),
                 *([] if not c.chance else ["" if chance is None else f"{chance:.3g}"]),
             ]
         )  # fmt: skip
