@@ -28,8 +28,9 @@ import torch
 from torch import Tensor
 
 import squisher
-from experiments import fish, rankings, upper
+from experiments import rankings, upper
 from experiments.data import text_task
+from experiments.glue import measured
 from experiments.rankings import METRICS as METRICS
 from experiments.runs import Run, Score, Unit
 from experiments.tuning import Splits, loss, outputs, train
@@ -105,7 +106,7 @@ def target(run: Run, task: str, seed: int) -> dict[str, Any]:
             if other != "none":
                 model.load_state_dict(_source(run, other, seed)["body"], strict=False)
             train(model, few, config, seed + 1000)
-            gains[other] = fish.measured(model, data.test, task)
+            gains[other] = measured(model, data.test, task)
     none = gains.pop("none")
     return {"none": none, "gains": gains}
 
@@ -190,7 +191,7 @@ def _source(run: Run, task: str, seed: int) -> dict[str, Any]:
             "rows": len(data.train),
             "steps": int(next(iter(optimizer.state.values()))["step"]),
             "history": history,
-            "score": fish.measured(model, data.test, task),
+            "score": measured(model, data.test, task),
         }
 
     return run.cached(f"embedding_text-{run.scale}/seed-{seed}/{task}", make)

@@ -29,13 +29,9 @@ after "nothing to spare", the same without it, had been tried: there random mask
 
 from __future__ import annotations
 
-import gzip
-import json
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,8 +42,8 @@ from experiments import text
 from experiments.fish_digits import METHODS, chosen, overlap_of
 from experiments.fish_digits import digits as digits  # units call it here
 from experiments.fish_digits import search_digits as search_digits
+from experiments.glue import download, measured
 from experiments.runs import Run, Score, Unit
-from experiments.tuning import outputs
 
 TITLE = "FISH mask"
 BASELINE = "random"
@@ -162,15 +158,6 @@ _GUESSED = dict.fromkeys(("sst2", "mrpc", "qnli", "qqp", "rte"), 50.0) | {
     "mnli": 100 / 3,
     "cola": 0.0,
     "stsb": 0.0,
-}
-GLUE = {  # columns of a pair, and the split that stands in for the test server
-    "cola": (("sentence",), "validation"),
-    "mnli": (("premise", "hypothesis"), "validation_matched"),
-    "mrpc": (("sentence1", "sentence2"), "validation"),
-    "qnli": (("question", "sentence"), "validation"),
-    "qqp": (("question1", "question2"), "validation"),
-    "rte": (("sentence1", "sentence2"), "validation"),
-    "sst2": (("sentence",), "validation"),
 }
 
 
@@ -334,25 +321,6 @@ def importances(run: Run, task: str, seed: int, tuned: bool = False) -> dict[str
     }
 
 
-def measured(model: nn.Module, rows: text.Texts, task: str) -> float:
-    """Matthews' correlation on CoLA, Pearson's where labels are numbers, accuracy elsewhere; in percent."""
-    found, labels = outputs(model, rows)
-    if labels.is_floating_point():
-        pairs = torch.stack([found.flatten(), labels.flatten()]).double()
-        value = float(torch.corrcoef(pairs)[0, 1].nan_to_num())
-    else:
-        predicted = found.argmax(-1)
-        value = matthews(predicted, labels) if task == "cola" else float((predicted == labels).double().mean())
-    return round(100 * value, 4)
-
-
-def matthews(predicted: Tensor, true: Tensor) -> float:
-    """The correlation of two binary labels; 0 where one of them is constant."""
-    table = [int(((predicted == p) & (true == t)).sum()) for p in (0, 1) for t in (0, 1)]
-    product = (table[0] + table[1]) * (table[2] + table[3]) * (table[0] + table[2]) * (table[1] + table[3])
-    return (table[0] * table[3] - table[1] * table[2]) / math.sqrt(product) if product else 0.0
-
-
 def _trained(run: Run, task: str, seed: int, method: str, rate: float) -> nn.Module:
     recipe, splits = _recipe(run, task), _splits(run, task)
     model = text.load(recipe, splits.classes, seed)  # the pretrained weights and the head that the mask was made with
@@ -416,23 +384,5 @@ def _with_data(run: Run) -> Run:
     folder = run.out / "glue"
     for task in run.config["tasks"]:
         if not (folder / "text" / task / "eval.jsonl.gz").exists():
-            _download(task, folder / "text" / task)
+            download(task, folder / "text" / task)
     return replace(run, data=folder)
-
-
-def _download(task: str, folder: Path) -> None:
-    from datasets import load_dataset
-
-    columns, evaluation = GLUE[task]
-    folder.mkdir(parents=True, exist_ok=True)
-    for part, split in (("train", "train"), ("eval", evaluation)):
-        rows = load_dataset("nyu-mll/glue", task, split=split)
-        lines = (
-            json.dumps(
-                dict(zip(("text_a", "text_b"), (row[c] for c in columns), strict=False)) | {"label": row["label"]}
-            )
-            for row in rows
-        )
-        temporary = folder / f"{part}.part"
-        temporary.write_bytes(gzip.compress("\n".join(lines).encode()))
-        temporary.replace(folder / f"{part}.jsonl.gz")

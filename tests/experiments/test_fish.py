@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from experiments import fish, fish_digits
+from experiments import fish, fish_digits, glue
 from experiments.runs import execute
 from tests.experiments.tiny_text import write_model, write_task
 
@@ -36,8 +36,8 @@ def test_the_overlap_leaves_the_head_out():
 def test_matthews_is_a_correlation():
     generator = torch.Generator().manual_seed(0)
     a, b = torch.randint(0, 2, (2, 200), generator=generator)
-    assert fish.matthews(a, b) == pytest.approx(float(torch.corrcoef(torch.stack([a, b]).double())[0, 1]))
-    assert fish.matthews(a, torch.ones(200)) == 0.0
+    assert glue.matthews(a, b) == pytest.approx(float(torch.corrcoef(torch.stack([a, b]).double())[0, 1]))
+    assert glue.matthews(a, torch.ones(200)) == 0.0
 
 
 def test_where_labels_are_numbers_the_score_is_a_correlation():
@@ -48,7 +48,7 @@ def test_where_labels_are_numbers_the_score_is_a_correlation():
     model = torch.nn.Linear(1, 1)
     model.forward = lambda x: -x
     expected = -100 * float(torch.corrcoef(torch.tensor([[1.0, 2.0, 4.0], [2.0, 3.0, 3.5]]))[0, 1])
-    assert fish.measured(model, Rows(), "stsb") == pytest.approx(expected, abs=1e-3)
+    assert glue.measured(model, Rows(), "stsb") == pytest.approx(expected, abs=1e-3)
 
 
 def test_scores_average_over_tasks_and_leave_the_search_out():
