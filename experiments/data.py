@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Labelled", "cifar", "cifar100_features", "digits", "mnist", "text_task"]
+__all__ = ["Labelled", "augmented", "cifar", "cifar100_features", "digits", "mnist", "shuffled", "text_task"]
 
 MNIST_ADDRESS = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 MNIST_FILES = {  # MD5 of the archives, as everyone quotes them
@@ -55,6 +55,18 @@ class Labelled(NamedTuple):
 def shuffled(count: int, size: int, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
     """The rows of one epoch in a random order, batch by batch; the last, smaller batch is left out."""
     return torch.randperm(count, generator=generator)[: count // size * size].split(size)
+
+
+def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Each image shifted by up to four pixels, zeros coming in, and every other one mirrored."""
+    count, _, height, width = images.shape
+    padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
+    down, right = torch.randint(0, 9, (2, count, 1), generator=generator)
+    rows = down + torch.arange(height)
+    columns = right + torch.arange(width)
+    flip = torch.rand(count, 1, generator=generator) < 0.5
+    columns = torch.where(flip, columns.flip(1), columns)
+    return padded[torch.arange(count).view(-1, 1, 1), :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)
 
 
 def digits() -> tuple[Labelled, Labelled]:

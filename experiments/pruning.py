@@ -395,21 +395,9 @@ def _epochs(
     for _ in range(epochs):
         model.train()
         for rows in data.shuffled(len(train), f["batch"], generator):
-            images = augmented(train.inputs[rows], generator).contiguous(memory_format=torch.channels_last)
+            images = data.augmented(train.inputs[rows], generator).contiguous(memory_format=torch.channels_last)
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(images), train.labels[rows]).backward()
             optimizer.step()
             schedule.step()
         yield optimizer
-
-
-def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image shifted by up to four pixels, zeros coming in, and every other one mirrored."""
-    count, _, height, width = images.shape
-    padded = nn.functional.pad(images, (4, 4, 4, 4))
-    down, right = torch.randint(0, 9, (2, count, 1), generator=generator)
-    rows = down + torch.arange(height)
-    columns = right + torch.arange(width)
-    flip = torch.rand(count, 1, generator=generator) < 0.5
-    columns = torch.where(flip, columns.flip(1), columns)
-    return padded[torch.arange(count).view(-1, 1, 1), :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from experiments import pruning, pruning_weights
+from experiments import data, pruning, pruning_weights
 from experiments.comparison import RESULTS
 from experiments.data import Labelled
 from experiments.runs import Run, execute
@@ -52,7 +52,7 @@ def test_images_to_choose_by_are_not_trained_or_tested_on(tmp_path):
 
 def test_augmentation_shifts_and_mirrors_and_nothing_else():
     images = torch.rand(64, 3, 32, 32) + 1
-    moved = pruning.augmented(images, torch.Generator().manual_seed(0))
+    moved = data.augmented(images, torch.Generator().manual_seed(0))
     padded = nn.functional.pad(images, (4, 4, 4, 4))
     seen = set()
     for image, source in zip(moved, padded, strict=True):
