@@ -278,3 +278,22 @@ def test_a_copy_of_the_weights_is_not_taken_for_them(tmp_path, copy, steps):
     imp = squisher.extract(tmp_path / "last.ckpt", bias_correction=False)
     own = {f"model.{name}": p for name, p in model.named_parameters()}
     assert all(torch.equal(imp[name], optimizer.state[own[name]]["exp_avg_sq"]) for name in imp)
+
+
+@pytest.mark.parametrize(("kind", "rate"), [(torch.optim.RMSprop, 3e-3), (torch.optim.Adagrad, 2e-2)])
+def test_exchanged_layers_of_a_state_without_first_moments(tmp_path, kind, rate):
+    """Sizes of weights and of v go together unit by unit: in the right layer and in no other."""
+    torch.manual_seed(0)
+    width = 96
+    hidden = [m for _ in range(5) for m in (nn.Linear(width, width), nn.ReLU())]
+    model = Classifier(*hidden, nn.Linear(width, 5), size=(width,))
+    optimizer = kind(model.parameters(), lr=rate)
+    trained(tmp_path / "right.pt", model, optimizer, 100)
+    assert squisher.extract(tmp_path / "right.pt").provenance.naming.level == "convention"
+    content = torch.load(tmp_path / "right.pt")
+    state = content["optimizer"]["state"]
+    content["optimizer"]["state"] = {k: state[{2: 4, 3: 5, 4: 2, 5: 3}.get(k, k)] for k in state}
+    torch.save(content, tmp_path / "wrong.pt")
+    for given in (None, [name for name, _ in model.named_parameters()]):
+        with pytest.raises(NamingError, match=r"'net.2\S* by .* is 'net.4|'net.4\S* by .* is 'net.2"):
+            squisher.extract(tmp_path / "wrong.pt", names=given)

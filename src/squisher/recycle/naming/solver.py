@@ -23,6 +23,7 @@ from ...storage.json_files import parse_json
 from ..states import Candidate, OptimizerState
 from .evidence import Evidence, weigh
 from .laws import Law
+from .layers import Exchange, exchanged_layers
 from .partitions import sorted_as_text, ways
 
 __all__ = ["RULES", "Rule", "Solution", "clean_names", "given_names", "matching", "recorded_name", "resolve"]
@@ -109,10 +110,11 @@ class _Tier:
             (names, by), *_ = self.answers.items()
             self._check(names, by)
             return self._levels(names, by)
-        decided = self._decided()
+        decided = self._decided() or self._by_rule()
         if decided is None:
-            decided = self._by_rule()
-        return None if decided is None else self._levels(*decided)
+            return None
+        self._check(*decided)
+        return self._levels(*decided)
 
     def _propose(
         self, label: str, candidates: Sequence[Candidate], fixed: Mapping[int, int], answers: dict[tuple[str, ...], str]
@@ -143,6 +145,9 @@ class _Tier:
         wrong = [entry for entry, name in self.evidence.names.items() if names[entry] != name]
         if wrong:
             raise NamingError(_contradicted(names, by, self.evidence, wrong))
+        exchange = _exchanged(self.optimizer, self.sources, names)
+        if exchange is not None:
+            raise NamingError(_other_layers(by, exchange))
 
     def _decided(self) -> tuple[tuple[str, ...], str] | None:
         """Return the answer that the values leave, if they leave one."""
@@ -175,9 +180,8 @@ class _Tier:
         if len(found) != 1 or plain:
             self.answers = {**found, **self.answers}
             return None
-        (names, by), *_ = found.items()
-        self._check(names, by)
-        return names, by
+        (answer,) = found.items()
+        return answer
 
     def _levels(self, names: Sequence[str], by: str) -> Solution:
         """Return the answer, with what the values say about each name of it."""
@@ -196,6 +200,17 @@ def _weighed(optimizer: OptimizerState, sources: Sequence[Source], laws: Callabl
             return max(each, key=lambda evidence: len(evidence.names))
         every.update({c.name: c for c in candidates})
     return weigh(list(every.values()), optimizer.entries, laws)
+
+
+def _exchanged(optimizer: OptimizerState, sources: Sequence[Source], names: Sequence[str]) -> Exchange | None:
+    """Return two layers whose states are exchanged, if values say so; of several networks with the same names, nothing is said."""
+    known: dict[str, Candidate] = {}
+    for _, candidates in sources:
+        if any(c.name in known and known[c.name].weight is not c.weight for c in candidates):
+            return None
+        known.update({c.name: c for c in candidates})
+    own = [known.get(name, Candidate(name, ())) for name in names]
+    return exchanged_layers(own, optimizer.entries)
 
 
 def _proven(optimizer: OptimizerState, sources: Sequence[Source], evidence: Evidence) -> set[int]:
@@ -331,6 +346,9 @@ def _checked_given(
     wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
     if wrong:
         raise NamingError(_contradicted(given, "the names that were given", evidence, wrong))
+    exchange = _exchanged(optimizer, sources, given)
+    if exchange is not None:
+        raise NamingError(_other_layers("the names that were given", exchange))
     return Solution(list(given), [Naming(Level.GIVEN)] * len(given))
 
 
@@ -436,4 +454,11 @@ def _contradicted(names: Sequence[str], by: str, evidence: Evidence, wrong: Sequ
         f"The values contradict the names: by «{by}» parameter {k} is {names[k]!r}, but by its {evidence.by} it is "
         f"{evidence.names[k]!r} (ahead of any other by {evidence.margins[k]:.2f} in correlation; {len(wrong)} such). The order "
         f"of the optimizer is not the one that this assumes. {_WHAT_SETTLES_IT}"
+    )
+
+
+def _other_layers(by: str, exchange: Exchange) -> str:
+    return (
+        f"The values contradict the names: what is {exchange.name!r} by «{by}» is {exchange.other!r} by the sizes of the weights "
+        f"and of v ({exchange.certainty:.1f} standard deviations), so that the layers stand in another order. {_WHAT_SETTLES_IT}"
     )

@@ -17,7 +17,7 @@ from ...storage.tensors import CHUNK
 from ..states import Candidate, Entry, is_tensor
 from .laws import Heads, Reading
 
-__all__ = ["Array", "Values"]
+__all__ = ["Array", "Values", "numbers"]
 
 _ELEMENTS = 1 << 14  # of one tensor, for movement
 _WIDTH = 128  # of a row of it
@@ -139,18 +139,18 @@ class Values:
         row = math.prod(shape[1:])
         few = len(chosen) * (row + _OPENING) < shape[0] * row
         if axis == 0 and few and not isinstance(source, Tensor) and getattr(source, "is_contiguous", True):
-            return np.stack([_numpy(source.read_flat(k * row, (k + 1) * row)) for k in chosen.tolist()])
+            return np.stack([numbers(source.read_flat(k * row, (k + 1) * row)) for k in chosen.tolist()])
         if axis == 0:
             rows, first = np.empty((len(chosen), row), np.float32), 0
             for block in _blocks(source):
                 here = (first <= chosen) & (chosen < first + len(block))
-                rows[here] = _numpy(block.reshape(-1, row)[torch.from_numpy(chosen[here] - first)])
+                rows[here] = numbers(block.reshape(-1, row)[torch.from_numpy(chosen[here] - first)])
                 first += len(block)
             return rows
         blocks = []
         for block in _blocks(source):
             picked = block.movedim(axis, 0)[torch.from_numpy(chosen)]
-            blocks.append(_numpy(picked).reshape(len(picked), -1))
+            blocks.append(numbers(picked).reshape(len(picked), -1))
         return np.concatenate(blocks, 1)
 
 
@@ -179,16 +179,17 @@ def _sample(source: Any) -> Array:
     rows, columns = (1, math.prod(shape)) if len(shape) < 2 else (shape[0], math.prod(shape[1:]))
     if rows * columns <= _ELEMENTS or rows == 1:
         whole = source if isinstance(source, Tensor) else source.load()
-        return _numpy(whole.detach().reshape(rows, columns) if rows > 1 else whole.detach().reshape(-1))
+        return numbers(whole.detach().reshape(rows, columns) if rows > 1 else whole.detach().reshape(-1))
     width = min(columns, max(_WIDTH, _ELEMENTS // rows))
     first = (columns - width) // 2
     chosen = _chosen(rows, _ELEMENTS // width).tolist()
     if isinstance(source, Tensor) or not getattr(source, "is_contiguous", True):
         flat = (source if isinstance(source, Tensor) else source.load()).detach().reshape(rows, columns)
-        return _numpy(flat[chosen, first : first + width])
+        return numbers(flat[chosen, first : first + width])
     starts = [k * columns + first for k in chosen]
-    return np.stack([_numpy(source.read_flat(start, start + width)) for start in starts])
+    return np.stack([numbers(source.read_flat(start, start + width)) for start in starts])
 
 
-def _numpy(tensor: Tensor) -> Array:
+def numbers(tensor: Tensor) -> Array:
+    """Return a tensor's elements as a numpy array of single precision."""
     return np.asarray(tensor.to(torch.float32).cpu().numpy())
