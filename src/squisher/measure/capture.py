@@ -393,7 +393,9 @@ class Pass:
 
     def _finish(self, output: Any, name: str, after: Any) -> Any:
         results = list(tensors_in(output))
-        if not results and output is not None:
+        if (
+            not results and output is not None and name != "op.bool"
+        ):  # which only chooses between operations that are seen
             self.escaped = True  # a number that Python sees
         found = []
         for t in results:

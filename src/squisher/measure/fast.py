@@ -6,7 +6,8 @@ In every batch, before anything is added:
 - no path of the graph leads to a parameter past the rules (`capture`);
 - the sequence of operations is one that was proven against the loop (`proof`), for every parameter whose gradient is not zero.
 
-A batch for which one of these fails is done by the loop, and the coverage says why. On the batches that are proven, the outputs of two
+What was proven is remembered for later calls on the same model, as long as its weights and modes and the form of the batches stay. A
+batch for which one of these fails is done by the loop, and the coverage says why. On the batches that are proven, the outputs of two
 examples on their own are compared with those of the batch: examples that influence each other have no gradient of their own.
 """
 
@@ -24,14 +25,14 @@ from .batches import Batch
 from .capture import Obstacle, Pass, forward_pass
 from .likelihood import Objective, Outputs
 from .loop import Loop
-from .proof import Proof, check_alone, compare, prove, total_of
+from .proof import Proof, Proven, check_alone, compare, prove, recall
 from .rules import Piece
 from .sums import Sums
 
 __all__ = ["PROVEN_ANEW", "Fast"]
 
 PROVEN_ANEW = {16**k for k in range(12)}
-"""The batches that are proven whatever they do."""
+"""The batches that are proven whatever they do, counted over all calls on an unchanged model."""
 
 
 class Fast:
@@ -49,9 +50,8 @@ class Fast:
         self.left: dict[str, str] = {}
         self.loop = Loop(model, objective, parameters)
         self.reached = self.loop.reached
-        self.proven: dict[Any, set[str]] = {}
-        """For every sequence of operations, the parameters for which the rules were seen to be right."""
-        self.number = self.failures = self.waiting = self.at_once = 0
+        self.proven: Proven | None = None
+        self.failures = self.waiting = self.at_once = 0
 
     @property
     def coverage(self) -> dict[str, Any]:
@@ -65,15 +65,18 @@ class Fast:
 
     def add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
         """Add the squares of a batch; returns how many units it had."""
-        self.number += 1
         if batch.size == 1:
             return self.loop.add(sums, batch, index)
         if self.waiting:
             self.waiting -= 1
             return self.loop.add(sums, batch, index)
+        if self.proven is None:
+            self.proven = recall(self.model, self.objective, batch, self.parameters)
+        self.proven.begin(self.model)
         try:
-            units = self._add(sums, batch, index)
+            units = self._add(sums, batch, index, self.proven)
             self.failures, self.at_once = 0, self.at_once + 1
+            self.proven.remember(self.model)
             return units
         except RuntimeError:
             if not self.at_once:  # perhaps an example alone cannot be run, because an input that all share was cut
@@ -92,32 +95,34 @@ class Fast:
             self.waiting = 2 ** min(self.failures, 10) - 1
             return self.loop.add(sums, batch, index)
 
-    def _add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
+    def _add(self, sums: Sums, batch: Batch, index: Tensor, proven: Proven) -> int:
         # Batches 1, 16, 256, ... are proven whatever they do; others when they do something new.
-        proof = self._prove(sums, batch, index) if self.number in PROVEN_ANEW else None
+        proof = self._prove(sums, batch, index, proven) if proven.batches in PROVEN_ANEW else None
         with only_requiring(self.model, self.parameters.values()):
             one, outputs = forward_pass(self.model, self.objective, batch, self.parameters)
-            if one.program not in self.proven and proof is None:
-                proof = self._prove(sums, batch, index)
+            if one.escaped:
+                proven.state = None  # only the proof sees that examples influence each other through Python
+            if one.program not in proven.programs and proof is None:
+                proof = self._prove(sums, batch, index, proven)
             if proof is not None:
                 check_alone(self.model, self.objective, batch, outputs.values.detach(), proof.alone)
             if not outputs.values.requires_grad:
                 if one.captured:
                     raise Obstacle({"": "the outputs have no gradient, although parameters are used"})
                 return self.objective.units(outputs)
-            self._believe(sums, one, outputs, index)
+            self._believe(sums, one, outputs, index, proven)
             self.reached |= one.captured
         return self.objective.units(outputs)
 
-    def _prove(self, sums: Sums, batch: Batch, index: Tensor) -> Proof | None:
+    def _prove(self, sums: Sums, batch: Batch, index: Tensor, proven: Proven) -> Proof | None:
         proof = prove(sums, self.model, self.objective, batch, index, self.parameters)
         if proof is not None:
-            self.proven.setdefault(proof.program, set()).update(proof.evident)
+            proven.programs.setdefault(proof.program, set()).update(proof.evident)
         return proof
 
-    def _believe(self, sums: Sums, one: Pass, outputs: Outputs, index: Tensor) -> None:
+    def _believe(self, sums: Sums, one: Pass, outputs: Outputs, index: Tensor, proven: Proven) -> None:
         """Add what the rules say; what was not proven yet for this sequence of operations is proven on this very batch."""
-        doubtful = one.captured - self.proven.get(one.program, set())
+        doubtful = one.captured - proven.programs.get(one.program, set())
         if not doubtful:
             try:
                 one.backward(outputs, index, sums)
@@ -133,14 +138,13 @@ class Fast:
         with torch.no_grad():
             found = {name: scratch[name] for name in doubtful if bool(scratch[name].any())}
         if found:
-            totals = {name: total_of(bounds[name], found[name]) for name in found if name in bounds}
-            wrong = compare(found, self._expected(one.batch, index, found), totals, one.types)
+            wrong = compare(found, self._expected(one.batch, index, found), bounds, one.types)
             if wrong:
                 raise Obstacle(wrong)
         with torch.no_grad():
             for name, total in scratch.items():
                 sums[name] += total
-        self.proven.setdefault(one.program, set()).update(found)
+        proven.programs.setdefault(one.program, set()).update(found)
 
     def _expected(self, batch: Batch, index: Tensor, names: Iterable[str]) -> Sums:
         expected = Sums({name: self.parameters[name] for name in names}, torch.float32)

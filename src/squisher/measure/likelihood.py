@@ -372,6 +372,7 @@ def _logits(output: Any) -> Tensor:
 
 
 _TOLERANCE = 1e-2  # of the loss: half precision, and sums in another order
+_COMPARED = 8  # examples: a forward pass of a whole batch would cost more than the proof
 
 
 def compared_with_own(
@@ -388,6 +389,7 @@ def compared_with_own(
     Returns:
         The objective, with another shift if that is what the model does and nobody asked for this one; and what to write down.
     """
+    batch = batch.take(0, min(batch.size, _COMPARED))
     own = _own_loss(model, objective, batch)
     if own is None:
         return objective, {}

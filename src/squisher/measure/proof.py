@@ -7,15 +7,18 @@ proven; the caller is told which parameters were.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import SquisherError
 from ..guard import only_requiring
+from ..ranks import local_of
 from .batches import Batch
 from .capture import Obstacle, forward_pass
 from .likelihood import IGNORED, Objective, Outputs
@@ -25,13 +28,17 @@ from .sampling import normals
 from .sums import Sums
 
 __all__ = [
+    "Difference",
     "Probe",
     "Proof",
+    "Proven",
     "check_alone",
     "compare",
     "difference_of",
+    "differing",
     "interaction",
     "prove",
+    "recall",
     "tolerance_of",
     "total_of",
     "two_of",
@@ -59,6 +66,51 @@ class Proof:
     program: Any
     evident: set[str]
     alone: dict[int, Tensor]
+
+
+@dataclass
+class Proven:
+    """What was proven of a model so far, in this call and in earlier ones.
+
+    Attributes:
+        state: of the model, the settings and the form of the batches; None if it is not to be remembered.
+        batches: how many there were.
+        programs: for every sequence of operations, the parameters for which the rules were seen to be right.
+    """
+
+    state: Any = None
+    batches: int = 0
+    programs: dict[Any, set[str]] = field(default_factory=dict)
+
+    def begin(self, model: nn.Module) -> None:
+        """Count a batch. Until it is done nothing is remembered: what fails is forgotten."""
+        self.batches += 1
+        _REMEMBERED.pop(model, None)
+
+    def remember(self, model: nn.Module) -> None:
+        """Keep this for later calls on the same model."""
+        if self.state is not None:
+            _REMEMBERED[model] = self
+
+
+_REMEMBERED: WeakKeyDictionary[nn.Module, Proven] = WeakKeyDictionary()
+
+
+def recall(model: nn.Module, objective: Objective, batch: Batch, parameters: Mapping[str, Tensor]) -> Proven:
+    """Return what is known from an earlier call: nothing, unless model, weights, settings and the form of the batches are the same."""
+    if callable(objective.likelihood):  # it may hold the model, which would then be kept for ever
+        return Proven()
+    tensors = [*parameters.values(), *model.buffers()]
+    state = (
+        {f.name: getattr(objective, f.name) for f in fields(objective) if f.name != "seed"},
+        [(id(t), 0 if t.is_inference() else local_of(t)._version, t.dtype, t.device) for t in tensors],
+        list(parameters),
+        [(id(m), m.training) for m in model.modules()],
+        [(name, t.shape[1:], t.dtype) for name, t in batch.named_tensors()],
+        [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in {t.device.type for t in tensors}],
+    )
+    known = _REMEMBERED.get(model)
+    return known if known is not None and known.state == state else Proven(state)
 
 
 def prove(
@@ -114,7 +166,7 @@ def _proven(
         one, outputs = forward_pass(model, objective, two, parameters, bounds)
         program, captured = one.program, one.captured
         one.backward(outputs, index, scratch)
-    differences = {name: _Difference(scratch[name]) for name in captured}
+    differences = {name: Difference(scratch[name]) for name in captured}
     unseen: dict[str, str] = {}
 
     def receive(name: str, gradient: Tensor) -> None:
@@ -125,24 +177,19 @@ def _proven(
 
     alone: list[Tensor] = []
     each_gradient(receive, model, two, index, objective, parameters, on_arrival=not one.reentrant, seen=alone)
-    tolerance = tolerance_of(one.types)
     wrong = dict(unseen)
-    evident = set()
     for name, difference in differences.items():
-        error = difference.relative_to(bounds.pop(name, []))
-        if not error <= tolerance:
-            wrong[name] = f"it differs from the loop (by {error:.1e}, allowed {tolerance:.0e})"
-        elif difference.evident:
-            evident.add(name)
+        wrong |= _differing(name, difference.error, bounds.pop(name, []), scratch[name], one.types)
     if wrong:
         raise Obstacle(wrong)
+    evident = {name for name, difference in differences.items() if difference.largest}
     return Proof(program, evident, dict(zip(chosen, alone, strict=True)))
 
 
 def compare(
     found: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
-    bounds: Mapping[str, Tensor],
+    bounds: Mapping[str, list[Piece]],
     types: Iterable[torch.dtype],
 ) -> dict[str, str]:
     """Return what differs between sums of squares and the loop's, and how.
@@ -150,16 +197,34 @@ def compare(
     Args:
         found: the sums, by name.
         expected: the loop's.
-        bounds: the sums of the squares of everything that was added up in the gradients; where one is missing, the sums themselves.
+        bounds: the squares of everything that was added up in the gradients, where they are known.
         types: of the gradients.
     """
-    tolerance = tolerance_of(types)
-    wrong = {}
+    wrong: dict[str, str] = {}
     for name, theirs in expected.items():
-        error = _relative(found[name], theirs, bounds.get(name, theirs))
-        if not error <= tolerance:
-            wrong[name] = f"it differs from the loop (by {error:.1e}, allowed {tolerance:.0e})"
+        error = partial(_relative, found[name], theirs)
+        wrong |= _differing(name, error, bounds.get(name, []), theirs, types)
     return wrong
+
+
+def _differing(
+    name: str, error: Callable[[Tensor | None], float], bounds: list[Piece], like: Tensor, types: Iterable[torch.dtype]
+) -> dict[str, str]:
+    """Return how a parameter differs from the loop; nothing if it does not.
+
+    Rounding is measured by the gradients themselves. Only where that is not enough, because large terms cancel in them, is the size
+    of what was added up worked out.
+    """
+    tolerance = tolerance_of(types)
+    found = error(None)
+    if not found <= tolerance and bounds:
+        found = error(total_of(bounds, like))
+    return {} if found <= tolerance else {name: differing(found, tolerance)}
+
+
+def differing(error: float, tolerance: float) -> str:
+    """Return the reason why a parameter is left to the loop."""
+    return f"it differs from the loop (by {error:.1e}, allowed {tolerance:.0e})"
 
 
 @torch.no_grad()
@@ -173,11 +238,12 @@ def total_of(bounds: Iterable[Piece], like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _relative(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
+def _relative(ours: Tensor, theirs: Tensor, bound: Tensor | None = None) -> float:
     """Return the largest difference of the square roots, each relative to the root of its bound, or of a typical one."""
     if not ours.numel():
         return 0.0
-    f, e, b = ours.sqrt(), theirs.sqrt(), bound.sqrt()
+    f, e = ours.sqrt(), theirs.sqrt()
+    b = e if bound is None else bound.sqrt()
     # The mean of what anything was added to: an embedding's other rows say nothing about the size of its gradient.
     typical = b.sum() / (b > 0).sum().clamp(min=1)
     return float(((f - e).abs() / torch.maximum(b, typical).clamp(min=torch.finfo(b.dtype).tiny)).max())
@@ -274,9 +340,10 @@ def two_of(batch: Batch) -> list[int] | None:
     allowed = torch.ones(batch.size, dtype=torch.bool)
     if batch.labels is not None and not batch.labels.is_floating_point():
         allowed = (batch.labels != IGNORED).reshape(batch.size, -1).any(1).cpu()
-    order = sorted((n for n in range(batch.size) if allowed[n]), key=lambda n: (int(counts[n]) == 0, int(counts[n])))
-    filled = [n for n in order if counts[n]] or order
-    chosen = list(dict.fromkeys([filled[0], filled[-1], *order])) if order else []
+    filled = counts.tolist()
+    order = sorted(allowed.nonzero().flatten().tolist(), key=lambda n: (filled[n] == 0, filled[n]))
+    most = [n for n in order if filled[n]] or order
+    chosen = list(dict.fromkeys([most[0], most[-1], *order])) if order else []
     return sorted(chosen[:2]) or None
 
 
@@ -322,39 +389,42 @@ class Probe(Objective):
         return r[:, :, None] * classes[0].to(values.device, values.dtype)
 
 
-class _Difference:
-    """What we found for one parameter; the loop's squares are subtracted from it in place, gradient by gradient."""
+class Difference:
+    """What we found for one parameter; the loop's squares are subtracted from it in place.
+
+    Args:
+        found: our sum of squares.
+
+    Attributes:
+        largest: of our squares.
+    """
 
     def __init__(self, found: Tensor):
-        self.rest, self.evident = found, False
+        self.rest = found
         self.step = max(1, found.numel() // _SAMPLED) | 1
         self.ours = self._some(found).clone()
-        self.theirs = torch.zeros_like(self.ours)
         self.largest = float(found.max()) if found.numel() else 0.0
 
     def _some(self, t: Tensor) -> Tensor:
         return t.reshape(-1)[:: self.step]
 
     def subtract(self, gradient: Tensor) -> None:
+        """Subtract the square of a gradient of the loop."""
         gradient = gradient.to(self.rest.dtype)
-        self.evident = self.evident or bool(gradient.any())
         self.rest.addcmul_(gradient, gradient, value=-1)
-        some = self._some(gradient)
-        self.theirs.addcmul_(some, some)
 
     @torch.no_grad()
-    def relative_to(self, bounds: list[Piece]) -> float:
-        """Return the largest difference of the square roots, relative to the size of what was added up in them.
+    def error(self, bound: Tensor | None = None) -> float:
+        """Return the largest difference of the square roots, relative to the root of the bound.
 
         Every entry counts relative to the largest bound of the tensor; entries at regular distances, some ten thousand of them,
-        also relative to their own. Without bounds (what reaches the parameter through others) the gradient itself is the measure.
+        also relative to their own. Without a bound the gradients themselves are the measure.
         """
         if not self.rest.numel():
             return 0.0
-        whole = total_of(bounds, self.rest) if bounds else None
-        bound = self.theirs if whole is None else self._some(whole)
-        largest = max(self.largest, float(self.theirs.max())) if whole is None else float(whole.max())
-        own = _relative(self.ours, self.theirs, bound)
+        theirs = (self.ours - self._some(self.rest)).clamp_(min=0)
+        own = _relative(self.ours, theirs, None if bound is None else self._some(bound))
+        largest = max(self.largest, float(theirs.max())) if bound is None else float(bound.max())
         low, high = torch.aminmax(self.rest)
         difference = max(-float(low), float(high))
         # |√f − √e| ≥ |f − e| / (√f + √e), without a square root of every entry

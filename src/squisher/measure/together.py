@@ -23,7 +23,7 @@ from .capture import Obstacle, Pass
 from .fast import PROVEN_ANEW
 from .likelihood import Objective, Outputs, compared_with_own
 from .loop import requiring
-from .proof import Probe, compare, difference_of, interaction, total_of, two_of
+from .proof import Difference, Probe, compare, difference_of, differing, interaction, tolerance_of, total_of, two_of
 from .rules import Piece
 from .sharded import Group, Shards, WholeSums
 from .sums import Sums
@@ -183,11 +183,11 @@ class Together:
             batch, index, weight = batch.select([0, 0]), index[[0, 0]], weight / 2
         if self.number == 1:
             self._run_once(batch)
-        alone = self._prove(batch, index, owner) if self.number in PROVEN_ANEW else {}
+        alone = self._prove(sums, batch, index, owner) if self.number in PROVEN_ANEW else {}
         one, outputs, told = self._forward(self.objective, batch, alone)
         if not all(t.known for t in told):
             for k in (k for k, t in enumerate(told) if not t.known):
-                alone |= self._prove(batch, index, k)
+                alone |= self._prove(sums, batch, index, k)
             one, outputs, told = self._forward(self.objective, batch, alone)
         units = self.objective.units(outputs) if mine else 0
         self.reached |= set().union(*(t.captured for t in told))
@@ -240,7 +240,7 @@ class Together:
 
     # -- the proof ---------------------------------------------------------------------------------------------------------
 
-    def _prove(self, batch: Batch, index: Tensor, owner: int) -> dict[int, Tensor]:
+    def _prove(self, sums: Sums, batch: Batch, index: Tensor, owner: int) -> dict[int, Tensor]:
         """Compare with the loop on two examples of one process; returns their outputs on their own, there.
 
         Raises:
@@ -255,24 +255,40 @@ class Together:
         two, index = batch.select(chosen), index[chosen]
         objective = self.objective if callable(self.objective.likelihood) else Probe.of(self.objective)
         local = {name: p.to_local() if name not in self.shards.plain else p for name, p in self.parameters.items()}  # type: ignore[attr-defined]
-        found, expected = Sums(local, torch.float32), Sums(local, torch.float32)
-        bounds: dict[str, list[Piece]] = {}
-        one, outputs, told = self._forward(objective, two, bounds=bounds)
-        self._backward(found, one, outputs, index, float(here), told)
-        alone: list[Tensor] = []
-        self._loop(expected, two, index, float(here), objective, alone)
-        captured, types = told[owner].captured, self._exchange(one.types)[owner]
-        totals = self._bounds(found, bounds, captured, here)
-        with torch.no_grad():
-            evident = {name for name in local if bool(expected[name].any())}
-        unseen = {name: "it is used in an operation without a rule" for name in evident - captured}
-        theirs = {name: expected[name] for name in captured}
-        wrong = self._joined(unseen | compare(found, theirs, totals, types))
-        if wrong:
-            raise Obstacle(wrong)
-        self.proven.setdefault(told[owner].program, set()).update(*self._exchange(evident))
+        scratch = sums if not sums else Sums(local, torch.float32)
+        try:
+            alone = self._proven(scratch, objective, two, index, owner)
+        finally:
+            with torch.no_grad():
+                for total in scratch.values():  # in place: its memory is used again at once
+                    total.zero_()
         self._tally = tally
         return dict(zip(chosen, alone, strict=True)) if here else {}
+
+    def _proven(self, scratch: Sums, objective: Objective, two: Batch, index: Tensor, owner: int) -> list[Tensor]:
+        """Subtract the loop's squares from ours, compare what is left; returns the outputs of each example on its own."""
+        here = owner == ranks.rank()
+        bounds: dict[str, list[Piece]] = {}
+        one, outputs, told = self._forward(objective, two, bounds=bounds)
+        self._backward(scratch, one, outputs, index, float(here), told)
+        captured, types = told[owner].captured, self._exchange(one.types)[owner]
+        differences = {name: Difference(scratch[name]) for name in captured}
+        alone: list[Tensor] = []
+        self._loop(scratch, two, index, -float(here), objective, alone)
+        tolerance = tolerance_of(types)
+        suspects = {name for name, difference in differences.items() if not difference.error() <= tolerance}
+        totals = self._bounds(scratch, bounds, set().union(*self._exchange(suspects)), here)
+        errors = {name: differences[name].error(totals[name]) for name in suspects}
+        wrong = {name: differing(error, tolerance) for name, error in errors.items() if not error <= tolerance}
+        with torch.no_grad():
+            unseen = {name for name, total in scratch.items() if name not in captured and bool(total.any())}
+        wrong |= dict.fromkeys(unseen, "it is used in an operation without a rule")
+        wrong = self._joined(wrong)
+        if wrong:
+            raise Obstacle(wrong)
+        evident = {name for name, difference in differences.items() if difference.largest}
+        self.proven.setdefault(told[owner].program, set()).update(*self._exchange(evident))
+        return alone
 
     def _bounds(self, found: Sums, bounds: dict[str, list[Piece]], names: set[str], here: bool) -> dict[str, Tensor]:
         """Reduce what rounding is measured by into shards, one parameter at a time."""
@@ -284,8 +300,8 @@ class Together:
                     whole[name].add_(total_of([piece], whole[name]))
                 whole.flush(group, [name])
         for name in self.shards.plain:
-            if here and name in bounds:
-                totals[name].add_(total_of(bounds.pop(name), totals[name]))
+            if here and name in names:
+                totals[name].add_(total_of(bounds.pop(name, []), totals[name]))
         return totals
 
     def _run_once(self, batch: Batch) -> None:
