@@ -51,7 +51,6 @@ def make(folder: Path, size: int) -> None:
 def prepared(case: str, folder: Path) -> Callable[[], object]:
     """Return the call that is timed; everything is imported before."""
     import squisher
-    from squisher.cli import app  # noqa: F401
 
     out = folder / "out.safetensors"
     if case.startswith("extract"):

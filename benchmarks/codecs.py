@@ -199,7 +199,7 @@ def _made(folder: Path, size: int) -> tuple[list[Any], squisher.Importance]:
     """Two models and an importance on disk, with rows and columns of unlike size as real ones have."""
     from safetensors.torch import save_file
 
-    from squisher.storage.safetensors import open_safetensors
+    from squisher.integrations.model_folders import open_model
 
     generator = torch.Generator().manual_seed(0)
     names = [f"layers.{k}.weight" for k in range(max(1, size // 2048**2))]
@@ -212,7 +212,7 @@ def _made(folder: Path, size: int) -> tuple[list[Any], squisher.Importance]:
         return torch.exp(1.5 * rows[:, None] + 1.5 * columns + noise - 25)
 
     squisher.Importance({n: values() for n in names}, unit="example").save(folder / "source.safetensors")
-    weights = [open_safetensors(folder / f"model{k}.safetensors") for k in range(2)]
+    weights = [open_model(folder / f"model{k}.safetensors").weights for k in range(2)]
     return weights, squisher.load(folder / "source.safetensors")
 
 

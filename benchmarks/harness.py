@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import platform
+import runpy
 import statistics
 import subprocess
 import sys
@@ -38,6 +41,19 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
     }
+
+
+def command(arguments: Sequence[str]) -> None:
+    """Run a command of squisher in this process, as `python -m squisher` does."""
+    before, sys.argv = sys.argv, ["squisher", *arguments]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            runpy.run_module("squisher", run_name="__main__")
+    except SystemExit as stopped:
+        if stopped.code:
+            raise
+    finally:
+        sys.argv = before
 
 
 def _lines(path: str) -> list[str]:

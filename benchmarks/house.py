@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .harness import write
+from .harness import command, write
 
 ROOT = Path(__file__).parents[1]
 BEFORE = "f42dcd8"
@@ -155,9 +155,6 @@ def _prepared(name: str, scratch: Path) -> Callable[[], Any]:
 
 def _command(name: str, scratch: Path, importance: Any, model: Any) -> Callable[[], Any]:
     from safetensors.torch import save_file
-    from typer.testing import CliRunner
-
-    from squisher.cli import app
 
     for folder in ("a", "b"):
         (scratch / folder).mkdir()
@@ -169,9 +166,7 @@ def _command(name: str, scratch: Path, importance: Any, model: Any) -> Callable[
         out = scratch / f"out{next(runs)}"
         merged = ["merge", "average", str(scratch / "a"), str(scratch / "b"), "--out", str(out)]
         page = ["report", str(scratch / "i.safetensors"), "--out", f"{out}.html"]
-        result = CliRunner().invoke(app, merged if name == "merge two folders" else page)
-        if result.exit_code:
-            raise RuntimeError(result.output)
+        command(merged if name == "merge two folders" else page)
 
     return call
 

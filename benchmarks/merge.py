@@ -51,9 +51,9 @@ def shapes(parameters: int) -> tuple[dict[str, tuple[int, ...]], dict[str, objec
 def make(folder: Path, parameters: int) -> int:
     """Two models and their importances in every type; returns the number of parameters."""
     import torch
+    from safetensors.torch import save_file
 
     import squisher
-    from squisher.storage import safetensors as archive
 
     torch.manual_seed(0)
     for part, size in (("full", parameters), ("shallow", parameters // 4)):
@@ -64,7 +64,7 @@ def make(folder: Path, parameters: int) -> int:
                 path.mkdir()
                 (path / "config.json").write_text(json.dumps({**config, "torch_dtype": dtype}))
                 weights = {name: torch.randn(shape).to(getattr(torch, dtype)) for name, shape in names.items()}
-                archive.save(path / "model.safetensors", weights, None)
+                save_file(weights, path / "model.safetensors", {"format": "pt"})
                 values = {name: torch.rand(shape) * 1e-10 for name, shape in names.items()}
                 squisher.Importance(values, kind="squisher", batch_size=16, loss_reduction="mean").save(path)
     return sum(_product(shape) for shape in shapes(parameters)[0].values())

@@ -20,7 +20,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from .harness import write
+from .harness import command, write
 from .house import BEFORE, ROOT
 
 FIXTURES = ROOT / "tests" / "fixtures"
@@ -61,9 +61,6 @@ def applied(scratch: Path) -> dict[str, str]:
     """Return the contents of a merge, a mask and a patch of two small models."""
     import torch
     from safetensors.torch import save_file
-    from typer.testing import CliRunner
-
-    from squisher.cli import app
 
     generator = torch.Generator().manual_seed(0)
     shapes = {"embed.weight": (300, 64), "layer.0.weight": (64, 64), "layer.0.bias": (64,), "head.weight": (4, 64)}
@@ -88,12 +85,10 @@ def applied(scratch: Path) -> dict[str, str]:
         "embed": ["embed", file],
     }
     found = {}
-    for name, command in runs.items():
-        single = command[0] in ("mask", "patch", "embed")
+    for name, arguments in runs.items():
+        single = arguments[0] in ("mask", "patch", "embed")
         out = scratch / (name.replace(" ", "_") + (".safetensors" if single else ""))
-        result = CliRunner().invoke(app, [*command, "--out", str(out)])
-        if result.exit_code:
-            raise RuntimeError(f"{name}: {result.output}")
+        command([*arguments, "--out", str(out)])
         found[name] = content(out if single else out / "model.safetensors")
     return found
 

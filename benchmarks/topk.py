@@ -1,4 +1,4 @@
-"""The k-th largest of many scores beside torch and numpy; and its growth, streamed from disk.
+"""The largest tenth of many scores, marked, beside torch and numpy, which only find the smallest of them; streamed from disk too.
 
 python -m benchmarks.topk [--size 3e8] [--rounds 3] [--growth 1e7 1e8 3e8 1e9]
 """
@@ -10,19 +10,18 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+import squisher
 from benchmarks import harness
-from squisher.order import Selection, threshold
-from squisher.storage.safetensors import open_archive, save
-from squisher.storage.tensors import CHUNK, chunks_of
 
 PEERS = ("torch.topk", "torch.kthvalue", "torch.sort", "numpy.partition")
-OURS = ("squisher: threshold", "squisher: threshold and marks")
+OURS = "squisher.mask.top_k"
 SHARE = 0.1
 LAYER = 1 << 24
 
@@ -48,17 +47,18 @@ def kth(case: str, scores: torch.Tensor, k: int) -> float:
         return float(torch.sort(scores, descending=True).values[k - 1])
     if case == "numpy.partition":
         return float(np.partition(scores.numpy(), scores.numel() - k)[scores.numel() - k])
-    sources = {"scores": lambda: iter(scores.split(CHUNK))}
-    found = threshold(sources, k)
-    if case == OURS[1]:
-        chosen = Selection(found)
-        marked = sum(int(chosen(piece).numpy().sum()) for piece in scores.split(CHUNK))
-        if marked != k:
-            raise SystemExit(f"{marked} marks instead of {k}")
-    return found.value
+    raise SystemExit(f"There is no case {case}.")
 
 
-class Random:
+def marked(scores: Mapping[str, torch.Tensor]) -> squisher.mask.Mask:
+    """Return the marks of the largest tenth."""
+    mask = squisher.mask.top_k(scores, keep=SHARE)
+    if mask.kept != int(SHARE * mask.total):
+        raise SystemExit(f"{mask.kept} marks instead of {int(SHARE * mask.total)}")
+    return mask
+
+
+class Random(Mapping[str, torch.Tensor]):
     """Layers of scores that are made while they are written, so that no file has to fit into memory."""
 
     def __init__(self, size: int) -> None:
@@ -66,6 +66,12 @@ class Random:
 
     def __iter__(self) -> Iterator[str]:
         return (f"layer.{number}.weight" for number in range(len(self.sizes)))
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return torch.cat(list(self.chunks(name)))
 
     def shape(self, name: str) -> torch.Size:
         """Of one layer."""
@@ -75,25 +81,13 @@ class Random:
         """Of one layer."""
         return torch.float32
 
-    def chunks(self, name: str, size: int = CHUNK) -> Iterator[torch.Tensor]:
-        """One layer in pieces."""
+    def chunks(self, name: str, size: int = 1 << 18) -> Iterator[torch.Tensor]:
+        """Yield one layer in chunks."""
         number = int(name.split(".")[1])
         generator = np.random.default_rng(number)
         for start in range(0, self.sizes[number], size):
             count = min(size, self.sizes[number] - start)
             yield torch.from_numpy(generator.standard_normal(count, dtype=np.float32)).square_().mul_(1e-9)
-
-
-def stream(path: Path) -> None:
-    """Threshold and marks of a file, read piece by piece."""
-    tensors, _ = open_archive(path)
-    total = sum(tensors.shape(name).numel() for name in tensors)
-    sources = {name: (lambda n=name: chunks_of(tensors, n)) for name in tensors}
-    found = threshold(sources, int(SHARE * total))
-    chosen = Selection(found)
-    marked = sum(int(chosen(piece).numpy().sum()) for chunks in sources.values() for piece in chunks())
-    if marked != int(SHARE * total):
-        raise SystemExit(f"{marked} marks instead of {int(SHARE * total)}")
 
 
 def main() -> None:
@@ -105,33 +99,37 @@ def main() -> None:
     parser.add_argument("--growth", type=float, nargs="*", default=[1e7, 3e7, 1e8, 3e8, 1e9])
     options = parser.parse_args()
     if options.case == "stream":
-        harness.run_case(lambda: stream(options.file))
+        harness.run_case(lambda: marked(squisher.load(options.file)))
         return
     if options.case:
         # In memory before the clock starts, for everyone: this part is about selecting, not about reading.
         scores = torch.from_numpy(np.load(options.file))
-        answer = []
-        harness.run_case(lambda: answer.append(kth(options.case, scores, int(SHARE * scores.numel()))))
-        print(answer[0], file=sys.stderr)
+        answer: list[Any] = []
+        if options.case == OURS:
+            harness.run_case(lambda: answer.append(marked({"scores": scores})["scores"]))
+            print(float(scores[answer[0]].min()), file=sys.stderr)
+        else:
+            harness.run_case(lambda: answer.append(kth(options.case, scores, int(SHARE * scores.numel()))))
+            print(answer[0], file=sys.stderr)
         return
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "scores.npy"
         make(file, int(options.size))
-        cases = harness.interleaved("benchmarks.topk", (*PEERS, *OURS), ["--file", str(file)], options.rounds)
+        cases = harness.interleaved("benchmarks.topk", (*PEERS, OURS), ["--file", str(file)], options.rounds)
         answers = {}
-        for case in (*PEERS, *OURS):
+        for case in (*PEERS, OURS):
             command = [sys.executable, "-m", "benchmarks.topk", "--case", case, "--file", str(file)]
             answers[case] = subprocess.run(command, capture_output=True, text=True, check=True).stderr.strip()
         file.unlink()
         growth = []
         for size in options.growth:
             path = Path(folder) / "scores.safetensors"
-            save(path, Random(int(size)), {})
+            squisher.Importance(Random(int(size))).save(path)
             found = harness.interleaved("benchmarks.topk", ("stream",), ["--file", str(path)], options.rounds)["stream"]
             growth.append({"scores": int(size), "nanoseconds_per_score": 1e9 * found["seconds"] / size, **found})
             path.unlink()
     best = min(PEERS, key=lambda case: cases[case]["seconds"])
-    ours = cases[OURS[0]]
+    ours = cases[OURS]
     document = {
         "scores": int(options.size), "share": SHARE, "rounds": options.rounds, "cases": cases, "all_agree": len(set(answers.values())) == 1,
         "best_peer": best, "times_faster_than_best": round(cases[best]["seconds"] / ours["seconds"], 2),
