@@ -84,3 +84,10 @@ def test_a_walk_is_what_happens(title, names):
         assert step in order, f"{step} is not called by {title}"
         places.append(order[step])
     assert places == sorted(places), [WALKS[title][k] for k in sorted(range(len(places)), key=places.__getitem__)]
+
+
+def test_files_that_contributing_names_exist():
+    named = re.findall(r"`([\w/]+(?:\.py|\.md|/))`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(named) > 20
+    missing = [name for name in named if not (ROOT / name).exists() and not (ROOT / "src/squisher" / name).exists()]
+    assert not [name for name in missing if name != "utils.py"]
