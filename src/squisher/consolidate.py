@@ -269,7 +269,7 @@ class EWC:
         return _ratio(math.fsum(above), math.fsum(total))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that a stopped run needs to go on, in plain types and tensors."""
+        """Return everything that a stopped run needs to go on, in plain types and tensors."""
         return {
             "strength": self.strength,
             "online": self.online,
@@ -282,7 +282,7 @@ class EWC:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from what `state_dict` returned.
+        """Go on from what `state_dict` returned.
 
         Raises:
             SquisherError: It is not one, or belongs to another model.
@@ -400,14 +400,14 @@ class Energy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None, None]:
-        """Made of operations that can be differentiated again."""
+        """Return the gradients, by operations that can be differentiated again."""
         parameter, weight, centre = ctx.saved_tensors
         force = (parameter.to(device=centre.device, dtype=torch.float32) - centre) * weight * (2 * upstream)
         return force.to(device=parameter.device, dtype=parameter.dtype), None, None
 
 
 def energy(parameter: Tensor, weight: Tensor, centre: Tensor) -> Tensor:
-    """Σ weight·(parameter − centre)²."""
+    """Return Σ weight·(parameter − centre)²."""
     three = (parameter, weight, centre)
     if not in_blocks(*three):
         gap = parameter.to(device=centre.device, dtype=torch.float32) - centre
@@ -436,7 +436,7 @@ def add_force_(gradient: Tensor, parameter: Tensor, weight: Tensor, centre: Tens
 
 
 def in_blocks(*tensors: Tensor) -> bool:
-    """Whether to go block by block."""
+    """Return whether to go block by block."""
     return all(
         type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu and t.is_contiguous()
         for t in tensors

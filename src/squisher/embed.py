@@ -72,7 +72,7 @@ def distance(
     metric: str = "task2vec",
     exclude: str | None = None,
 ) -> float:
-    """How far apart two tasks are: 0 for the same, symmetric, at most 1.
+    """Return how far apart two tasks are: 0 for the same, symmetric, at most 1.
 
     Args:
         a: An importance or an embedding of one.
@@ -110,7 +110,7 @@ def distances(
     metric: str = "task2vec",
     exclude: str | None = None,
 ) -> tuple[list[str], Tensor]:
-    """All distances between several tasks: their names, and a symmetric matrix with zeros on its diagonal."""
+    """Return all distances between several tasks: their names, and a symmetric matrix with zeros on its diagonal."""
     names = list(tasks)
     scaled = dict(zip(names, on_common_scale(list(tasks.values()), scale), strict=True))
     matrix = torch.zeros(len(names), len(names), dtype=torch.float64)
@@ -129,7 +129,7 @@ def rank(
     metric: str = "task2vec",
     exclude: str | None = None,
 ) -> list[tuple[str, float]]:
-    """Source tasks with their distance to the target, nearest first; equal ones by name.
+    """Return source tasks with their distance to the target, nearest first; equal ones by name.
 
     Raises:
         SquisherError: There is no source, or scales, names or shapes differ.

@@ -26,7 +26,7 @@ def eager_original(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
-    """Have what is compiled of the model run eagerly inside."""
+    """Run what is compiled of the model eagerly inside."""
     modules = list(model.modules())
     compiled = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
     with ExitStack() as stack:
@@ -116,7 +116,7 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
 
 @contextmanager
 def only_requiring(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Have these parameters require a gradient inside, and no others."""
+    """Make these parameters require a gradient inside, and no others."""
     wanted = {id(p) for p in parameters}
     flags = [(p, p.requires_grad) for p in model.parameters()]
     for p, _ in flags:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -154,8 +155,9 @@ def live_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 
 def _stranger(name: str, others: Iterable[str], called: Names, advice: str) -> NamingError:
-    text = f"{_first(called[0])} has {name!r}, which {called[1]} has not.{near(name, others)}"
-    return NamingError(_sentences(text, advice))
+    some = ", ".join(repr(other) for other in islice(others, 3))
+    text = f"{_first(called[0])} has {name!r}, which {called[1]} has not."
+    return NamingError(_sentences(text + (near(name, others) or f" It has {some}, …."), advice))
 
 
 def _first(called: str) -> str:

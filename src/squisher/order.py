@@ -67,7 +67,7 @@ _DIGITS = 1 << _DIGIT  # different ones
 
 
 def bits_of(chunk: Tensor, name: str) -> int:
-    """How many upper bits of a float32 (or float64) tell all values of this dtype apart.
+    """Return how many upper bits of a float32 (or float64) tell all values of this dtype apart.
 
     Raises:
         SquisherError: The scores are not floats that can be ranked.
@@ -273,7 +273,7 @@ def _first_digit(
 
 
 def _descend(counts: Tensor, prefix: int, above: int, k: int) -> tuple[int, int]:
-    """From the counts of the next digit: the prefix that holds the k-th largest, and how many scores lie above it."""
+    """Return the prefix that holds the k-th largest score, and how many lie above it, from the counts of the next digit."""
     from_top = counts.flip(0).cumsum(0)
     place = int(torch.searchsorted(from_top, k - above))
     if place == _DIGITS:
@@ -323,7 +323,7 @@ class Selection:
 
 
 def _equal_in(sources: Mapping[str, Source], kth: Threshold) -> dict[str, int]:
-    """How many scores equal to the threshold each source holds, by one more pass."""
+    """Return how many scores equal to the threshold each source holds, by one more pass."""
     return {
         name: sum(
             int(np.count_nonzero(checked(keys_of(chunk, kth.width), kth.width, name) == kth.key)) for chunk in chunks()
@@ -348,7 +348,7 @@ class Choice:
         self._rounds[name].append((kth, before))
 
     def chunks(self, name: str) -> Iterator[Tensor]:
-        """Boolean chunks, cut as the source cuts its scores."""
+        """Yield boolean chunks, cut as the source cuts its scores."""
         for _, chosen in self._marked(name):
             yield chosen
 
@@ -380,7 +380,7 @@ def choose(
     sharded: bool = False,
     progress: Progress | None = None,
 ) -> Choice:
-    """Exactly k entries: the sources in `always` whole, each other one's best `minimum`, then the best of what is left.
+    """Choose exactly k entries: the sources in `always` whole, each other one's best `minimum`, then the best of what is left.
 
     Args:
         sources: For each name, a callable that gives the scores as flat chunks. Order decides between equal scores.
@@ -437,7 +437,7 @@ def per_source(
     sizes: Mapping[str, int] | None = None,
     progress: Progress | None = None,
 ) -> Choice:
-    """Exactly `ks[name]` entries of each source, every one ranked by itself.
+    """Choose exactly `ks[name]` entries of each source, every one ranked by itself.
 
     Args:
         sources: For each name, a callable that gives the scores as flat chunks.
@@ -535,7 +535,7 @@ class Rounded:
         self.totals = (self.totals[0] + other.totals[0], self.totals[1] + other.totals[1])
 
     def packed(self) -> Rounded:
-        """Itself, small while it waits for the second pass: most bins are empty."""
+        """Return itself in less memory, to wait for the second pass: most bins are empty."""
         self._counts = self._counts.to_sparse()
         return self
 
@@ -566,7 +566,7 @@ class Rounded:
 
 
 def ratios(x: Tensor, y: Tensor) -> Tensor:
-    """x/y where both are more than denormals; clipped to what a float32 can hold."""
+    """Return x/y where both are more than denormals; clipped to what a float32 can hold."""
     both = (x >= _SMALLEST) & (y >= _SMALLEST)
     return (x[both].double() / y[both].double()).clamp_(_SMALLEST, _LARGEST)
 
@@ -685,7 +685,7 @@ def _finite_keys(sources: Mapping[str, Source]) -> Iterator[Keys]:
 
 
 def _fine(sources: Mapping[str, Source], bins: set[int]) -> dict[int, tuple[Keys, Keys]]:
-    """For each of some bins, its values from the largest down and how often each occurs."""
+    """Return the values of some bins from the largest down, and how often each occurs."""
     slots = np.full(BINS, -1, np.int64)
     for slot, number in enumerate(sorted(bins)):
         slots[number] = slot

@@ -37,7 +37,7 @@ _BUCKET = 1 << 24  # elements sent in one message: small tensors travel together
 
 
 def is_alone() -> bool:
-    """Whether this is the only process of the job."""
+    """Return whether this is the only process of the job."""
     return world() == 1
 
 
@@ -47,12 +47,12 @@ def world() -> int:
 
 
 def rank() -> int:
-    """Which of them this is, from 0."""
+    """Return the number of this process, from 0."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def gather(value: Any, group: Any = None) -> list[Any]:
-    """One (picklable, small) value of every process (of a group, or of all), in the order of ranks."""
+    """Return one (picklable, small) value of every process (of a group, or of all), in the order of ranks."""
     if is_alone():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -138,7 +138,7 @@ def _sum(bucket: list[Tensor]) -> None:
 
 
 def is_sharded(tensor: object) -> bool:
-    """Whether this is a DTensor."""
+    """Return whether this is a DTensor."""
     kind = _kind()
     return kind is not None and isinstance(tensor, kind)
 
@@ -211,7 +211,7 @@ class Gathered(Mapping[str, Tensor]):
         return cast(torch.dtype, self._tensors.dtype(name))
 
     def chunks(self, name: str, size: int) -> Iterator[Tensor]:
-        """One tensor in flat pieces, in order."""
+        """Yield one tensor in flat chunks, in order."""
         self._left.remove(name)
         yield from self._tensors.chunks(name, size)
 

@@ -102,7 +102,7 @@ class Agreement:
         return overlaps_of(self._pair.sources(0), self._pair.sources(1), [k], self.numel)[0].overlap
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain values for JSON; what is not defined (nan) is None."""
+        """Return everything as plain values for JSON; what is not defined (nan) is None."""
         plain = {
             "numel": self.numel,
             "parameters": len(self.rows),
@@ -177,7 +177,7 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress
 
 
 def _exactly(pair: Pair, whole: Pair) -> tuple[float, float, list[Row]]:
-    """Spearman and median ratio over everything, and the rows; all values are in memory, by name and as one tensor."""
+    """Return Spearman and median ratio over everything, and the rows; all values are in memory, by name and as one tensor."""
     rows = []
     for name in pair.names:
         x, y = (joined(pair.chunks(side, name)) for side in (0, 1))
@@ -232,7 +232,7 @@ def _ratio(total_a: float, total_b: float) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Without nan and infinity, which JSON does not have."""
+    """Return a value without nan and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -260,7 +260,7 @@ class Pair:
         self._progress = progress
 
     def chunks(self, side: int, name: str) -> Iterator[Tensor]:
-        """One tensor of one side, chunk by chunk."""
+        """Yield one tensor of one side, chunk by chunk."""
         for chunk in self.sides[side].chunks(name):
             yield chunk
             work = 2 * self.numel * self.passes
@@ -269,7 +269,7 @@ class Pair:
                 self._progress(self._done, work)
 
     def sources(self, side: int, names: Sequence[str] | None = None) -> dict[str, Source]:
-        """One side, or some names of it, to be read again and again."""
+        """Return one side, or some names of it, to be read again and again."""
         return {name: partial(self.chunks, side, name) for name in names or self.names}
 
     def both(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -287,7 +287,7 @@ class Pair:
         return Pair({"all": a}, {"all": b})
 
     def finish(self) -> None:
-        """Says that all is done."""
+        """Say that all is done."""
         work = 2 * self.numel * self.passes
         if self._progress and self._done < work:
             self._progress(work, work)
@@ -295,7 +295,7 @@ class Pair:
 
 
 def joined(chunks: Iterable[Tensor]) -> Tensor:
-    """Pieces as one tensor."""
+    """Join chunks into one tensor."""
     held = list(chunks)
     return torch.cat(held) if held else torch.zeros(0)
 

@@ -29,13 +29,13 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @cache
 def _places() -> Tensor:
-    """For each of the 16-bit bins, its place in a histogram over `LOG10_EDGES`."""
+    """Return for each of the 16-bit bins its place in a histogram over `LOG10_EDGES`."""
     place = ((middles().double().log10() - _FIRST) * _PER_DECADE).floor()
     return place.nan_to_num(0).clamp(0, _DECADES * _PER_DECADE - 1).long()
 
 
 def places_of(values: Tensor) -> Tensor:
-    """Where each positive value belongs in a histogram over `LOG10_EDGES`; edges are exact to a relative 2⁻⁷."""
+    """Return where each positive value belongs in a histogram over `LOG10_EDGES`; edges are exact to a relative 2⁻⁷."""
     return _places().index_select(0, bins_of(values))
 
 
@@ -70,7 +70,7 @@ class Distribution:
     histogram: list[int] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: nan is None, and the histogram is cut to where it is not empty."""
+        """Return plain values for JSON: nan is None, and the histogram is cut to where it is not empty."""
         filled = [place for place, count in enumerate(self.histogram) if count] or [0]
         plain: dict[str, Any] = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value

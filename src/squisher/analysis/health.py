@@ -37,7 +37,7 @@ class Health:
     diagnoses: list[Diagnosis]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {
             "tensors": len(self.rows),
             **self.totals.to_dict(),
@@ -141,7 +141,7 @@ class Row:
 
 
 def effective_steps(beta2: float, steps: float) -> float:
-    """How many equally weighted squares an exponential average over `steps` steps is worth.
+    """Return how many equally weighted squares an exponential average over `steps` steps is worth.
 
     (Σw)²/Σw² = (1+β)(1−βᵗ) / ((1−β)(1+βᵗ)) for the weights w = βᵗ⁻ⁱ: t for few steps, (1+β)/(1−β) for many.
     """

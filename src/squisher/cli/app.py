@@ -45,6 +45,7 @@ app = typer.Typer(
     name="squisher",
     help="Which parameters of a trained network matter: recycled from its optimizer, or measured on data.",
     no_args_is_help=True,
+    rich_markup_mode="markdown",  # so that paragraphs are filled to the width of the terminal
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -199,7 +200,7 @@ def print_json(document: Any) -> None:
 
 
 def console() -> Any:
-    """Where tables go."""
+    """Return where tables go."""
     from rich.console import Console
 
     # In a pipe there is no width to go by, and a table broken at 80 columns helps nobody.

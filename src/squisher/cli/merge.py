@@ -51,7 +51,7 @@ def merge(
     overwrite: Overwrite = False,
     as_json: Json = False,
 ) -> None:
-    """Merge models into one, piece by piece: no model has to fit into memory.
+    """Merge models into one, chunk by chunk: no model has to fit into memory.
 
     Without --importance, squisher.safetensors beside each model is used, then its optimizer state.
     """

@@ -22,7 +22,7 @@ _READABLE = (*_DTYPES.values(), torch.float16)
 
 
 def check_all(tensors: Mapping[str, Tensor]) -> None:
-    """`check_values` of all; where tensors are spread over processes, all of these refuse together."""
+    """Check the values of all; where tensors are spread over processes, all of these refuse together."""
     failure = None
     try:
         for name, tensor in tensors.items():
@@ -48,7 +48,7 @@ class Checked(Computed):
 
 
 def check_values(name: str, values: Tensor) -> None:
-    """Refuses what no mean of squares can be, in the part that this process holds.
+    """Refuse what no mean of squares can be, in the part that this process holds.
 
     Raises:
         SquisherError: A value is NaN, infinite or negative; the message names the parameter.
@@ -85,7 +85,7 @@ _INFINITY_BITS = {
 
 
 def _surely_valid(values: Tensor) -> bool:
-    """Whether all are finite and not negative, in one pass over the bits: every other value has larger ones."""
+    """Return whether all are finite and not negative, in one pass over the bits: every other value has larger ones."""
     if values.dtype not in _INFINITY_BITS or values.device.type != "cpu" or not values.is_contiguous():
         return False
     signed, unsigned, infinity = _INFINITY_BITS[values.dtype]

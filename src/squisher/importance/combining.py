@@ -98,11 +98,11 @@ class Mean(Computed):
         return torch.stack([weight * imp[name].float() for imp, weight in self._parts]).sum(0)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Single precision, whatever the parts have."""
+        """Return single precision, whatever the parts have."""
         return torch.float32
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat chunks, in order."""
+        """Yield one tensor in flat chunks, in order."""
         for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._parts), strict=True):
             weighted = [w * chunk.float() for (_, w), chunk in zip(self._parts, chunks, strict=True)]
             yield torch.stack(weighted).sum(0)
@@ -129,7 +129,7 @@ class Spread(Mean):
 
 
 def weights_of(importances: Sequence[Importance], weights: str | Sequence[float]) -> list[float]:
-    """One positive number each; see `Importance.combine`."""
+    """Return one positive number each; see `Importance.combine`."""
     if weights == "equal":
         return [1.0] * len(importances)
     if weights == "examples":

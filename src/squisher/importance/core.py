@@ -190,7 +190,7 @@ class Importance(Mapping[str, Tensor]):
         return stored if self._factor == 1.0 else torch.promote_types(stored, torch.float32)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat chunks on the CPU, in order; every chunk is checked."""
+        """Yield one tensor in flat chunks on the CPU, in order; every chunk is checked."""
         for chunk in chunks_of(self._tensors, self._known(name), size):
             check_values(name, chunk)
             yield self._scaled(chunk)
@@ -224,7 +224,7 @@ class Importance(Mapping[str, Tensor]):
         return self._derive(factor=1.0 / divisor)
 
     def restrict(self, pattern: str | re.Pattern[str] | Callable[[str], bool]) -> Importance:
-        """Only the parameters whose name the regular expression finds something in (or the function accepts).
+        """Keep only the parameters whose name the regular expression finds something in (or the function accepts).
 
         Raises:
             NamingError: No name is left, or the pattern is not a regular expression.

@@ -128,6 +128,6 @@ def check_weights(
 
 
 def _order(owners: Mapping[int, int], count: int) -> list[int]:
-    """For each model, the number of its importance; empty if two would belong to one."""
+    """Return for each model the number of its importance; empty if two would belong to one."""
     place = {owners.get(k, k): k for k in range(count)}
     return [place[j] for j in range(count)] if len(place) == count else []

@@ -87,7 +87,7 @@ class _Squares(Computed):
         self.without = [name for name in weights if name not in self._own]
 
     def dtype(self, name: str) -> torch.dtype:
-        """float32: squared gradients underflow in float16."""
+        """Return float32: squared gradients underflow in float16."""
         return torch.float32
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:

@@ -37,11 +37,11 @@ class _Hooks(Events):
     _legacy_state_key = state_key
 
     def state_dict(self) -> dict[str, Any]:
-        """Nothing to keep."""
+        """Keep nothing."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Nothing to take up."""
+        """Take up nothing."""
 
 
 class SquisherCallback(_Hooks, Recorder):
@@ -95,13 +95,13 @@ class SquisherCallback(_Hooks, Recorder):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a checkpoint when training begins."""
+        """Go on from a checkpoint when training begins."""
         self._resumed = dict(state)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Lets the callback know where checkpoints are written."""
+        """Let the callback know where checkpoints are written."""
         _refuse_sharding(trainer, type(self).__name__)
         if stage == "fit" and self.path is None and trainer is not self._trainer:
             original = trainer.save_checkpoint
@@ -109,7 +109,7 @@ class SquisherCallback(_Hooks, Recorder):
         self._trainer = trainer
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begins, or goes on counting where a checkpoint stopped."""
+        """Begin, or go on counting where a checkpoint stopped."""
         model = module.get_submodule(self.submodule) if self.submodule else module
         self._begin(model, list(trainer.optimizers), self._resumed.get("counts"))
         self._pending, self._step = [], trainer.global_step
@@ -148,7 +148,7 @@ class SquisherCallback(_Hooks, Recorder):
             self._save(self.path, trainer.is_global_zero)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        """Nothing is saved any more."""
+        """Save nothing any more."""
         self._tidy()
 
     # -- inside --------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ class EWCCallback(SquisherCallback):
         """Check that this is the module whose parameters are held."""
         super().on_train_start(trainer, module)
         _only(self._optimizers, type(self).__name__)
-        if not self.ewc.is_of(self._model):  # type: ignore[arg-type]  # set by super
+        if self._model is None or not self.ewc.is_of(self._model):
             part = f"module.{self.submodule}" if self.submodule else "module"
             raise SquisherError(
                 "The EWC holds parameters of another module than the one that is trained: make it with "

@@ -146,7 +146,7 @@ class Report:
     adapters: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything that is there."""
+        """Return everything that is there."""
         return {key: value for key, value in vars(self).items() if value not in (None, [], {})}
 
     def card(self) -> str:

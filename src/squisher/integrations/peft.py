@@ -20,7 +20,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from ..errors import FileError, NamingError, SquisherError, near
 from ..names import check_like, live_parameters
 from ..order import per_source
-from ..storage.folders import open_weights
+from ..storage.folders import Model, open_weights
 from ..storage.json_files import read_object
 from ..storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, tied_names
 from .publishing import short_paths
@@ -53,21 +53,12 @@ _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "mica")  # these initialisa
 _ALIKE = 0.5  # cosine; independent starts have 0 within a few hundredths
 
 
-class Adapter(NamedTuple):
-    """A LoRA adapter on disk."""
-
-    path: Path
-    weights: LazyTensors
-    config: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """What it is called in a report."""
-        return self.path.resolve().name
+class Adapter(Model):
+    """A LoRA adapter on disk; `config` is its adapter_config.json."""
 
 
 def is_adapter(path: Path) -> bool:
-    """Whether a folder holds an adapter."""
+    """Return whether a folder holds an adapter."""
     return (path / CONFIG).is_file()
 
 
@@ -102,7 +93,7 @@ def open_adapter(path: Path) -> Adapter:
 
 
 def why_not_together(adapters: Sequence[Adapter]) -> str | None:
-    """Why adapters cannot be merged factor by factor; None if they can be.
+    """Return why adapters cannot be merged factor by factor; None if they can be.
 
     They can be if they adapt the same modules of the same base in the same way and every A of one is like the same A of the
     others, as it is after training from one start and practically never after two.
@@ -175,7 +166,7 @@ class Folded(Computed):
         return self._folded(name, parts)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat chunks: straight from the base where the adapter does not change it."""
+        """Yield one tensor in flat chunks: straight from the base where the adapter does not change it."""
         return chunks_of(self._base if name not in self._parts else {name: self[name]}, name, size)
 
     def _folded(self, name: str, parts: Mapping[str, str]) -> Tensor:

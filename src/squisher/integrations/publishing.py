@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from .. import __version__
 from ..errors import FileError, SquisherError
 from ..importance import FILE_NAME, Importance, load
+from ..importance.provenance import Codec
 from ..storage import hub, safetensors
 from ..storage.json_files import read_object
 from ..storage.tensors import numel_of
@@ -156,15 +157,14 @@ def card_section(importance: Importance, address: hub.Address, size: int) -> str
     )
 
 
-def _codec_text(codec: object) -> str:
-    said = [str(codec)]
-    if getattr(codec, "spearman", None) is not None:
-        said.append(f"rank correlation with the exact values {codec.spearman:.4f}")  # type: ignore[attr-defined]
-    return ", ".join(said)
+def _codec_text(codec: Codec) -> str:
+    if codec.spearman is None:
+        return str(codec)
+    return f"{codec}, rank correlation with the exact values {codec.spearman:.4f}"
 
 
 def is_sharded(file: Path) -> bool:
-    """Whether a file that was saved under this name became shards."""
+    """Return whether a file that was saved under this name became shards."""
     return not file.exists() and safetensors.exists(file)
 
 

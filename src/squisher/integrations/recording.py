@@ -214,7 +214,7 @@ def inner_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 def check_accumulator(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuses optimizers that keep no squared gradient, after their first step and not at the first checkpoint.
+    """Refuse optimizers that keep no squared gradient, after their first step and not at the first checkpoint.
 
     Raises:
         NoAccumulatorError: None of them keeps one.
@@ -236,7 +236,7 @@ def beta2_of(optimizer: torch.optim.Optimizer) -> float:
 
 
 def stored_candidates(model: nn.Module) -> list[Candidate]:
-    """Every parameter of a model under the name, or in the pieces, that its weight file will have.
+    """Return every parameter of a model under the names that its weight file will have.
 
     Raises:
         NamingError: The library that saves the model cannot tell.
@@ -279,17 +279,18 @@ def _as_stored(found: Importance, model: nn.Module, candidates: Sequence[Candida
     }
     content = (p.model or {}).get("content", {})
     changes["model"]["content"] = {pieces[n][0].name: h for n, h in content.items() if len(pieces[n]) == 1}
-    if "per_parameter" in (p.steps or {}):
-        changes["steps"] = {**p.steps, "per_parameter": _renamed(p.steps["per_parameter"], pieces)}  # type: ignore[dict-item, index]
+    steps, optimizer = p.steps or {}, p.optimizer or {}
+    if "per_parameter" in steps:
+        changes["steps"] = {**steps, "per_parameter": _renamed(steps["per_parameter"], pieces)}
     changes["pollution"] = [
         replace(one, parameters=tuple(_renamed(dict.fromkeys(one.parameters), pieces))) for one in p.pollution
     ]
     groups = [
         {**group, "parameters": list(_renamed(dict.fromkeys(group["parameters"]), pieces))}
-        for group in (p.optimizer or {}).get("groups", [])
+        for group in optimizer.get("groups", [])
     ]
     if groups:
-        changes["optimizer"] = {**p.optimizer, "groups": groups}  # type: ignore[dict-item]
+        changes["optimizer"] = {**optimizer, "groups": groups}
     values = {f.name: getattr(p, f.name) for f in fields(p) if f.name not in ("kind", "sum", "sum_of_squares")}
     return Importance(tensors, p.kind, **{**values, **changes})
 
@@ -340,7 +341,7 @@ class BatchCounts:
         return self.tokens / self.steps if self.tokens and self.steps else None
 
     def state(self) -> dict[str, Any]:
-        """Plain types, for a checkpoint."""
+        """Return plain types, for a checkpoint."""
         return asdict(self)
 
     @classmethod
@@ -353,7 +354,7 @@ class BatchCounts:
 
 
 def examples_in(batch: Any) -> int | None:
-    """Examples in a batch: the length of its first tensor; of `labels` or `input_ids` where it has names."""
+    """Count the examples in a batch: the length of its first tensor; of `labels` or `input_ids` where it has names."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else None
     if isinstance(batch, Mapping):
@@ -366,7 +367,7 @@ def examples_in(batch: Any) -> int | None:
 
 
 def tokens_in(batch: Any, shifted: bool) -> Tensor | None:
-    """How many labels of a batch carry a loss, as a tensor where the labels are; None if it has no labels.
+    """Return how many labels of a batch carry a loss, as a tensor where the labels are; None if it has no labels.
 
     Args:
         batch: A mapping; `shift_labels` count as they are, `labels` otherwise.
@@ -387,7 +388,7 @@ def tokens_in(batch: Any, shifted: bool) -> Tensor | None:
 def over_processes(
     examples: Sequence[int | None], tokens: Sequence[Tensor | int | None], device: Any = "cpu"
 ) -> tuple[int, int | None] | None:
-    """Examples and tokens of a step, from those of its micro-batches here and on all other processes.
+    """Return the examples and tokens of a step, from those of its micro-batches here and on all other processes.
 
     Args:
         examples: Of every micro-batch of this process; None where they cannot be told.
@@ -413,7 +414,7 @@ def _ints(counts: Sequence[Tensor | int | None]) -> list[int | None]:
 
 
 def loss_factor(*, divides: bool, accumulation: int, processes: int) -> int:
-    """By how much a gradient is larger than that of the mean over a whole step.
+    """Return by how much a gradient is larger than that of the mean over a whole step.
 
     The Trainer of transformers leaves it to the model to divide by the number of items in all micro-batches of all processes,
     and undoes the averages over both. A model that takes that number and ignores it (many heads take any argument) divides by

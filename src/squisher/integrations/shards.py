@@ -76,7 +76,7 @@ def load_shards(folder: Path, config: Any, build: Callable[..., nn.Module], devi
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Inside, parameters go to the meta device as soon as a module has them; buffers stay."""
+    """Move parameters to the meta device as soon as a module has them; buffers stay."""
     register = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

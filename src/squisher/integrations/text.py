@@ -156,7 +156,7 @@ def text_batches(
     max_examples: int | None = None,
     labelled: bool = True,
 ) -> Iterator[dict[str, Tensor]]:
-    """Batches from lines of JSON with `text`, optionally `text_pair`, and `label` for a classifier.
+    """Yield batches from lines of JSON with `text`, optionally `text_pair`, and `label` for a classifier.
 
     Args:
         file: One JSON object a line.

@@ -82,7 +82,7 @@ class TrainerWatch:
             _wrap(self._accelerator, "unscale_gradients", self._unscale_gradients)
 
     def gradients_were_seen(self) -> bool:
-        """To be asked once before every step: whether `on_gradients` has been called in time.
+        """Return, once before every step, whether `on_gradients` has been called in time.
 
         Where nothing is clipped some versions of the Trainer do not even look at the norm; then this is the time.
         """
@@ -198,7 +198,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _shifts_labels(trainer: Any) -> bool:
-    """Whether the model predicts each token from those before it."""
+    """Return whether the model predicts each token from those before it."""
     known = getattr(trainer, "_loss_shifts_labels", None)
     if known is not None:
         return bool(known)

@@ -157,7 +157,7 @@ class SquisherCallback(Recorder):
             self._watch.begin()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Sees gradients now where nothing was clipped before."""
+        """See gradients now where nothing was clipped before."""
         if self._watch is not None and not self._watch.gradients_were_seen() and self.tracker is not None:
             self.tracker.after_clipping = True
 
@@ -364,7 +364,7 @@ class MaskCallback(Restrainer):
 
 
 def batch_size(args: Any, local_batch: int | None) -> int | None:
-    """Examples per full optimizer step, if every factor is known.
+    """Return the examples per full optimizer step, if every factor is known.
 
     Args:
         args: `TrainingArguments`.
@@ -377,7 +377,7 @@ def batch_size(args: Any, local_batch: int | None) -> int | None:
 
 
 def loss_of(watch: Any, model: Any) -> tuple[str | None, str | None, float]:
-    """How the loss is reduced, what it is a mean of, and by how much gradients are larger than that says.
+    """Return how the loss is reduced, what it is a mean of, and by how much gradients are larger than that says.
 
     Args:
         watch: A `TrainerWatch` that has seen a step.
@@ -415,12 +415,12 @@ def pollution(args: Any, *, before_clipping: bool) -> list[Pollution]:
 
 
 def precision(args: Any) -> str:
-    """Of mixed precision training."""
+    """Return the type of mixed precision training."""
     return "fp16" if args.fp16 else "bf16" if args.bf16 else "as the model"
 
 
 def refuse_sharding(args: Any, optimizer: Any, who: str, instead: str) -> None:
-    """DeepSpeed and FSDP keep shards of parameters and states on every process, in forms of their own.
+    """Refuse DeepSpeed and FSDP, which keep shards of parameters and states on every process, in forms of their own.
 
     Args:
         args: `TrainingArguments`.

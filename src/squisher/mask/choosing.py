@@ -240,7 +240,7 @@ class Mask(Mapping[str, Tensor]):
         return torch.bool
 
     def count(self, name: str) -> int:
-        """How many entries of one tensor are True, without unpacking it."""
+        """Return how many entries of one tensor are True, without unpacking it."""
         return self._packed(name).kept
 
     def indices(self, name: str) -> Tensor:
@@ -254,7 +254,7 @@ class Mask(Mapping[str, Tensor]):
         return torch.cat(found)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat boolean chunks, in order."""
+        """Yield one tensor in flat boolean chunks, in order."""
         shape, encoding, _ = self._packed(name)
         numel = torch.Size(shape).numel()
         if encoding == "indices":
@@ -310,7 +310,7 @@ class Mask(Mapping[str, Tensor]):
 
 
 def pack(shape: tuple[int, ...], chunks: Iterable[Tensor]) -> tuple[Packed, Tensor]:
-    """One boolean tensor that comes in chunks, as bits or as flat indices, whichever is smaller.
+    """Pack one boolean tensor that comes in chunks, as bits or as flat indices, whichever is smaller.
 
     Raises:
         SquisherError: The chunks do not add up to the shape.

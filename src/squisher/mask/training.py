@@ -41,7 +41,7 @@ class Handle:
 
 
 def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping[str, Tensor]) -> Handle:
-    """Lets training move only the entries that the mask keeps.
+    """Let training move only the entries that the mask keeps.
 
     Gradients are masked as soon as they arrive, in the backward pass: clipping sees the kept entries alone, in whatever
     order it is called afterwards. After every step frozen entries are put back to what they were before it, bit by bit,
@@ -90,7 +90,7 @@ def mask_gradient(part: Kept, gradient: Tensor) -> None:
 
 
 def masking_hook(part: Kept) -> Callable[[Tensor], None]:
-    """For `register_post_accumulate_grad_hook`: masks the gradient as soon as it has been accumulated."""
+    """Return a hook for `register_post_accumulate_grad_hook` that masks the gradient as soon as it has been accumulated."""
 
     def mask(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -211,7 +211,7 @@ class _Compact:
             self._hooks.pop().remove()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step of the kept entries, written back into the model."""
+        """Make one step of the kept entries and write them back into the model."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -298,7 +298,7 @@ class Kept(NamedTuple):
 
 
 def match(model: nn.Module, mask: Mapping[str, Tensor]) -> list[Kept]:
-    """Every trainable parameter of a model with the indices that the mask keeps; none for those it does not name.
+    """Return every trainable parameter of a model with the indices that the mask keeps; none for those it does not name.
 
     Raises:
         NamingError: The mask has a name or a shape that the model has not.

@@ -135,7 +135,7 @@ def matched(
     missing: str,
     who: Sequence[str],
 ) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """For every importance the names of its tensors by weight name; and the weights that have none, with the reason.
+    """Return the tensor names of every importance by weight name; and the weights that have none, with the reason.
 
     Args:
         weights: A model, for shapes.
@@ -259,7 +259,7 @@ def plan(
     numbers: Sequence[int],
     tied: Mapping[str, str] | None = None,
 ) -> Plan:
-    """Sorts the names of the first model into merged, kept, copied and tied.
+    """Sort the names of the first model into merged, kept, copied and tied.
 
     Args:
         models: All that take part; the base, if there is one, comes last.
@@ -311,7 +311,7 @@ def _check_type(name: str, dtype: torch.dtype) -> None:
 
 
 def _differs(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequence[int]) -> str | None:
-    """Why a tensor cannot be merged although nobody excluded it; None if it can be.
+    """Return why a tensor cannot be merged although nobody excluded it; None if it can be.
 
     A head has another number of rows and the same columns, or is not in every model. Any other difference of shapes means
     that these are different networks, and another number of embedding rows that the rows mean different words.
@@ -349,7 +349,7 @@ def _check_overlap(
     kept: Mapping[str, str],
     pair: tuple[str, str],
 ) -> None:
-    """Refuses models of which less than half would be merged: names that do not match must not pass as heads."""
+    """Refuse models of which less than half would be merged: names that do not match must not pass as heads."""
     weights = [n for n in (*merged, *kept, *copied) if kept.get(n) != "excluded" and dtype_of(first, n) not in _MARKS]
     total = sum(numel_of(first, name) for name in weights)
     shared = sum(numel_of(first, name) for name in merged if name in other)
@@ -369,7 +369,7 @@ def _check_overlap(
 
 
 def _aliases(models: Sequence[Mapping[str, Tensor]], known: Mapping[str, str]) -> dict[str, str]:
-    """Names of the first model that are another name's tensor: in one place, or equal where there is reason to look.
+    """Return names of the first model that are another name's tensor: in one place, or equal where there is reason to look.
 
     Reason to look: an importance says that they are one parameter, or another model has only one of the two (a file can hold
     a tied tensor twice).

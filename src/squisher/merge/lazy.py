@@ -103,7 +103,7 @@ class Merged(Mapping[str, Tensor]):
         return tensor
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat chunks, in order; memory is bounded by a few chunks, however many models there are."""
+        """Yield one tensor in flat chunks, in order; memory is bounded by a few chunks, however many models there are."""
         name = self._known(name)
         together = size // self._step(name, size)
         chunks = self.short_chunks(name, size)
@@ -111,7 +111,7 @@ class Merged(Mapping[str, Tensor]):
             yield parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def short_chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """As `chunks`, but smaller than `size` where many models take part, so that what is read for one has one size."""
+        """Yield as `chunks` does, but smaller than `size` where many models take part, so that what is read for one has one size."""
         name = self._known(name)
         inputs = self._rule.inputs(name) if name in self._in_plan else [self._source]
         merge = self._merged if name in self._in_plan else self._copied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -86,7 +86,7 @@ def fisher(
     dtype: torch.dtype | str | None = None,
     precision: str = "float32",
 ) -> Merged:
-    """Every entry is the mean of the models' entries, weighted with their importances: Σ cFθ / Σ cF.
+    """Return the mean of the models' entries, weighted with their importances: Σ cFθ / Σ cF.
 
     Args:
         models: Two or more mappings of weights.
@@ -148,7 +148,7 @@ def ubgm(
     dtype: torch.dtype | str | None = None,
     precision: str = "float32",
 ) -> Merged:
-    """Uncertainty-based gradient matching: θ₀ + Σ α(sH + s₀H₀ + δ)(θ − θ₀) / (Σ αsH + s₀H₀ + δ).
+    """Match gradients by uncertainty (UBGM): θ₀ + Σ α(sH + s₀H₀ + δ)(θ − θ₀) / (Σ αsH + s₀H₀ + δ).
 
     Args:
         base: The weights that the models started from.
@@ -280,7 +280,7 @@ def taking_part(
     *,
     negative: bool = False,
 ) -> tuple[list[int], list[float]]:
-    """Which models take part (0 drops one), and their coefficients."""
+    """Return which models take part (0 drops one), and their coefficients."""
     if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
         raise SquisherError("models is a list of mappings from names to tensors, one per model.")
     everyone = [(f"Model {k + 1}", model) for k, model in enumerate(models)]
@@ -296,7 +296,7 @@ def taking_part(
 
 
 def as_numbers(what: str, values: Sequence[float] | None, count: int, *, least: float) -> list[float]:
-    """Finite numbers, as many as there are models; ones by default."""
+    """Return finite numbers, as many as there are models; ones by default."""
     if values is None:
         return [1.0] * count
     numbers = [as_number(value) for value in values]
@@ -308,10 +308,10 @@ def as_numbers(what: str, values: Sequence[float] | None, count: int, *, least: 
     return numbers
 
 
-def as_number(value: object) -> float:
+def as_number(value: Any) -> float:
     """Return a number, from a command line perhaps."""
     try:
-        return float(value)  # type: ignore[arg-type]
+        return float(value)
     except (TypeError, ValueError):
         raise SquisherError(f"A number is expected, not {value!r}.") from None
 
@@ -325,7 +325,7 @@ def as_many(what: str, given: Sequence[Weights], models: Sequence[Weights]) -> l
 
 
 def as_floors(floor: Floor, count: int) -> tuple[list[float] | None, bool]:
-    """One absolute floor a model, or None for the relative one; and whether it is added."""
+    """Return one absolute floor per model, or None for the relative one; and whether it is added."""
     if floor == "relative":
         return None, False
     if isinstance(floor, str):

@@ -81,7 +81,7 @@ class Fisher:
         weighted(chunks, terms, torch.float64 if careful else self._work, careful, out)
 
     def terms(self, name: str) -> list[Term]:
-        """How importances become weights in this tensor; empty where it is averaged."""
+        """Return how importances become weights in this tensor; empty where it is averaged."""
         if name not in self._terms:
             self._terms[name] = self._new_terms(name)
         return self._terms[name]
@@ -283,7 +283,7 @@ def differences(chunks: Sequence[Tensor], factors: Sequence[float], work: torch.
 
 
 def weighted(chunks: Sequence[Tensor], terms: Sequence[Term], work: torch.dtype, careful: bool, out: Tensor) -> None:
-    """Σ wθ / Σ w from chunks θ₁, F₁, θ₂, F₂, …; where all weights are 0 the mean with the coefficients.
+    """Compute Σ wθ / Σ w from chunks θ₁, F₁, θ₂, F₂, …; where all weights are 0 the mean with the coefficients.
 
     Args:
         chunks: The chunks, in this order.
@@ -317,7 +317,7 @@ def gradient_matched(
     careful: bool,
     out: Tensor,
 ) -> None:
-    """θ₀ + Σ α(H + G)(θ − θ₀) / (Σ αH + G) with G = H₀ + δ, and Σ α(θ − θ₀) where that is 0/0.
+    """Compute θ₀ + Σ α(H + G)(θ − θ₀) / (Σ αH + G) with G = H₀ + δ, and Σ α(θ − θ₀) where that is 0/0.
 
     Args:
         chunks: θ₀, H₀, θ₁, H₁, …; no H₀ where `base` is None.
@@ -363,7 +363,7 @@ def grafted(
     careful: bool,
     out: Tensor,
 ) -> None:
-    """θ₀ + Σ √w·m·(θ − θ₀) / Σ √w, where m keeps the entries whose saliency is at least a model's threshold.
+    """Compute θ₀ + Σ √w·m·(θ − θ₀) / Σ √w, where m keeps the entries whose saliency is at least a model's threshold.
 
     Args:
         chunks: θ₀, θ₁, F₁, θ₂, F₂, …
@@ -396,7 +396,7 @@ def grafted(
 
 
 def saliency(start: Tensor, theta: Tensor, importance: Tensor) -> Tensor:
-    """√F·|θ − θ₀| in float32: the order of F·(θ − θ₀)², without its underflow."""
+    """Return √F·|θ − θ₀| in float32: the order of F·(θ − θ₀)², without its underflow."""
     return importance.float().sqrt().mul_(theta.float().sub(start.float()).abs_())
 
 
@@ -427,7 +427,7 @@ def _as(block: Tensor, spare: Tensor) -> Tensor:
 
 
 def _last(target: Tensor, spare: Tensor) -> Tensor:
-    """Where the last step puts its result: into the target itself, if that has the type."""
+    """Return where the last step puts its result: into the target itself, if that has the type."""
     return target if target.dtype == spare.dtype else spare
 
 

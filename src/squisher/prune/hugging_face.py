@@ -84,12 +84,13 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
         raise FileError(f"{folder} has no config.json: it is not a folder that squisher.prune.save wrote.")
     raw = read_object(path)
     kind: Any = getattr(transformers, str((raw.get("architectures") or [""])[0]), None)
-    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+    is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+    if not is_model:
         raise FileError(
             f"{path} names no model class of transformers under architectures, so the model cannot be made."
         )
     if _KEY not in raw:
-        opened: nn.Module = kind.from_pretrained(folder, local_files_only=True)  # type: ignore[attr-defined]
+        opened: nn.Module = kind.from_pretrained(folder, local_files_only=True)
         return opened
     sizes = raw[_KEY].get("sizes") if isinstance(raw[_KEY], dict) else None
     if not isinstance(sizes, dict):

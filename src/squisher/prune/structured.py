@@ -11,7 +11,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from ..errors import NamingError, SquisherError, check_choice
 from ..importance import checked
 from ..names import align, check_known, live_parameters, live_tensors
-from ..prune.unstructured import SCOPES
 from .hugging_face import heads_of
-from .unstructured import check_score
+from .unstructured import SCOPES, check_score
 
 __all__ = ["channels"]
 
@@ -241,7 +240,7 @@ class _Scorer:
 
 
 def _by_output(layer: nn.Module, attribute: str, values: Tensor) -> Tensor:
-    """One row for each output channel."""
+    """Return one row for each output channel."""
     if attribute == "bias":
         return values.view(-1, 1)
     return values.transpose(0, 1).flatten(1) if getattr(layer, "transposed", False) else values.flatten(1)
@@ -291,13 +290,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _tell_attention(model: nn.Module, heads: Mapping[nn.Module, int]) -> None:
-    """Attention modules keep their number of heads as an attribute of their own."""
+    """Tell attention modules their new number of heads, which they keep as an attribute of their own."""
     for module in model.modules():
         inside = [child for child in module.children() if child in heads]
         if not inside:
             continue
         count = max(heads[child] for child in inside)
-        width = max(int(child.out_features) // heads[child] for child in inside)  # type: ignore[arg-type]
+        width = max(cast(int, child.out_features) // heads[child] for child in inside)
         facts = {"num_heads": count, "n_heads": count, "num_attention_heads": count, "n_head": count}
         facts |= {"all_head_size": count * width, "attention_head_size": width, "head_dim": width}
         for attribute, value in facts.items():

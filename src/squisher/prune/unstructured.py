@@ -121,7 +121,7 @@ class Pruned(Computed):
         return torch.where(self.mask(name).to(weight.device), weight, torch.zeros((), dtype=weight.dtype))
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat chunks, in order."""
+        """Yield one tensor in flat chunks, in order."""
         target = self._target(name)
         if target not in self._marks:
             yield from chunks_of(self._stored, name, size)
@@ -138,7 +138,7 @@ class Pruned(Computed):
         return torch.cat([*marks(), torch.zeros(0, dtype=torch.bool)]).view(self.shape(name))
 
     def counts(self, progress: Progress | None = None) -> dict[str, tuple[int, int]]:
-        """For each candidate tensor: how many of its entries stay, and how many there are; one pass."""
+        """Return for each candidate tensor how many of its entries stay, and how many there are; one pass."""
         sizes = {name: numel_of(self._stored, name) for name in self._marks}
         counts, done = {}, 0
         for name, marks in self._marks.items():
@@ -291,7 +291,7 @@ def scores(
 
 
 def check_score(score: str, importance: object, more: tuple[str, ...] = ()) -> None:
-    """Refuses a score that does not exist, or one that needs an importance where there is none."""
+    """Refuse a score that does not exist, or one that needs an importance where there is none."""
     check_choice("score", score, (*SCORES, *more))
     if importance is None and score not in ("magnitude", "random", "orthoreg"):
         raise SquisherError(f"The score {score} needs an importance; only magnitude and random do without one.")
@@ -315,13 +315,13 @@ class Scores(Computed):
         self._seed = seed
 
     def dtype(self, name: str) -> torch.dtype:
-        """float32, or float64 where weights or importance are."""
+        """Return float32, or float64 where weights or importance are."""
         read = [self._weights] if self._importance is None else [self._weights, self._importance]
         wide = self._score != "random" and any(dtype_of(r, self._name_there(name)) == torch.float64 for r in read)
         return torch.float64 if wide else torch.float32
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor's scores in flat chunks, in order."""
+        """Yield one tensor's scores in flat chunks, in order."""
         if self._score == "random":
             yield from self._noise(name, size)
             return
@@ -360,7 +360,7 @@ def _array(chunk: Tensor, kind: torch.dtype) -> np.ndarray[Any, np.dtype[Any]]:
 
 
 def parse_pattern(pattern: str) -> tuple[int, int]:
-    """`"2:4"` as (2, 4).
+    """Return `"2:4"` as (2, 4).
 
     Raises:
         SquisherError: It is not of that form.
@@ -372,7 +372,7 @@ def parse_pattern(pattern: str) -> tuple[int, int]:
 
 
 def fits(name: str, shape: torch.Size, of: int) -> bool:
-    """Whether a tensor takes part: vectors do not.
+    """Return whether a tensor takes part: vectors do not.
 
     Raises:
         SquisherError: Its inputs cannot be divided into groups.

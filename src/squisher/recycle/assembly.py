@@ -157,18 +157,18 @@ class Recycled(Mapping[str, Tensor]):
         return torch.promote_types(self._parts[name].source.dtype, torch.float32)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat pieces, in order."""
+        """Yield one tensor in flat chunks, in order."""
         part = self._parts[name]
         first = part.piece.start if part.piece else 0
         end = first + math.prod(part.shape)
-        for piece in _pieces(part.source, first, end, size):
-            yield _corrected_(piece.to(torch.promote_types(piece.dtype, torch.float32)), part.how)
+        for chunk in _chunks(part.source, first, end, size):
+            yield _corrected_(chunk.to(torch.promote_types(chunk.dtype, torch.float32)), part.how)
 
 
-def _pieces(source: Any, first: int, end: int, size: int) -> Iterator[Tensor]:
-    """Elements `first` to `end` in flat pieces which may be overwritten."""
-    if hasattr(source, "pieces") and source.is_contiguous and (first, end) == (0, math.prod(source.shape)):
-        yield from source.pieces(size)  # a whole stored tensor: its checksum is compared on the way
+def _chunks(source: Any, first: int, end: int, size: int) -> Iterator[Tensor]:
+    """Yield elements `first` to `end` in flat chunks which may be overwritten."""
+    if hasattr(source, "chunks") and source.is_contiguous and (first, end) == (0, math.prod(source.shape)):
+        yield from source.chunks(size)  # a whole stored tensor: its checksum is compared on the way
         return
     flat = _flat_reader(source)
     for start in range(first, end, size):

@@ -85,7 +85,7 @@ def _rank(part: str, seen: int, alphabetical: bool) -> tuple[int, int]:
 
 
 def labels(layers: Sequence[Place]) -> list[str]:
-    """Short names of layers that still tell them apart: the fewest last parts that do, and two of a word like `dense`."""
+    """Return short names of layers that still tell them apart: the fewest last parts that do, and two of a word like `dense`."""
     names = [layer.layer.split(".") for layer in layers]
     for depth in range(1, 1 + max(map(len, names), default=0)):
         short = []
@@ -98,7 +98,7 @@ def labels(layers: Sequence[Place]) -> list[str]:
 
 
 def grid(places: Sequence[Place], key: str, values: Sequence[float], weights: Sequence[int]) -> dict[str, Any]:
-    """Kinds × layers: the weighted mean over the parameters of each kind in each layer; None where there are none."""
+    """Return kinds × layers: the weighted mean over the parameters of each kind in each layer; None where there are none."""
     layers = layers_in_order(places)
     kinds = list(dict.fromkeys(one.kind for one in places))
     row_of = {kind: k for k, kind in enumerate(kinds)}

@@ -225,7 +225,7 @@ def _as(what: str, progress: Progress | None) -> Callable[[int, int], None] | No
 
 
 def _plain(value: Any) -> Any:
-    """Without nan and infinity, which JSON does not have."""
+    """Return a value without nan and infinity, which JSON does not have."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -238,14 +238,14 @@ SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 
 
 def on_model(importance: Importance, weights: Mapping[str, Tensor]) -> dict[str, Any]:
-    """How an importance fits a model, and what setting its cheapest weights to zero would add to the loss.
+    """Return how an importance fits a model, and what setting its cheapest weights to zero would add to the loss.
 
     The cost of an entry is ½θ²F. Where the importance can be brought to the scale of a Fisher, the sum over the removed
     entries is the increase of the mean loss that the second order predicts; otherwise only its share of the whole is known.
 
     Args:
         importance: Of this model.
-        weights: Any mapping, in memory or in files; read in pieces.
+        weights: Any mapping, in memory or in files; read in chunks.
 
     Raises:
         NamingError: No weight has an importance of its shape.
@@ -288,7 +288,7 @@ _MAX_DENSITY = 60  # bins along an axis of the density
 
 
 def agreement_of(a: Importance, b: Importance, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """How far two importances agree: what `compare` says of the parameters that they share, per layer too, as plain values.
+    """Return how far two importances agree: what `compare` says of the parameters that they share, per layer too, as plain values.
 
     Raises:
         SquisherError: They share no parameter, or values are invalid.
@@ -378,7 +378,7 @@ def joint_counts(
 
 @one_thread()
 def _density(agreement: Agreement, a: Importance, b: Importance) -> dict[str, Any]:
-    """How many entries have both values in each square of logarithms; squares so wide that a few dozen fill an axis."""
+    """Return how many entries have both values in each square of logarithms; squares so wide that a few dozen fill an axis."""
     counts = joint_counts(agreement, a, b)
     filled = [int(k) for k in (counts.sum(0) + counts.sum(1)).nonzero()]
     if not filled:

@@ -43,7 +43,7 @@ _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Three significant digits: `0.0123`, `12.3`, `1.23e-7`."""
+    """Write three significant digits: `0.0123`, `12.3`, `1.23e-7`."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value == 0:
@@ -59,7 +59,7 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def fixed(value: float | None, places: int = 3) -> str:
-    """Three places after the point."""
+    """Write three places after the point."""
     if value is None or not math.isfinite(value):
         return MISSING
     rounded = Decimal(value).quantize(Decimal((0, (1,), -places)), ROUND_HALF_UP)
@@ -91,7 +91,7 @@ def formatted(value: Any, kind: str) -> str:
 
 
 def power_of_ten(exponent: float) -> str:
-    """`10⁻⁷`, for an axis."""
+    """Write `10⁻⁷`, for an axis."""
     return "1" if exponent == 0 else f"10{f'{exponent:g}'.translate(_SUPERSCRIPTS)}"
 
 
@@ -118,7 +118,7 @@ class Axis:
     kind: str = "number"
 
     def part(self, value: float) -> float:
-        """Where a value stands, from 0 to 1."""
+        """Return where a value stands, from 0 to 1."""
         low, high, at = (
             (math.log10(v) for v in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         )
@@ -298,7 +298,7 @@ def opening(title: str, description: str, width: float, height: float) -> str:
 
 
 def attribute(text: str) -> str:
-    """Text within the quotes of an attribute; lines stay lines in XML too."""
+    """Return text within the quotes of an attribute; lines stay lines in XML too."""
     return escape(text).replace("\n", "&#10;")
 
 
@@ -308,12 +308,12 @@ def px(value: float) -> str:
 
 
 def text_at(x: float, y: float, text: str, anchor: str, kind: str) -> str:
-    """Words at a place: `anchor` is start, middle or end, `kind` their class."""
+    """Write words at a place: `anchor` is start, middle or end, `kind` their class."""
     return f'<text class="{kind}" text-anchor="{anchor}" x="{px(x)}" y="{px(y)}">{escape(text)}</text>'
 
 
 def slanted(x: float, y: float, text: str) -> str:
-    """Words that end at a place, turned so that many fit side by side."""
+    """Write words that end at a place, turned so that many fit side by side."""
     short = shortened(text, 22)
     return f'<text class="tick" text-anchor="end" transform="translate({px(x + 4)} {px(y)}) rotate(-38)">{escape(short)}</text>'
 

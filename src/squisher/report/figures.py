@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from html import escape
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 from torch import Tensor
@@ -201,7 +202,8 @@ def write_picture(path: str | os.PathLike[str], heading: str, panels: Sequence[P
     write(path, bytes(png))
 
 
-def _renderer():  # type: ignore[no-untyped-def]  # the extra's own function
+def _renderer() -> Callable[..., Any]:
+    """Return the function of the extra that turns SVG into PNG."""
     try:
         import font_roboto  # noqa: F401
         import resvg_py

@@ -34,7 +34,7 @@ def heat_map(
     written: bool = False,
     width: float = _WIDTH,
 ) -> str:
-    """Values of rows × columns as colours, with a legend.
+    """Draw values of rows × columns as colours, with a legend.
 
     Args:
         values: A list for each row; None is left blank, and what a logarithm cannot show is hatched.
@@ -82,7 +82,7 @@ def heat_map(
 
 
 def density(data: Mapping[str, Any], x: str, y: str, *, title: str, description: str, source: str) -> str:
-    """Two values of each entry against each other: how many entries lie in each square of a logarithmic grid.
+    """Draw two values of each entry against each other: how many entries lie in each square of a logarithmic grid.
 
     Args:
         data: `first_edge` and `step` (log₁₀), `bins` along an axis, `cells` as lists of column, row and count.
@@ -140,7 +140,7 @@ def clustered(matrix: Tensor) -> list[int]:
 
 
 def _most(values: Iterable[float | None], log: bool) -> tuple[float, float]:
-    """From the smallest to the largest; a few values that are far below the others share the first colour."""
+    """Return the smallest and the largest value; a few values that are far below the others share the first colour."""
     shown = sorted(v for v in values if v is not None and math.isfinite(v) and (v > 0 or not log))
     low, high = domain_of(shown, log)
     return (max(low, shown[len(shown) // 10] / 10) if log and shown else low), high

@@ -139,7 +139,7 @@ def note(text: str, kind: str = "info") -> str:
 
 
 def facts_list(facts: Sequence[Sequence[str]]) -> str:
-    """Pairs of a label and what it is."""
+    """List pairs of a label and what it is."""
     return f'<dl class="facts">{"".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in facts)}</dl>'
 
 

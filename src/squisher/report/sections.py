@@ -333,7 +333,7 @@ def _distribution_figure(totals: Mapping[str, Any]) -> str:
 
 
 def _without_tail(first: float, step: float, counts: Sequence[int]) -> tuple[float, Sequence[int]]:
-    """Without the lowest bins that hold at most one value in a thousand: a few stragglers would take half of the axis."""
+    """Leave out the lowest bins that hold at most one value in a thousand: a few stragglers would take half of the axis."""
     allowed, start = sum(counts) // 1000, 0
     while start < len(counts) - 1 and counts[start] <= allowed:
         allowed -= counts[start]

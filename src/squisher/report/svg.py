@@ -64,7 +64,7 @@ def lines(
     categories: Sequence[str] = (),
     diagonal: bool = False,
 ) -> str:
-    """Values along an axis, a line for each series.
+    """Draw values along an axis, a line for each series.
 
     Args:
         series: What to draw. A value that the axis cannot show (None; 0 on a logarithmic one) breaks its line.
@@ -89,8 +89,8 @@ def lines(
             (a, b if b is not None and math.isfinite(b) and (b > 0 or not y.log) else None)
             for a, b in zip(one.x, one.y, strict=True)
         ]
-        for piece in _unbroken(shown):
-            places = " ".join(f"{px(chart.across(a))},{px(chart.up(b))}" for a, b in piece)
+        for segment in _unbroken(shown):
+            places = " ".join(f"{px(chart.across(a))},{px(chart.up(b))}" for a, b in segment)
             chart.add(f'<polyline class="line s{k % SERIES}" points="{places}"/>')
         _error_bars(chart, one, k)
         for number, (a, b) in enumerate(shown):
@@ -138,7 +138,7 @@ def bars_with_error_bars(
 def points_with_error_bars(
     series: Sequence[Series], categories: Sequence[str], y: Axis, *, title: str, description: str, label: str = ""
 ) -> str:
-    """As `bars_with_error_bars` with points, for axes that do not begin at 0."""
+    """Draw as `bars_with_error_bars` with points, for axes that do not begin at 0."""
     chart = _chart(series, categories, Axis(label, -0.5, len(categories) - 0.5), y, title, description)
     for k, one in enumerate(series):
         places = [place + (k - (len(series) - 1) / 2) * 0.6 / len(series) for place in range(len(categories))]
@@ -173,7 +173,7 @@ def histogram(
     label: str,
     marks: Sequence[Mark] = (),
 ) -> str:
-    """How many values lie in each bin of their logarithm.
+    """Draw how many values lie in each bin of their logarithm.
 
     Args:
         first_edge: log₁₀ of the lower end of the first bin.
@@ -206,7 +206,7 @@ def histogram(
     return chart.svg()
 
 
-# -- pieces ------------------------------------------------------------------------------------------------------------
+# -- parts  ------------------------------------------------------------------------------------------------------------
 
 
 def _chart(
@@ -218,7 +218,7 @@ def _chart(
     description: str,
     swatch: str = "line",
 ) -> Chart:
-    """With room for the names of the categories, where there are any."""
+    """Return a chart with room for the names of the categories, where there are any."""
     return Chart(
         title,
         description,
@@ -242,7 +242,7 @@ def _room(categories: Sequence[str]) -> float:
 
 
 def _margin(categories: Sequence[str]) -> float:
-    """Room on the left, which the first of the slanted names needs more of than the ticks."""
+    """Return the room on the left, which the first of the slanted names needs more of than the ticks."""
     return max(58.0, 12 + 4.9 * min(22, len(categories[0])) if categories else 0.0)
 
 
@@ -252,13 +252,13 @@ def _named(categories: Sequence[str], most: int = 16) -> list[tuple[float, str]]
 
 
 def _unbroken(points: Sequence[tuple[float, float | None]]) -> list[list[tuple[float, float]]]:
-    pieces: list[list[tuple[float, float]]] = [[]]
+    segments: list[list[tuple[float, float]]] = [[]]
     for a, b in points:
         if b is None:
-            pieces.append([])
+            segments.append([])
         else:
-            pieces[-1].append((a, b))
-    return [piece for piece in pieces if len(piece) > 1]
+            segments[-1].append((a, b))
+    return [segment for segment in segments if len(segment) > 1]
 
 
 def _dot(x: float, y: float, series: int, tip: str) -> str:

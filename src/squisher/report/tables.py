@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 def inspect_json(importance: Importance, health: Health) -> dict[str, Any]:
-    """Everything that `inspect` knows, as plain values."""
+    """Return everything that `inspect` knows, as plain values."""
     provenance = importance.provenance.to_dict()
     for name in ("sum", "sum_of_squares"):  # the rows say it
         provenance.pop(name, None)
@@ -49,7 +49,7 @@ def inspect_json(importance: Importance, health: Health) -> dict[str, Any]:
 
 
 def compare_json(agreement: Agreement) -> dict[str, Any]:
-    """Everything that `compare` knows, as plain values."""
+    """Return everything that `compare` knows, as plain values."""
     return agreement.to_dict()
 
 
@@ -73,7 +73,7 @@ def inspect_tables(importance: Importance, health: Health, max_rows: int = MAX_R
 
 
 def compare_tables(agreement: Agreement, a: str = "A", b: str = "B", max_rows: int = MAX_ROWS) -> RenderableType:
-    """How far two importances agree, overall and per parameter.
+    """Return how far two importances agree, overall and per parameter.
 
     Args:
         agreement: What `compare` returned.

@@ -39,7 +39,7 @@ _OVERLAPS = (
 
 
 def agreement_part(agreements: Sequence[Mapping[str, Any]], all_pairs: bool) -> Part:
-    """How far each pair agrees: in rank, in scale, and on what matters most."""
+    """Return how far each pair agrees: in rank, in scale, and on what matters most."""
     out = [] if all_pairs else [note("There are many importances: each is compared with the first one only.")]
     for k, item in enumerate(agreements):
         if len(agreements) > 1:
@@ -192,7 +192,7 @@ def similarity_chart(tasks: Sequence[str], similarities: Sequence[Sequence[float
 
 
 def similarities_part(data: Mapping[str, Any]) -> Part:
-    """How similar the tasks are."""
+    """Return how similar the tasks are."""
     if "error" in data:
         return section("tasks", "Similarity of tasks", note(data["error"], "warning"))
     drawing = similarity_chart(data["tasks"], data["similarity"], "tasks tasks tasks similarity")

@@ -127,7 +127,7 @@ def _worst(importances: list[Mapping[str, Any]]) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """`1 layer`, `2 layers`."""
+    """Write `1 layer`, `2 layers`."""
     return f"{whole(count)} {noun}{'' if count == 1 else 's'}"
 
 

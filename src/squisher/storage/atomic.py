@@ -70,7 +70,7 @@ class PartialFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """All of the bytes: one call of the system may write fewer, and the next one then says why."""
+        """Write all of the bytes: one call of the system may write fewer, and the next one then says why."""
         view = memoryview(data)
         done = 0
         while done < len(view):
@@ -265,7 +265,7 @@ def _short(name: str) -> str:
 
 
 def _machine() -> str:
-    """Eight digits that are the same for all who share this machine's locks, containers too, since it was started."""
+    """Return eight digits that are the same for all who share this machine's locks, containers too, since it was started."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()[:8]
     return hashlib.sha256(os.fsencode(getattr(os, "uname", lambda: ("", "?"))()[1])).hexdigest()[:8]

@@ -61,7 +61,7 @@ class FileStamp:
             )
 
     def is_of(self, info: os.stat_result) -> bool:
-        """Whether it is of this file, changed or not."""
+        """Return whether it is of this file, changed or not."""
         return self._key[:2] == (info.st_dev, info.st_ino)
 
     @staticmethod
@@ -82,7 +82,7 @@ _stamps: WeakSet[FileStamp] = WeakSet()
 
 
 def is_being_read(path: str | os.PathLike[str]) -> bool:
-    """Whether something in this process still refers to tensors that would be read from this file."""
+    """Return whether something in this process still refers to tensors that would be read from this file."""
     try:
         info = os.stat(path)
     except (OSError, ValueError):
@@ -135,7 +135,7 @@ class ByteRange:
 
     @classmethod
     def of_bytes(cls, data: bytes, name: str = "bytes in memory") -> ByteRange:
-        """Bytes that are in memory already."""
+        """Return a byte range over bytes in memory."""
         return cls(name, 0, len(data), buffer=data)
 
     @property
@@ -153,7 +153,7 @@ class ByteRange:
         return ByteRange(self.path, self.offset + offset, length, inner or self.inner, self.buffer, self.stamp)
 
     def read(self, offset: int = 0, length: int | None = None) -> bytes:
-        """Bytes from `offset` (counted from the start of the range) on; to its end without a `length`."""
+        """Return bytes from `offset` (counted from the start of the range) on; to its end without a `length`."""
         part = self.part(offset, self.length - offset if length is None else length)
         if part.buffer is not None:
             return part.buffer[part.offset : part.offset + part.length]

@@ -97,7 +97,7 @@ class Encoded(Computed):
         return self._layout[name][2]
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One stored tensor in flat chunks; those of one parameter are asked for in order."""
+        """Yield one stored tensor in flat chunks; those of one parameter are asked for in order."""
         source, part, _, _ = self._layout[name]
         if part == "code":
             chunks = self._log8(source)
@@ -213,7 +213,7 @@ class Log8Tensor(NamedTuple):
         return torch.float32
 
     def fits(self) -> bool:
-        """Whether types and shapes are as they must be."""
+        """Return whether types and shapes are as they must be."""
         blocks = (-(-math.prod(self.shape) // BLOCK),)
         types = [one.dtype for one in self]
         one_each = all(tuple(one.shape) == blocks for one in (self.base, self.step, self.scale))
@@ -224,7 +224,7 @@ class Log8Tensor(NamedTuple):
         return self.read_flat(0, math.prod(self.shape)).view(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order."""
+        """Return elements `start` to `stop` in flat order."""
         first, last = start // BLOCK, -(-stop // BLOCK)
         return self._decoded(start, stop, first, *(one.read_flat(first, last) for one in self[1:]))
 
@@ -235,7 +235,7 @@ class Log8Tensor(NamedTuple):
             yield self._decoded(start, stop, 0, *of_blocks)
 
     def _decoded(self, start: int, stop: int, first: int, base: Tensor, step: Tensor, scale: Tensor) -> Tensor:
-        """Elements `start` to `stop`, given what belongs to the blocks from block `first` on."""
+        """Return elements `start` to `stop`, given what belongs to the blocks from block `first` on."""
         out = room_for(stop - start, torch.float32)
         code = self.code.read_flat(start, stop).numpy()
         _log8_values(code, base.numpy(), step.numpy(), scale.numpy(), start - first * BLOCK, out.numpy())
@@ -259,7 +259,7 @@ class Rank1Tensor(NamedTuple):
         return torch.float32
 
     def fits(self) -> bool:
-        """Whether types are as they must be."""
+        """Return whether types are as they must be."""
         return self.row.dtype == self.column.dtype == torch.float32
 
     def load(self) -> Tensor:
@@ -267,7 +267,7 @@ class Rank1Tensor(NamedTuple):
         return self.read_flat(0, math.prod(self.shape)).view(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order."""
+        """Return elements `start` to `stop` in flat order."""
         width = max(1, math.prod(self.column.shape))
         first, last = start // width, -(-stop // width)
         return _outer(self.row.read_flat(first, last), self.column.load().view(-1), start, stop, first)
@@ -280,7 +280,7 @@ class Rank1Tensor(NamedTuple):
 
 
 def _outer(row: Tensor, column: Tensor, start: int, stop: int, first: int) -> Tensor:
-    """Elements `start` to `stop` of the product of the rows from row `first` on, and the columns."""
+    """Return elements `start` to `stop` of the product of the rows from row `first` on, and the columns."""
     out = room_for(stop - start, torch.float32)
     for begin, end, rows, columns in _segments(start, stop, column.numel()):
         place = out[begin - start : end - start].view(rows.stop - rows.start, -1)
@@ -308,7 +308,7 @@ def _parts(codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, 
 
 
 def _split(shape: tuple[int, ...]) -> int:
-    """How many of the first axes are the rows: as many as make rows and columns fewest."""
+    """Return how many of the first axes are the rows: as many as make rows and columns fewest."""
     return min(range(1, max(2, len(shape))), key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))
 
 
@@ -380,7 +380,7 @@ def _log8_values(code: Array, base: Array, step: Array, scale: Array, first: int
 
 
 def _block_runs(size: int, first: int) -> Iterator[tuple[slice, slice]]:
-    """Flat values that begin at place `first` of a block as runs of equal length in their blocks: the blocks, the places."""
+    """Return the blocks and places of flat values that begin at place `first` of a block, as runs of equal length."""
     start = 0
     while start < size:
         block, place = divmod(first + start, BLOCK)
@@ -391,7 +391,7 @@ def _block_runs(size: int, first: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _segments(start: int, stop: int, width: int) -> Iterator[tuple[int, int, slice, slice]]:
-    """Flat elements `start` to `stop` of a matrix as a part of a row, whole rows, and a part of a row: places, rows, columns."""
+    """Return flat elements `start` to `stop` of a matrix as a part of a row, whole rows, and a part of a row: places, rows, columns."""
     while start < stop:
         row, column = divmod(start, width)
         if column or stop - start < width:
@@ -439,7 +439,7 @@ class _Sample:
         return np.arange(first, start + numel, self._every)
 
     def of(self, name: str, start: int, chunk: Tensor) -> Tensor:
-        """Those of a chunk that are taken."""
+        """Return the entries of a chunk that are sampled."""
         return chunk[(-(self._offsets[name] + start)) % self._every :: self._every].to(torch.float32)
 
     def add(self, before: Tensor, after: Tensor) -> None:
@@ -448,7 +448,7 @@ class _Sample:
         self._after.append(after.clone())
 
     def pairs(self) -> tuple[Tensor, Tensor]:
-        """All that was kept."""
+        """Return all sampled pairs."""
         return torch.cat([torch.empty(0), *self._before]), torch.cat([torch.empty(0), *self._after])
 
 

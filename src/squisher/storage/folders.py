@@ -59,12 +59,12 @@ class Weights(NamedTuple):
     in_module_order: bool
 
     def has(self, name: str, shape: tuple[int, ...]) -> bool:
-        """Whether there is a tensor of this name and this shape."""
+        """Return whether there is a tensor of this name and this shape."""
         return name in self.tensors and tuple(self.tensors[name].shape) == tuple(shape)
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights under one of the usual names."""
+    """Return whether a folder holds weights under one of the usual names."""
     return any((folder / name).is_file() for name in _IN_FOLDER)
 
 

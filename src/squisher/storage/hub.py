@@ -63,7 +63,7 @@ class Address(NamedTuple):
 
 
 def is_hub_id(source: object) -> bool:
-    """Whether a source is an address on the Hub rather than a path."""
+    """Return whether a source is an address on the Hub rather than a path."""
     return isinstance(source, (str, os.PathLike)) and bool(_SCHEME.match(str(source)))
 
 
@@ -242,7 +242,7 @@ def _asking(address: Address, write: bool = False) -> Iterator[tuple[Any, bool]]
 
 
 def _out_of_reach(hub: Any) -> str:
-    """Why the Hub cannot be asked; empty if it can."""
+    """Return why the Hub cannot be asked; empty if it can."""
     if hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     endpoint = urllib.parse.urlsplit(hub.constants.ENDPOINT)

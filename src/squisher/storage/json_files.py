@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -60,14 +61,13 @@ def parse_json(data: bytes | str, label: str, hook: Callable[[list[tuple[str, An
 
 
 def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a hook that refuses a name that appears twice, because readers differ in which one they take.
+    """Return the pairs as a dictionary, unless a name appears twice: readers differ in which value they take.
 
     Raises:
         NamingError: A name appears twice.
     """
     out = dict(pairs)
     if len(out) < len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise NamingError(f"the name {twice!r} appears twice.")
     return out

@@ -178,7 +178,7 @@ def open_archive(path: str | os.PathLike[str]) -> tuple[LazyTensors, dict[str, A
 
 
 def exists(path: str | os.PathLike[str]) -> bool:
-    """Whether `open_archive` would find something under this name."""
+    """Return whether `open_archive` would find something under this name."""
     return os.path.isfile(path) or os.path.isfile(_index_path(Path(path)))
 
 

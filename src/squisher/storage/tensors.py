@@ -72,7 +72,7 @@ def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
 
 
 def chunks_of(tensors: Mapping[str, Tensor], name: str, size: int = CHUNK) -> Iterator[Tensor]:
-    """One tensor of any mapping in flat chunks on the CPU, in order; memory is bounded by a chunk for a lazy one.
+    """Yield one tensor of any mapping in flat chunks on the CPU, in order; memory is bounded by a chunk for a lazy one.
 
     A tensor that is spread over processes is gathered first: all of them must ask for it at the same time.
     """
@@ -160,7 +160,7 @@ class Computed(Mapping[str, Tensor]):
         return dtype_of(self._like, self._name_there(name))
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat chunks of at most `size` elements, in order."""
+        """Yield one tensor in flat chunks of at most `size` elements, in order."""
         return chunks_of(self._like, self._name_there(name), size)
 
     def _name_there(self, name: str) -> str:
@@ -188,7 +188,7 @@ class TensorSource(Protocol):
         """Return the whole tensor."""
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order."""
+        """Return elements `start` to `stop` in flat order."""
 
 
 class FileTensor(NamedTuple):
@@ -203,7 +203,7 @@ class FileTensor(NamedTuple):
         return self.read_flat(0, math.prod(self.shape)).view(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order."""
+        """Return elements `start` to `stop` in flat order."""
         out = room_for(stop - start, self.dtype)
         if stop > start:
             self.byte_range.read_into(out.view(torch.uint8).numpy().data, start * self.dtype.itemsize)
@@ -252,7 +252,7 @@ class LazyTensors(Mapping[str, Tensor]):
             yield source.read_flat(start, min(start + size, numel))
 
     def source(self, name: str) -> TensorSource:
-        """Where one tensor lies."""
+        """Return where one tensor lies."""
         return self._source(name)
 
     def _source(self, name: str) -> TensorSource:
@@ -263,7 +263,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Names that are another name's very tensor: `{alias: first name}`.
+    """Return names that are another name's very tensor: `{alias: first name}`.
 
     In memory, tensors that share address and shape; in files, those that share their bytes. A mapping that computes its tensors
     knows it itself, in its attribute `tied`.
@@ -359,7 +359,7 @@ class Joined:
         return self.read_flat(0, math.prod(self.shape)).reshape(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order; only the slices that hold them are read."""
+        """Return elements `start` to `stop` in flat order; only the slices that hold them are read."""
         found = []
         k = bisect_right(self._ends, start)
         while start < stop:
@@ -397,7 +397,7 @@ class Block:
         self._first = sum(o * step for o, step in zip(offsets, self._steps, strict=True))
 
     def place(self, run: int) -> int:
-        """Where a run begins in the flat order of the whole."""
+        """Return where a run begins in the flat order of the whole."""
         place = self._first
         for d in reversed(range(self._split)):
             run, k = divmod(run, self.sizes[d])
@@ -405,7 +405,7 @@ class Block:
         return place
 
     def places(self, first: int, last: int) -> Tensor:
-        """Where each element of the runs `first` to `last` is in the flat order of the whole."""
+        """Return where each element of the runs `first` to `last` is in the flat order of the whole."""
         run = torch.arange(first, last)
         place = torch.full_like(run, self._first)
         for d in reversed(range(self._split)):
@@ -425,7 +425,7 @@ class Block:
         return low
 
     def overlaps(self, other: Block) -> bool:
-        """Whether two blocks of one tensor have an element in common."""
+        """Return whether two blocks of one tensor have an element in common."""
         parts = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         return all(a < b + n and b < a + m for a, m, b, n in parts)
 
@@ -466,7 +466,7 @@ class Blocks:
         return whole.reshape(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order; of each block only what lies among them is read."""
+        """Return elements `start` to `stop` in flat order; of each block only what lies among them is read."""
         out = torch.empty(stop - start, dtype=self.dtype)
         for block in self._blocks:
             if stop > start:
@@ -527,7 +527,7 @@ class Ahead(Computed):
         return self._tensors[self._name_there(name)]
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """One tensor in flat chunks, in order; they may be shorter than `size`."""
+        """Yield one tensor in flat chunks, in order; they may be shorter than `size`."""
         if name != self._next or size != CHUNK:
             yield from chunks_of(self._tensors, name, size)
             return

@@ -57,7 +57,7 @@ def unpickle(data: bytes, persistent_load: Callable[[Any], Any] | None = None, n
 
 
 def zip_entries(source: str | os.PathLike[str] | ByteRange) -> Mapping[str, ByteRange]:
-    """Where each entry of a zip archive is; nothing is unpacked, and compressed entries are left out."""
+    """Return where each entry of a zip archive is; nothing is unpacked, and compressed entries are left out."""
     span = source if isinstance(source, ByteRange) else ByteRange.of(source)
     with span.open() as file:
         return Places(Archive(span, file))
@@ -416,7 +416,7 @@ class Archive:
         raise self._damaged("an entry of over 4 GB does not say its size")
 
     def _locate(self) -> tuple[int, int, int]:
-        """Offset, length and number of entries of the central directory."""
+        """Return offset, length and number of entries of the central directory."""
         tail_start = max(0, self.span.length - MAX_COMMENT - _end.size - _locator64.size)
         self._file.seek(tail_start)
         tail = self._file.read(self.span.length - tail_start)

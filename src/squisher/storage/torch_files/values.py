@@ -239,7 +239,7 @@ class StoredTensor:
         return True
 
     def byte_range(self) -> ByteRange:
-        """Where the elements of a contiguous tensor are.
+        """Return where the elements of a contiguous tensor are.
 
         Raises:
             ValueError: If it is not contiguous.
@@ -264,25 +264,25 @@ class StoredTensor:
             ValueError: If it is not contiguous, or the range is not inside the tensor.
         """
         if not self.is_contiguous:
-            raise ValueError("only a contiguous tensor can be read in pieces; use load()")
+            raise ValueError("only a contiguous tensor can be read in chunks; use load()")
         if not 0 <= start <= stop <= self.numel:
             raise ValueError(f"elements {start} to {stop} of a tensor of {self.numel}")
         return self._read(self.storage_offset + start, self.storage_offset + stop)
 
-    def pieces(self, size: int) -> Iterator[torch.Tensor]:
-        """Read a contiguous tensor front to back in flat pieces of at most `size` elements.
+    def chunks(self, size: int) -> Iterator[torch.Tensor]:
+        """Read a contiguous tensor front to back in flat chunks of at most `size` elements.
 
         Where the file keeps a checksum of exactly these bytes, it is compared on the way, at no further read.
 
         Raises:
-            FileError: If the checksum does not fit; after the last piece, since it cannot be known before.
+            FileError: If the checksum does not fit; after the last chunk, since it cannot be known before.
         """
         found = 0
         for start in range(0, self.numel, size):
-            piece = self.read_flat(start, min(start + size, self.numel))
+            chunk = self.read_flat(start, min(start + size, self.numel))
             if self._checksum is not None:
-                found = zlib.crc32(piece.view(torch.uint8).numpy().data, found)
-            yield piece
+                found = zlib.crc32(chunk.view(torch.uint8).numpy().data, found)
+            yield chunk
         self._compare(found)
 
     @property
@@ -328,7 +328,7 @@ class Verified:
         return self._checked().load()
 
     def read_flat(self, start: int, stop: int) -> torch.Tensor:
-        """Elements `start` to `stop` in flat order."""
+        """Return elements `start` to `stop` in flat order."""
         stored = self._checked()
         return stored.read_flat(start, stop) if stored.is_contiguous else stored.load().reshape(-1)[start:stop]
 
@@ -360,7 +360,7 @@ def find_weights(tree: Any) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether something is an optimizer's state dict, a pickled optimizer, or a dictionary of them by parameter."""
+    """Return whether something is an optimizer's state dict, a pickled optimizer, or a dictionary of them by parameter."""
     content = value.attributes if isinstance(value, Record) else value
     if not isinstance(content, dict):
         return False
@@ -370,7 +370,7 @@ def is_optimizer(value: Any) -> bool:
 
 
 def is_in_backward(content: dict[Any, Any]) -> bool:
-    """Whether a dictionary has an optimizer of one parameter under each parameter's name, as torchtune's in-backward steps do."""
+    """Return whether a dictionary has an optimizer of one parameter under each parameter's name, as torchtune's in-backward steps do."""
     return len(content) > 1 and all(
         isinstance(name, str) and "." in name and isinstance(one, dict) and _of_one_parameter(one)
         for name, one in content.items()
@@ -386,7 +386,7 @@ def _of_one_parameter(one: dict[Any, Any]) -> bool:
 
 
 def walk(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Everything that may hold an optimizer or weights, breadth first, each object once."""
+    """Yield everything that may hold an optimizer or weights, breadth first, each object once."""
     seen: set[int] = set()
     level: list[tuple[str, Any]] = [("", tree)]
     for _ in range(_DEPTH):
@@ -417,7 +417,7 @@ def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _is_module(value: Any) -> bool:
-    """Whether something is a pickled `nn.Module`."""
+    """Return whether something is a pickled `nn.Module`."""
     if not isinstance(value, Record):
         return False
     return isinstance(value.get("_parameters"), dict) and isinstance(value.get("_modules"), dict)
