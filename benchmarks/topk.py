@@ -24,6 +24,7 @@ PEERS = ("torch.topk", "torch.kthvalue", "torch.sort", "numpy.partition")
 OURS = "squisher.mask.top_k"
 SHARE = 0.1
 LAYER = 1 << 24
+top_k = squisher.mask.top_k  # imported here: that is not what is measured
 
 
 def make(path: Path, size: int) -> None:
@@ -52,7 +53,7 @@ def kth(case: str, scores: torch.Tensor, k: int) -> float:
 
 def marked(scores: Mapping[str, torch.Tensor]) -> squisher.mask.Mask:
     """Return the marks of the largest tenth."""
-    mask = squisher.mask.top_k(scores, keep=SHARE)
+    mask = top_k(scores, keep=SHARE)
     if mask.kept != int(SHARE * mask.total):
         raise SystemExit(f"{mask.kept} marks instead of {int(SHARE * mask.total)}")
     return mask
