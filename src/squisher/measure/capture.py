@@ -9,16 +9,13 @@ source like a parameter: its per-example gradients are sent on through its own s
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .batches import Batch
 from .examples import (
@@ -28,12 +25,11 @@ from .examples import (
     Look,
     State,
     broadcasts,
-    is_random,
-    name_of,
-    place_after,
-    state_after,
+    replaced,
     tensors_in,
 )
+from .following import Following, Watch, is_random
+from .graph import NEEDING_NO_VALUES, leaves_behind, operations_behind
 from .likelihood import Objective, Outputs
 from .rules import (
     OPERATIONS,
@@ -44,11 +40,9 @@ from .rules import (
     Rule,
     Squares,
     add_squares,
-    multi_head_attention,
-    supports,
 )
 
-__all__ = ["Obstacle", "Pass", "forward_pass", "looks_only"]
+__all__ = ["Obstacle", "Pass", "forward_pass"]
 
 MOST_COPIES = 1 << 24
 """Elements of the copies, one for each example, that a shared tensor may be given."""
@@ -75,102 +69,7 @@ class _Use:
         return all(t._version == version for t, version in self.held)
 
 
-# What only looks at a tensor's form.
-_FORM = {
-    *(
-        "size",
-        "dim",
-        "stride",
-        "numel",
-        "nelement",
-        "ndimension",
-        "element_size",
-        "storage_offset",
-        "data_ptr",
-        "get_device",
-    ),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_tensor", "register_hook", "retain_grad", "is_same_size"),
-    *(
-        "untyped_storage",
-        "storage",
-        "result_type",
-        "broadcast_shapes",
-        "is_signed",
-        "is_pinned",
-        "is_shared",
-        "is_inference",
-    ),
-    *("op.len", "op.hash", "op.repr", "op.format", "op.dir", "has_names", "is_set_to", "set.requires_grad", "set.grad"),
-}
-_VIEWS = {"get.T", "get.mT", "get.H", "get.mH", "get.data", "get.real", "get.imag"}
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
-
-
-# Steps between a parameter and what is made of it whose gradient needs shapes and indices only.
-_NEEDING_NO_VALUES = {
-    f"{name}Backward{n}"
-    for name in [
-        "Embedding",
-        "Slice",
-        "Select",
-        "View",
-        "UnsafeView",
-        "Reshape",
-        "ReshapeAlias",
-        "Unsqueeze",
-        "Squeeze",
-        "Expand",
-        "Transpose",
-        "Permute",
-        "T",
-        "Alias",
-        "Clone",
-        "ToCopy",
-        "Index",
-        "IndexSelect",
-        "Split",
-        "SplitWithSizes",
-        "Unbind",
-        "Narrow",
-        "Chunk",
-        "Add",
-        "Sub",
-        "Neg",
-        "Cat",
-        "Stack",
-        "Flip",
-        "Roll",
-        "Repeat",
-    ]
-    for n in range(3)
-}
-
-
-def looks_only(name: str) -> bool:
-    """Whether an operation only looks at a tensor's form; `name` as of `name_of`."""
-    return name in _FORM or (name.startswith("get.") and name not in _VIEWS)
-
-
-class _Watch(TorchFunctionMode):
-    """Hands every operation of the model to the pass."""
-
-    def __init__(self, one: Pass):
-        super().__init__()
-        self.one = one
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = name_of(func)
-        if looks_only(name):
-            return func(*args, **kwargs)
-        if torch._C._functorch.maybe_current_level() is not None:
-            return func(*args, **kwargs)  # inside vmap: what comes out is not followed
-        if func is F.multi_head_attention_forward:
-            arguments = {**dict(zip(func.__code__.co_varnames, args, strict=False)), **kwargs}
-            if supports(arguments):
-                with self:  # inside a mode's own handler it is off
-                    return multi_head_attention(**arguments)
-        return self.one.call(func, name, args, kwargs)
 
 
 def forward_pass(*args: Any, **kwargs: Any) -> tuple[Pass, Outputs]:
@@ -201,7 +100,7 @@ class _Anchor(torch.autograd.Function):
         return None, None
 
 
-class Pass:
+class Pass(Following):
     """One forward pass over the examples of a batch and its backward passes.
 
     Args:
@@ -215,8 +114,6 @@ class Pass:
 
     Attributes:
         guessed: whether one was.
-        random: whether random numbers were drawn.
-        escaped: whether something may depend on the examples in a way that is not followed (a number that Python saw).
         reentrant: whether a parameter was used without gradients, perhaps to be used again in the backward pass (checkpointing).
         types: of the gradients that arrived.
     """
@@ -231,18 +128,16 @@ class Pass:
         guess: bool = True,
         gathered: Iterable[Tensor] | None = None,
     ):
+        super().__init__(batch.size, (*model.parameters(), *model.buffers(), *(gathered or ())))
         self.model, self.objective, self.batch, self.parameters = model, objective, batch, parameters
-        self.examples, self.bounds = batch.size, bounds
+        self.bounds = bounds
         self.many = objective.labels == "exact" or objective.draws > 1 or objective.unit == "token"
         self.guess, self.guessed = guess, False
-        self.random = self.escaped = self.reentrant = False
+        self.reentrant = False
         self.types: set[torch.dtype] = set()
         self._names = {id(p): name for name, p in parameters.items()}
         self._sharded = gathered is not None
-        self._known = {id(t) for t in (*model.parameters(), *model.buffers(), *(gathered or ()))}
-        self._marks: dict[int, tuple[Any, int, State, str]] = {}
         self._detached: dict[int, tuple[Tensor, Tensor]] = {}
-        self._trace: list[Any] = []
         self._uses: list[_Use] = []
         self._expected: dict[int, int] = {}
         self._behind: dict[int, tuple[Tensor, set[str]]] = {}
@@ -254,12 +149,7 @@ class Pass:
         self._pending: dict[int, list[Piece]] = {}
         self._squares: dict[str, tuple[Outer, Tensor]] = {}
         self._leaf = torch.zeros((), requires_grad=True)
-        self._watch = _Watch(self)
-
-    @property
-    def program(self) -> tuple[Any, ...]:
-        """What was called on what: the same for batches that differ in their sizes only."""
-        return tuple(self._trace)
+        self._watch = Watch(self)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -285,14 +175,14 @@ class Pass:
         unseen = dict(self._refused)
         unseen |= {
             self._names[id(leaf)]: f"it is used in an operation without a rule ({node})"
-            for leaf, node in _leaves(values)
+            for leaf, node in leaves_behind(values)
             if id(leaf) in self._names
         }
         if self._sharded:
             unseen |= {
                 name: f"its gradient comes through {node}, for which it would have to be gathered again"
                 for source, names in self._behind.values()
-                for node in _nodes(source) - _NEEDING_NO_VALUES
+                for node in operations_behind(source) - NEEDING_NO_VALUES
                 for name in names
             }
         unseen.update(
@@ -310,38 +200,10 @@ class Pass:
         """Return the parameters whose gradient is complete only when several uses are through."""
         return {self._names[key] for key, n in self._expected.items() if n > 1 and key in self._names} | self._parts
 
-    def carry(self, before: Tensor, after: Tensor) -> None:
-        """Note that another tensor stands for this one: its rows belong to the same examples."""
-        mark = self._marks.get(id(before))
-        if mark is not None and mark[0]() is before:
-            self._mark(after, *mark[2:])
-
     @property
     def captured(self) -> set[str]:
         """The parameters that were used so far."""
         return {self._names[key] for key in self._expected if key in self._names} | self._parts
-
-    # -- states --------------------------------------------------------------------------------------------------------
-
-    def _state(self, t: Tensor) -> State:
-        mark = self._marks.get(id(t))
-        if mark is not None and mark[0]() is t:
-            return mark[2] if mark[1] == t._version else UNKNOWN
-        if id(t) in self._known:
-            return SHARED
-        if not t.requires_grad:
-            self.escaped = True  # a constant, or something computed where it is not followed
-            return SHARED
-        return UNKNOWN
-
-    def _why(self, t: Tensor) -> str:
-        mark = self._marks.get(id(t))
-        reason = mark[3] if mark is not None and mark[0]() is t else ""
-        return reason or "which rows of the outputs belong to which example is not known"
-
-    def _mark(self, t: Tensor, state: State, reason: str = "") -> None:
-        if id(t) not in self._known:
-            self._marks[id(t)] = (weakref.ref(t), t._version, state, reason)
 
     def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation. Its output is marked with where the examples are, and captured if it uses a parameter."""
@@ -385,75 +247,6 @@ class Pass:
         if base is not None and output is args[0] and self._state(output) == base[1]:
             self._mark(base[0], base[2])
         return output
-
-    def _state_after(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look
-    ) -> State:
-        return state_after(name, args, kwargs, output, look)
-
-    def _finish(self, output: Any, name: str, after: Any) -> Any:
-        results = list(tensors_in(output))
-        if (
-            not results and output is not None and name != "op.bool"
-        ):  # which only chooses between operations that are seen
-            self.escaped = True  # a number that Python sees
-        found = []
-        for t in results:
-            state, reason = after(t)
-            self._mark(t, state, reason)
-            found.append(state.dim if isinstance(state, Examples) else None)
-        self._trace.append((name, *found))
-        return output
-
-    def _base_before(self, args: tuple[Any, ...], states: dict[int, State]) -> tuple[Tensor, State, State] | None:
-        """Return the tensor that the first argument is a view of: changed in place, it keeps its state if the view does."""
-        base = args[0]._base if args and isinstance(args[0], Tensor) else None
-        state = None if base is None else self._state(base)
-        return None if base is None or state is UNKNOWN else (base, states[id(args[0])], state)  # type: ignore[return-value]
-
-    def _set_item(self, func: Any, args: tuple[Any, ...], states: dict[int, State]) -> None:
-        target, index, value = args
-        before, given = states[id(target)], states.get(id(value), SHARED) if isinstance(value, Tensor) else SHARED
-        base = self._base_before(args, states)
-        state: State = UNKNOWN
-        parts = index if isinstance(index, tuple) else (index,)
-        if UNKNOWN not in states.values() and not (
-            isinstance(value, Tensor) and given is SHARED and value.requires_grad
-        ):
-            state = self._state_of_target(target, before, parts, value, given, states)
-        func(*args)
-        self._mark(target, state, "rows of examples are written into another tensor" if state is UNKNOWN else "")
-        self._trace.append(("setitem", state if state is UNKNOWN else None))
-        if base is not None and state == before:
-            self._mark(base[0], base[2])
-
-    def _state_of_target(
-        self, t: Tensor, before: State, parts: Any, value: Any, given: State, states: dict[int, State]
-    ) -> State:
-        if any(isinstance(p, (Tensor, list)) for p in parts):
-            mask = parts[0] if len(parts) == 1 and isinstance(parts[0], Tensor) else None
-            plain = not isinstance(value, Tensor) or (given is SHARED and value.dim() == 0)
-            if mask is None or mask.dtype != torch.bool or not plain or (t.requires_grad and before is SHARED):
-                return UNKNOWN
-            # A mask covers the leading dimensions.
-            return (
-                before if states[id(mask)] in (before, SHARED) else (states[id(mask)] if before is SHARED else UNKNOWN)
-            )
-        if not isinstance(given, Examples):
-            kept = (
-                not isinstance(before, Examples) or place_after(t, before.dim, parts, t.shape[before.dim]) is not None
-            )
-            return before if kept else UNKNOWN
-        region = t.detach()[tuple(parts)]
-        wanted = given.dim + region.dim() - value.dim()
-        for dim in range(t.dim()) if before is SHARED and not t.requires_grad else [getattr(before, "dim", -1)]:
-            if (
-                dim >= 0
-                and t.shape[dim] == self.examples * given.inner
-                and wanted == place_after(t, dim, parts, t.shape[dim])
-            ):
-                return Examples(dim, given.inner)
-        return UNKNOWN
 
     # -- uses of parameters --------------------------------------------------------------------------------------------
 
@@ -528,7 +321,7 @@ class Pass:
                 copies = self._copies(t, shape, state, look)
                 if copies is not None:
                     instead[id(t)] = copies
-        return _swap(args, instead), _swap(kwargs, instead), uses
+        return replaced(args, instead), replaced(kwargs, instead), uses
 
     def _detach(self, t: Tensor) -> Tensor:
         held = self._detached.get(id(t))
@@ -580,7 +373,7 @@ class Pass:
         return output
 
     def _names_of(self, source: Tensor) -> set[str]:
-        return {self._names[id(leaf)] for leaf, _ in _leaves(source) if id(leaf) in self._names}
+        return {self._names[id(leaf)] for leaf, _ in leaves_behind(source) if id(leaf) in self._names}
 
     def _names_behind(self, source: Tensor) -> set[str]:
         name = self._names.get(id(source))
@@ -736,48 +529,6 @@ class Pass:
 def _in_place(func: Any) -> bool:
     name = str(getattr(func, "__name__", ""))
     return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
-
-
-def _swap(value: Any, instead: Mapping[int, Tensor]) -> Any:
-    if not instead:
-        return value
-    if isinstance(value, Tensor):
-        return instead.get(id(value), value)
-    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
-        return type(value)(_swap(v, instead) for v in value)
-    if isinstance(value, dict):
-        return {k: _swap(v, instead) for k, v in value.items()}
-    return value
-
-
-def _leaves(t: Tensor) -> Iterator[tuple[Tensor, str]]:
-    """Yield the leaves that a gradient of this tensor would reach, each with the operation that it would come from."""
-    if t.grad_fn is None:
-        if t.requires_grad:
-            yield t, "itself"
-        return
-    seen, stack = {t.grad_fn}, [t.grad_fn]
-    while stack:
-        node = stack.pop()
-        for child, _ in node.next_functions:
-            if child is None:
-                continue
-            if hasattr(child, "variable"):
-                yield child.variable, node.name()
-            elif child not in seen:
-                seen.add(child)
-                stack.append(child)
-
-
-def _nodes(t: Tensor) -> set[str]:
-    """Return the names of the operations behind a tensor."""
-    seen, stack = set(), [t.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen and not hasattr(node, "variable"):
-            seen.add(node)
-            stack += [child for child, _ in node.next_functions]
-    return {node.name() for node in seen}
 
 
 def _full_precision(device: str) -> AbstractContextManager[Any]:

@@ -9,7 +9,7 @@ not known here, and whatever gathers, sorts or packs rows, makes the output `UNK
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -20,11 +20,12 @@ __all__ = [
     "UNKNOWN",
     "Examples",
     "Look",
+    "Other",
     "State",
+    "argument",
     "broadcasts",
-    "is_random",
-    "name_of",
     "place_after",
+    "replaced",
     "state_after",
     "tensors_in",
 ]
@@ -37,15 +38,17 @@ class Examples(NamedTuple):
     inner: int = 1
 
 
-class _Other(NamedTuple):
+class Other(NamedTuple):
+    """Where there are no examples to follow."""
+
     kind: str
 
 
-SHARED = _Other("shared")
+SHARED = Other("shared")
 """No row belongs to an example: parameters, buffers, constants, and what is made of them alone."""
-UNKNOWN = _Other("unknown")
+UNKNOWN = Other("unknown")
 
-State = Examples | _Other
+State = Examples | Other
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -60,54 +63,17 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(v)
 
 
-# -- names: one for the function, the method, the operator and the in-place form ---------------------------------------------
-
-_OPERATORS = {
-    "radd": "add",
-    "rmul": "mul",
-    "rsub": "sub",
-    "rtruediv": "div",
-    "truediv": "div",
-    "rdiv": "div",
-    "floordiv": "div",
-    "rfloordiv": "div",
-    "rpow": "pow",
-    "rmod": "remainder",
-    "mod": "remainder",
-    "iadd": "add",
-    "isub": "sub",
-    "imul": "mul",
-    "itruediv": "div",
-    "idiv": "div",
-    "ipow": "pow",
-    "iand": "and",
-    "ior": "or",
-    "ixor": "xor",
-    "rand": "and",
-    "ror": "or",
-    "rxor": "xor",
-}
-_names: dict[Any, str] = {}
-
-
-def name_of(func: Any) -> str:
-    """Return the name that `add`, `add_`, `__iadd__` and `__radd__` have in common; "get.shape" for attributes."""
-    name = _names.get(func)
-    if name is None:
-        name = _names[func] = _name(func)
-    return name
-
-
-def _name(func: Any) -> str:
-    name = str(getattr(func, "__name__", ""))
-    if name in ("__get__", "__set__", "__delete__"):
-        return f"{name.strip('_')}.{getattr(func.__self__, '__name__', '')}"
-    if name.startswith("__") and name.endswith("__"):
-        inside = name.strip("_")
-        return _OPERATORS.get(
-            inside, inside if inside in ("getitem", "setitem", "matmul", "rmatmul") else f"op.{inside}"
-        )
-    return name.rstrip("_") if not name.startswith("_") else name
+def replaced(value: Any, instead: Mapping[int, Tensor]) -> Any:
+    """Return arguments with other tensors in the place of some, by the `id` of those."""
+    if not instead:
+        return value
+    if isinstance(value, Tensor):
+        return instead.get(id(value), value)
+    if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
+        return type(value)(replaced(v, instead) for v in value)
+    if isinstance(value, dict):
+        return {k: replaced(v, instead) for k, v in value.items()}
+    return value
 
 
 # -- the operations -----------------------------------------------------------------------------------------------------------
@@ -183,9 +149,10 @@ def broadcasts(
         return None, UNKNOWN
 
 
-def _argument(
+def argument(
     args: tuple[Any, ...], kwargs: dict[str, Any], place: int, names: str | tuple[str, ...], default: Any
 ) -> Any:
+    """Return an argument of a call, by its names or its place."""
     for name in (names,) if isinstance(names, str) else names:
         if name in kwargs:
             return kwargs[name]
@@ -243,8 +210,8 @@ def _permuted(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: 
     elif name in ("get.T", "get.H", "t", "numpy_T"):
         order = list(reversed(range(n)))
     elif name in ("transpose", "swapaxes", "swapdims"):
-        a = _argument(args, kwargs, 1, ("dim0", "axis0"), None) % n
-        b = _argument(args, kwargs, 2, ("dim1", "axis1"), None) % n
+        a = argument(args, kwargs, 1, ("dim0", "axis0"), None) % n
+        b = argument(args, kwargs, 2, ("dim1", "axis1"), None) % n
         order = list(range(n))
         order[a], order[b] = order[b], order[a]
     else:  # permute, movedim: ask a tensor without memory whose sizes all differ
@@ -269,7 +236,7 @@ def _along(place: int, default: Any, names: tuple[str, ...] = ("dim", "axis", "d
             return UNKNOWN
         if not isinstance(state, Examples):
             return state
-        dim = _argument(args, kwargs, place, names, default)
+        dim = argument(args, kwargs, place, names, default)
         if place == 1 and len(args) > 2 and isinstance(dim, int) and name in ("flip", "amax", "amin"):
             dim = args[1:]
         if isinstance(dim, Tensor) or dim is None or dim == ():
@@ -284,7 +251,7 @@ def _along(place: int, default: Any, names: tuple[str, ...] = ("dim", "axis", "d
 
 
 def _max(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
-    other = _argument(args, kwargs, 1, "other", None)
+    other = argument(args, kwargs, 1, "other", None)
     rule = _pointwise if isinstance(other, Tensor) else _along(1, None)
     return rule(name, args, kwargs, output, look)
 
@@ -313,14 +280,14 @@ def _repeat(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Te
 def _repeat_interleave(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
     t = _first(args, kwargs)
     state = look(t)
-    times, dim = _argument(args, kwargs, 1, "repeats", None), _argument(args, kwargs, 2, "dim", None)
+    times, dim = argument(args, kwargs, 1, "repeats", None), argument(args, kwargs, 2, "dim", None)
     if not isinstance(state, Examples) or not isinstance(times, int) or (dim is None and t.dim() != 1):
         return UNKNOWN
     return Examples(state.dim, state.inner * times) if (dim or 0) % t.dim() == state.dim else state
 
 
 def _matmul(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
-    left, right = args[0], _argument(args, kwargs, 1, ("other", "mat2"), None)
+    left, right = args[0], argument(args, kwargs, 1, ("other", "mat2"), None)
     if name == "rmatmul":
         left, right = right, left
     a, b = look(left), look(right)
@@ -338,7 +305,7 @@ def _matmul(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Te
 
 
 def _addmm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
-    factors = tuple(_argument(args, kwargs, n, (f"batch{n}", f"mat{n}"), None) for n in (1, 2))
+    factors = tuple(argument(args, kwargs, n, (f"batch{n}", f"mat{n}"), None) for n in (1, 2))
     product = _matmul("matmul", factors, {}, output, look)
     added = look(args[0])
     if isinstance(added, Examples):
@@ -398,7 +365,7 @@ def _images(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Te
     others = [o for o in tensors_in((args[1:], kwargs)) if o is not t]
     if not isinstance(state, Examples) or state.dim or any(isinstance(look(o), Examples) for o in others):
         return UNKNOWN
-    weight = _argument(args, kwargs, 1, "weight", None)
+    weight = argument(args, kwargs, 1, "weight", None)
     if name.startswith("conv") and (not isinstance(weight, Tensor) or t.dim() != weight.dim()):
         return UNKNOWN  # without a batch dimension
     return state
@@ -412,12 +379,12 @@ def _grid_sample(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 def _pad(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
     t = _first(args, kwargs)
     state = look(t)
-    sizes = _argument(args, kwargs, 1, "pad", None)
+    sizes = argument(args, kwargs, 1, "pad", None)
     return state if isinstance(state, Examples) and len(sizes) // 2 < t.dim() - state.dim else UNKNOWN
 
 
 def _batch_norm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
-    if _argument(args, kwargs, 5, "training", False) or _argument(args, kwargs, 1, "running_mean", None) is None:
+    if argument(args, kwargs, 5, "training", False) or argument(args, kwargs, 1, "running_mean", None) is None:
         return UNKNOWN  # the statistics of the batch: examples are not apart
     return _images(name, args, kwargs, output, look)
 
@@ -427,21 +394,21 @@ def _layer_norm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output
     state = look(t)
     if any(isinstance(look(o), Examples) for o in tensors_in((args[1:], kwargs)) if o is not t):
         return UNKNOWN
-    count = len(_argument(args, kwargs, 1, "normalized_shape", ()))
+    count = len(argument(args, kwargs, 1, "normalized_shape", ()))
     return state if isinstance(state, Examples) and state.dim < t.dim() - count else UNKNOWN
 
 
 def _lookup(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
-    if name == "embedding" and look(_argument(args, kwargs, 1, "weight", None)) is not SHARED:
+    if name == "embedding" and look(argument(args, kwargs, 1, "weight", None)) is not SHARED:
         return UNKNOWN
     return look(_first(args, kwargs))
 
 
 def _joined(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
-    tensors = list(tensors_in(_argument(args, kwargs, 0, ("tensors", "arrays"), ())))
+    tensors = list(tensors_in(argument(args, kwargs, 0, ("tensors", "arrays"), ())))
     tensors = [t for t in tensors if t.shape != (0,)]  # an empty list of numbers, to which a cache appends
     dim = (
-        _argument(args, kwargs, 1, ("dim", "axis"), {"vstack": 0, "hstack": 1, "dstack": 2}.get(name, 0)) % output.dim()
+        argument(args, kwargs, 1, ("dim", "axis"), {"vstack": 0, "hstack": 1, "dstack": 2}.get(name, 0)) % output.dim()
     )
     found = {look(t) for t in tensors} - {SHARED}
     if (
@@ -458,7 +425,7 @@ def _joined(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Te
 def _gathered(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
     """Gather and scatter along a dimension that is not the examples'; all tensors have the same dimensions."""
     t = _first(args, kwargs)
-    dim = _argument(args, kwargs, 2 if name == "take_along_dim" else 1, "dim", None)
+    dim = argument(args, kwargs, 2 if name == "take_along_dim" else 1, "dim", None)
     tensors = list(tensors_in((args, kwargs)))
     found = {look(o) for o in tensors} - {SHARED}
     if dim is None or len(found) != 1 or not isinstance(state := found.pop(), Examples) or dim % t.dim() == state.dim:
@@ -469,8 +436,8 @@ def _gathered(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: 
 
 def _index_select(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
     t = _first(args, kwargs)
-    state, index = look(t), _argument(args, kwargs, 2, "index", None)
-    dim = _argument(args, kwargs, 1, "dim", None) % t.dim()
+    state, index = look(t), argument(args, kwargs, 2, "index", None)
+    dim = argument(args, kwargs, 1, "dim", None) % t.dim()
     return state if isinstance(state, Examples) and state.dim != dim and look(index) is SHARED else UNKNOWN
 
 
@@ -495,37 +462,9 @@ def _where(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Ten
 
 
 def _dropout(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
-    training = _argument(args, kwargs, 2, ("training", "train"), True)
-    chance = _argument(args, kwargs, 1, "p", 0.5)
+    training = argument(args, kwargs, 2, ("training", "train"), True)
+    chance = argument(args, kwargs, 1, "p", 0.5)
     return _pointwise(name, args, kwargs, output, look) if not training or not chance else UNKNOWN
-
-
-def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers."""
-    if "dropout" in name:
-        return bool(_argument(args, kwargs, 2, ("training", "train"), True)) and bool(
-            _argument(args, kwargs, 1, "p", 0.5)
-        )
-    if name == "scaled_dot_product_attention":
-        return bool(_argument(args, kwargs, 4, "dropout_p", 0.0))
-    return name in _RANDOM
-
-
-_RANDOM = {
-    *(
-        "rand",
-        "randn",
-        "randint",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "bernoulli",
-        "multinomial",
-        "normal",
-        "uniform",
-    ),
-    *("poisson", "randperm", "exponential", "geometric", "cauchy", "log_normal", "gumbel_softmax", "rrelu"),
-}
 
 
 def _indexed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:

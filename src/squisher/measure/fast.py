@@ -25,7 +25,7 @@ from .batches import Batch
 from .capture import Obstacle, Pass, forward_pass
 from .likelihood import Objective, Outputs
 from .loop import Loop
-from .proof import Proof, Proven, check_alone, compare, prove, recall
+from .proof import Known, Proof, check_alone, compare, prove, recall
 from .rules import Piece
 from .sums import Sums
 
@@ -50,7 +50,7 @@ class Fast:
         self.left: dict[str, str] = {}
         self.loop = Loop(model, objective, parameters)
         self.reached = self.loop.reached
-        self.proven: Proven | None = None
+        self.known: Known | None = None
         self.failures = self.waiting = self.at_once = 0
 
     @property
@@ -70,13 +70,13 @@ class Fast:
         if self.waiting:
             self.waiting -= 1
             return self.loop.add(sums, batch, index)
-        if self.proven is None:
-            self.proven = recall(self.model, self.objective, batch, self.parameters)
-        self.proven.begin(self.model)
+        if self.known is None:
+            self.known = recall(self.model, self.objective, batch, self.parameters)
+        self.known.begin(self.model)
         try:
-            units = self._add(sums, batch, index, self.proven)
+            units = self._add(sums, batch, index, self.known)
             self.failures, self.at_once = 0, self.at_once + 1
-            self.proven.remember(self.model)
+            self.known.remember(self.model)
             return units
         except RuntimeError:
             if not self.at_once:  # perhaps an example alone cannot be run, because an input that all share was cut
@@ -95,34 +95,34 @@ class Fast:
             self.waiting = 2 ** min(self.failures, 10) - 1
             return self.loop.add(sums, batch, index)
 
-    def _add(self, sums: Sums, batch: Batch, index: Tensor, proven: Proven) -> int:
+    def _add(self, sums: Sums, batch: Batch, index: Tensor, known: Known) -> int:
         # Batches 1, 16, 256, ... are proven whatever they do; others when they do something new.
-        proof = self._prove(sums, batch, index, proven) if proven.batches in PROVEN_ANEW else None
+        proof = self._prove(sums, batch, index, known) if known.batches in PROVEN_ANEW else None
         with only_requiring(self.model, self.parameters.values()):
             one, outputs = forward_pass(self.model, self.objective, batch, self.parameters)
             if one.escaped:
-                proven.state = None  # only the proof sees that examples influence each other through Python
-            if one.program not in proven.programs and proof is None:
-                proof = self._prove(sums, batch, index, proven)
+                known.state = None  # only the proof sees that examples influence each other through Python
+            if one.program not in known.programs and proof is None:
+                proof = self._prove(sums, batch, index, known)
             if proof is not None:
                 check_alone(self.model, self.objective, batch, outputs.values.detach(), proof.alone)
             if not outputs.values.requires_grad:
                 if one.captured:
                     raise Obstacle({"": "the outputs have no gradient, although parameters are used"})
                 return self.objective.units(outputs)
-            self._believe(sums, one, outputs, index, proven)
+            self._believe(sums, one, outputs, index, known)
             self.reached |= one.captured
         return self.objective.units(outputs)
 
-    def _prove(self, sums: Sums, batch: Batch, index: Tensor, proven: Proven) -> Proof | None:
+    def _prove(self, sums: Sums, batch: Batch, index: Tensor, known: Known) -> Proof | None:
         proof = prove(sums, self.model, self.objective, batch, index, self.parameters)
         if proof is not None:
-            proven.programs.setdefault(proof.program, set()).update(proof.evident)
+            known.programs.setdefault(proof.program, set()).update(proof.evident)
         return proof
 
-    def _believe(self, sums: Sums, one: Pass, outputs: Outputs, index: Tensor, proven: Proven) -> None:
+    def _believe(self, sums: Sums, one: Pass, outputs: Outputs, index: Tensor, known: Known) -> None:
         """Add what the rules say; what was not proven yet for this sequence of operations is proven on this very batch."""
-        doubtful = one.captured - proven.programs.get(one.program, set())
+        doubtful = one.captured - known.programs.get(one.program, set())
         if not doubtful:
             try:
                 one.backward(outputs, index, sums)
@@ -144,7 +144,7 @@ class Fast:
         with torch.no_grad():
             for name, total in scratch.items():
                 sums[name] += total
-        proven.programs.setdefault(one.program, set()).update(found)
+        known.programs.setdefault(one.program, set()).update(found)
 
     def _expected(self, batch: Batch, index: Tensor, names: Iterable[str]) -> Sums:
         expected = Sums({name: self.parameters[name] for name in names}, torch.float32)

@@ -29,9 +29,9 @@ from .sums import Sums
 
 __all__ = [
     "Difference",
+    "Known",
     "Probe",
     "Proof",
-    "Proven",
     "check_alone",
     "compare",
     "difference_of",
@@ -69,7 +69,7 @@ class Proof:
 
 
 @dataclass
-class Proven:
+class Known:
     """What was proven of a model so far, in this call and in earlier ones.
 
     Attributes:
@@ -93,13 +93,13 @@ class Proven:
             _REMEMBERED[model] = self
 
 
-_REMEMBERED: WeakKeyDictionary[nn.Module, Proven] = WeakKeyDictionary()
+_REMEMBERED: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 
-def recall(model: nn.Module, objective: Objective, batch: Batch, parameters: Mapping[str, Tensor]) -> Proven:
+def recall(model: nn.Module, objective: Objective, batch: Batch, parameters: Mapping[str, Tensor]) -> Known:
     """Return what is known from an earlier call: nothing, unless model, weights, settings and the form of the batches are the same."""
     if callable(objective.likelihood):  # it may hold the model, which would then be kept for ever
-        return Proven()
+        return Known()
     tensors = [*parameters.values(), *model.buffers()]
     state = (
         {f.name: getattr(objective, f.name) for f in fields(objective) if f.name != "seed"},
@@ -110,7 +110,7 @@ def recall(model: nn.Module, objective: Objective, batch: Batch, parameters: Map
         [torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) for d in {t.device.type for t in tensors}],
     )
     known = _REMEMBERED.get(model)
-    return known if known is not None and known.state == state else Proven(state)
+    return known if known is not None and known.state == state else Known(state)
 
 
 def prove(

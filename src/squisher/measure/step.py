@@ -28,8 +28,9 @@ from torch.overrides import TorchFunctionMode
 
 from ..guard import eager_original, eagerly, refuse_batch_statistics
 from .batches import Batch, leaves_of
-from .capture import Pass, looks_only
-from .examples import SHARED, UNKNOWN, Examples, Look, State, _Other, is_random, name_of, tensors_in
+from .capture import Pass
+from .examples import SHARED, UNKNOWN, Examples, Look, Other, State, tensors_in
+from .following import is_random, looks_only, name_of
 from .likelihood import Objective
 from .proof import tolerance_of, total_of
 from .reductions import REDUCTIONS, counts_positions, factor_of
@@ -38,9 +39,9 @@ from .sums import Sums
 
 __all__ = ["Proven", "Step"]
 
-REDUCED = _Other("reduced")
+REDUCED = Other("reduced")
 """A number that is a sum over examples, or made of such numbers."""
-FLAT = _Other("flat")
+FLAT = Other("flat")
 """Rows of examples that are no neighbours: (positions, examples, ...) in one dimension, as torch's attention has them."""
 _OBJECTIVE = Objective("categorical")
 # What torch calls inside is seen only if it does not ask first whether somebody is watching.

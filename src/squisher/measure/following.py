@@ -1,0 +1,277 @@
+"""A forward pass in which every operation is seen and the rows of the examples are followed (`examples`)."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .examples import SHARED, UNKNOWN, Examples, Look, State, argument, place_after, state_after, tensors_in
+from .rules import multi_head_attention, supports
+
+__all__ = ["Following", "Watch", "is_random", "looks_only", "name_of"]
+
+# -- names: one for the function, the method, the operator and the in-place form ---------------------------------------------
+
+_OPERATORS = {
+    "radd": "add",
+    "rmul": "mul",
+    "rsub": "sub",
+    "rtruediv": "div",
+    "truediv": "div",
+    "rdiv": "div",
+    "floordiv": "div",
+    "rfloordiv": "div",
+    "rpow": "pow",
+    "rmod": "remainder",
+    "mod": "remainder",
+    "iadd": "add",
+    "isub": "sub",
+    "imul": "mul",
+    "itruediv": "div",
+    "idiv": "div",
+    "ipow": "pow",
+    "iand": "and",
+    "ior": "or",
+    "ixor": "xor",
+    "rand": "and",
+    "ror": "or",
+    "rxor": "xor",
+}
+_names: dict[Any, str] = {}
+
+
+def name_of(func: Any) -> str:
+    """Return the name that `add`, `add_`, `__iadd__` and `__radd__` have in common; "get.shape" for attributes."""
+    name = _names.get(func)
+    if name is None:
+        name = _names[func] = _name(func)
+    return name
+
+
+def _name(func: Any) -> str:
+    name = str(getattr(func, "__name__", ""))
+    if name in ("__get__", "__set__", "__delete__"):
+        return f"{name.strip('_')}.{getattr(func.__self__, '__name__', '')}"
+    if name.startswith("__") and name.endswith("__"):
+        inside = name.strip("_")
+        return _OPERATORS.get(
+            inside, inside if inside in ("getitem", "setitem", "matmul", "rmatmul") else f"op.{inside}"
+        )
+    return name.rstrip("_") if not name.startswith("_") else name
+
+
+# -- what they are ---------------------------------------------------------------------------------------------------------------
+
+# What only looks at a tensor's form.
+_FORM = {
+    *(
+        "size",
+        "dim",
+        "stride",
+        "numel",
+        "nelement",
+        "ndimension",
+        "element_size",
+        "storage_offset",
+        "data_ptr",
+        "get_device",
+    ),
+    *("is_contiguous", "is_floating_point", "is_complex", "is_tensor", "register_hook", "retain_grad", "is_same_size"),
+    *(
+        "untyped_storage",
+        "storage",
+        "result_type",
+        "broadcast_shapes",
+        "is_signed",
+        "is_pinned",
+        "is_shared",
+        "is_inference",
+    ),
+    *("op.len", "op.hash", "op.repr", "op.format", "op.dir", "has_names", "is_set_to", "set.requires_grad", "set.grad"),
+}
+_VIEWS = {"get.T", "get.mT", "get.H", "get.mH", "get.data", "get.real", "get.imag"}
+
+
+def looks_only(name: str) -> bool:
+    """Whether an operation only looks at a tensor's form; `name` as of `name_of`."""
+    return name in _FORM or (name.startswith("get.") and name not in _VIEWS)
+
+
+def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call draws random numbers."""
+    if "dropout" in name:
+        return bool(argument(args, kwargs, 2, ("training", "train"), True)) and bool(
+            argument(args, kwargs, 1, "p", 0.5)
+        )
+    if name == "scaled_dot_product_attention":
+        return bool(argument(args, kwargs, 4, "dropout_p", 0.0))
+    return name in _RANDOM
+
+
+_RANDOM = {
+    *(
+        "rand",
+        "randn",
+        "randint",
+        "rand_like",
+        "randn_like",
+        "randint_like",
+        "bernoulli",
+        "multinomial",
+        "normal",
+        "uniform",
+    ),
+    *("poisson", "randperm", "exponential", "geometric", "cauchy", "log_normal", "gumbel_softmax", "rrelu"),
+}
+
+
+class Following:
+    """Where the examples of a batch are in every tensor of a forward pass.
+
+    Args:
+        examples: how many there are.
+        known: the model's own tensors, which belong to no example.
+
+    Attributes:
+        random: whether random numbers were drawn.
+        escaped: whether something may depend on the examples in a way that is not followed (a number that Python saw).
+    """
+
+    def __init__(self, examples: int, known: Iterable[Tensor]):
+        self.examples = examples
+        self.random = self.escaped = False
+        self._known = {id(t) for t in known}
+        self._marks: dict[int, tuple[Any, int, State, str]] = {}
+        self._trace: list[Any] = []
+
+    @property
+    def program(self) -> tuple[Any, ...]:
+        """What was called on what: the same for batches that differ in their sizes only."""
+        return tuple(self._trace)
+
+    def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation and mark its output with where the examples are."""
+        raise NotImplementedError
+
+    def carry(self, before: Tensor, after: Tensor) -> None:
+        """Note that another tensor stands for this one: its rows belong to the same examples."""
+        mark = self._marks.get(id(before))
+        if mark is not None and mark[0]() is before:
+            self._mark(after, *mark[2:])
+
+    def _state(self, t: Tensor) -> State:
+        mark = self._marks.get(id(t))
+        if mark is not None and mark[0]() is t:
+            return mark[2] if mark[1] == t._version else UNKNOWN
+        if id(t) in self._known:
+            return SHARED
+        if not t.requires_grad:
+            self.escaped = True  # a constant, or something computed where it is not followed
+            return SHARED
+        return UNKNOWN
+
+    def _why(self, t: Tensor) -> str:
+        mark = self._marks.get(id(t))
+        reason = mark[3] if mark is not None and mark[0]() is t else ""
+        return reason or "which rows of the outputs belong to which example is not known"
+
+    def _mark(self, t: Tensor, state: State, reason: str = "") -> None:
+        if id(t) not in self._known:
+            self._marks[id(t)] = (weakref.ref(t), t._version, state, reason)
+
+    def _state_after(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look
+    ) -> State:
+        return state_after(name, args, kwargs, output, look)
+
+    def _finish(self, output: Any, name: str, after: Any) -> Any:
+        results = list(tensors_in(output))
+        if (
+            not results and output is not None and name != "op.bool"
+        ):  # which only chooses between operations that are seen
+            self.escaped = True  # a number that Python sees
+        found = []
+        for t in results:
+            state, reason = after(t)
+            self._mark(t, state, reason)
+            found.append(state.dim if isinstance(state, Examples) else None)
+        self._trace.append((name, *found))
+        return output
+
+    def _base_before(self, args: tuple[Any, ...], states: dict[int, State]) -> tuple[Tensor, State, State] | None:
+        """Return the tensor that the first argument is a view of: changed in place, it keeps its state if the view does."""
+        base = args[0]._base if args and isinstance(args[0], Tensor) else None
+        state = None if base is None else self._state(base)
+        return None if base is None or state is UNKNOWN else (base, states[id(args[0])], state)  # type: ignore[return-value]
+
+    def _set_item(self, func: Any, args: tuple[Any, ...], states: dict[int, State]) -> None:
+        target, index, value = args
+        before, given = states[id(target)], states.get(id(value), SHARED) if isinstance(value, Tensor) else SHARED
+        base = self._base_before(args, states)
+        state: State = UNKNOWN
+        parts = index if isinstance(index, tuple) else (index,)
+        if UNKNOWN not in states.values() and not (
+            isinstance(value, Tensor) and given is SHARED and value.requires_grad
+        ):
+            state = self._state_of_target(target, before, parts, value, given, states)
+        func(*args)
+        self._mark(target, state, "rows of examples are written into another tensor" if state is UNKNOWN else "")
+        self._trace.append(("setitem", state if state is UNKNOWN else None))
+        if base is not None and state == before:
+            self._mark(base[0], base[2])
+
+    def _state_of_target(
+        self, t: Tensor, before: State, parts: Any, value: Any, given: State, states: dict[int, State]
+    ) -> State:
+        if any(isinstance(p, (Tensor, list)) for p in parts):
+            mask = parts[0] if len(parts) == 1 and isinstance(parts[0], Tensor) else None
+            plain = not isinstance(value, Tensor) or (given is SHARED and value.dim() == 0)
+            if mask is None or mask.dtype != torch.bool or not plain or (t.requires_grad and before is SHARED):
+                return UNKNOWN
+            # A mask covers the leading dimensions.
+            return (
+                before if states[id(mask)] in (before, SHARED) else (states[id(mask)] if before is SHARED else UNKNOWN)
+            )
+        if not isinstance(given, Examples):
+            kept = (
+                not isinstance(before, Examples) or place_after(t, before.dim, parts, t.shape[before.dim]) is not None
+            )
+            return before if kept else UNKNOWN
+        region = t.detach()[tuple(parts)]
+        wanted = given.dim + region.dim() - value.dim()
+        for dim in range(t.dim()) if before is SHARED and not t.requires_grad else [getattr(before, "dim", -1)]:
+            if (
+                dim >= 0
+                and t.shape[dim] == self.examples * given.inner
+                and wanted == place_after(t, dim, parts, t.shape[dim])
+            ):
+                return Examples(dim, given.inner)
+        return UNKNOWN
+
+
+class Watch(TorchFunctionMode):
+    """Hands every operation of the model to the pass."""
+
+    def __init__(self, one: Following):
+        super().__init__()
+        self.one = one
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = name_of(func)
+        if looks_only(name):
+            return func(*args, **kwargs)
+        if torch._C._functorch.maybe_current_level() is not None:
+            return func(*args, **kwargs)  # inside vmap: what comes out is not followed
+        if func is F.multi_head_attention_forward:
+            arguments = {**dict(zip(func.__code__.co_varnames, args, strict=False)), **kwargs}
+            if supports(arguments):
+                with self:  # inside a mode's own handler it is off
+                    return multi_head_attention(**arguments)
+        return self.one.call(func, name, args, kwargs)
