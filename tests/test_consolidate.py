@@ -319,9 +319,9 @@ def test_errors():
         with pytest.raises(SquisherError, match=next(iter(arguments)).replace("dtype", "float32")):
             EWC(model, **arguments)
     ewc = EWC(model)
-    with pytest.raises(NamingError, match=r"'0\.wieght', which the model has not.*'0\.weight'"):
+    with pytest.raises(NamingError, match=r"'0\.wieght'.*'0\.weight'"):
         ewc.consolidate({"0.wieght": torch.ones(5, 4)})
-    with pytest.raises(NamingError, match=r"shape \(2, 4\) in the importance and \(5, 4\) in the model"):
+    with pytest.raises(NamingError, match=r"\(2, 4\).*\(5, 4\)"):
         ewc.consolidate({"0.weight": torch.ones(2, 4)})
     assert ewc.tasks == 0
 

@@ -97,9 +97,7 @@ def test_the_scale_rule_applies():
 def test_what_does_not_fit_is_named():
     a = task(0)
     other = Importance({**dict(a), "head.weight": torch.rand(2, 6)})
-    with pytest.raises(
-        NamingError, match=r"'head\.weight' has the shape \(3, 6\) in one task's importance and \(2, 6\)"
-    ):
+    with pytest.raises(NamingError, match=r"'head\.weight'.*\(3, 6\).*\(2, 6\)"):
         embed.distance(a, other)
     assert embed.distance(a, other, exclude="head") == pytest.approx(0, abs=1e-12)
     with pytest.raises(NamingError, match=r"'head\.weight', which"):

@@ -220,7 +220,7 @@ def test_combine_refuses_what_does_not_belong_together():
     with pytest.raises(SquisherError, match="2 positive weights"):
         Importance.combine([a, b], weights=[1])
     other = Importance({**dict(a), "a.bias": torch.rand(6)}, examples=3)
-    with pytest.raises(NamingError, match=r"'a\.bias' has the shape \(5,\) in one importance and \(6,\)"):
+    with pytest.raises(NamingError, match=r"'a\.bias'.*\(5,\).*\(6,\)"):
         Importance.combine([a, other])
 
 

@@ -151,7 +151,7 @@ def test_adapters_that_do_not_fit_are_refused(tmp_path, base):
     with pytest.raises(NamingError, match="no weight that fits 'nowhere.weight'"):
         merge_folders("task-arithmetic", [strange], tmp_path / "out", base=base)
     half = adapter(tmp_path / "b", 1, 2, extra={"base_model.model.embed.lora_embedding_A": torch.randn(4, 20)})
-    with pytest.raises(NamingError, match="has only lora_embedding_A for 'embed.weight'"):
+    with pytest.raises(NamingError, match=r"lora_embedding_A.*'embed.weight'"):
         merge_folders("task-arithmetic", [half], tmp_path / "out", base=base)
     with pytest.raises(SquisherError, match="is no LoRA adapter, but others are"):
         merge_folders("average", [half, base], tmp_path / "out")

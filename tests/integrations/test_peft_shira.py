@@ -39,7 +39,7 @@ def test_what_does_not_fit():
     mask_fn = shira_mask_fn(importance, model)
     with pytest.raises(NamingError, match="not in the model that shira_mask_fn was made with"):
         mask_fn(nn.Linear(20, 16), 1)
-    with pytest.raises(SquisherError, match=r"r=9 asks for 324 entries of 'one\.weight', which has 320"):
+    with pytest.raises(SquisherError, match=r"r=9.*324.*'one\.weight'.*320"):
         mask_fn(model.one, 9)
     with pytest.raises(NamingError, match=r"no importance for 'one\.weight'"):
         shira_mask_fn({"two.weight": importance["two.weight"]}, model)(model.one, 1)

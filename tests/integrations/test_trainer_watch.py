@@ -171,7 +171,7 @@ def test_the_loss_is_logged_with_what_is_beside_it():
 
 
 def test_something_else_is_no_trainer():
-    with pytest.raises(SquisherError, match="attach expects a transformers.Trainer, but dict has no create_optimizer"):
+    with pytest.raises(SquisherError, match=r"transformers.Trainer.*create_optimizer"):
         watched({}, [])
 
 

@@ -79,7 +79,7 @@ def test_loading_reads_no_tensor(tmp_path, monkeypatch):
 
 
 def test_what_is_no_mask_is_refused(tmp_path):
-    with pytest.raises(SquisherError, match=r"'w' has the type torch\.float32; a mask is made of boolean"):
+    with pytest.raises(SquisherError, match=r"'w'.*torch\.float32"):
         mask.Mask({"w": torch.ones(3)})
     with pytest.raises(FileError, match="There is no file"):
         mask.load(tmp_path / "missing.safetensors")
@@ -89,7 +89,7 @@ def test_what_is_no_mask_is_refused(tmp_path):
     archive.save(tmp_path / "new.safetensors", {"x": torch.zeros(1)}, {"kind": "mask", "format_version": 9})
     with pytest.raises(FileError, match="format 9; this version reads 1"):
         mask.load(tmp_path / "new.safetensors")
-    with pytest.raises(KeyError, match=r"no mask for 'dens'. Did you mean 'dense'"):
+    with pytest.raises(KeyError, match=r"'dens'.*'dense'"):
         mask.Mask(MASKS)["dens"]
     with pytest.raises(SquisherError, match="3 entries came for a tensor"):
         pack((4,), [torch.ones(3, dtype=torch.bool)])

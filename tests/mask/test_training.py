@@ -277,11 +277,9 @@ def test_names_of_wrapped_and_tied_parameters():
 def test_what_does_not_fit_is_refused():
     model, masks = model_and_mask()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(
-        NamingError, match=r"The mask has 'up\.weigt', which the model has not. Did you mean 'up\.weight'"
-    ):
+    with pytest.raises(NamingError, match=r"'up\.weigt'.*'up\.weight'"):
         mask.train_only(model, optimizer, {"up.weigt": torch.ones(1, dtype=torch.bool)})
-    with pytest.raises(NamingError, match=r"\(1,\) in the mask and \(32, 16\) in the model"):
+    with pytest.raises(NamingError, match=r"\(1,\).*\(32, 16\)"):
         mask.train_only(model, optimizer, {"up.weight": torch.ones(1, dtype=torch.bool)})
     with pytest.raises(NamingError, match="are one tensor"):
         mask.train_only(model, optimizer, {**masks, "head.weight": masks["embed.weight"]})
@@ -298,7 +296,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(SquisherError, match="needs an optimizer class"):
         mask.compact(model, masks, optimizer)
     model.down.weight.requires_grad_(False)
-    with pytest.raises(SquisherError, match=r"'down\.weight', but requires_grad is False"):
+    with pytest.raises(SquisherError, match=r"'down\.weight'.*requires_grad"):
         mask.train_only(model, optimizer, masks)
 
 

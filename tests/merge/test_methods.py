@@ -307,7 +307,7 @@ def test_nan_in_one_input_names_it(value):
     models[1]["body.weight"][3, 4] = value
     for merged in (merge.average(models), merge.fisher(models, [importances(0), importances(1)])):
         assert torch.isfinite(merged["body.bias"]).all()
-        with pytest.raises(SquisherError, match="'body.weight' of model 2 has NaN or infinite"):
+        with pytest.raises(SquisherError, match=r"'body.weight'.*model 2.*NaN"):
             merged["body.weight"]
     with pytest.raises(SquisherError, match="of the base has NaN"):
         merge.task_arithmetic(models[1], models[:1])["body.weight"]
@@ -316,7 +316,7 @@ def test_nan_in_one_input_names_it(value):
 def test_bad_importances_and_overflow_are_named():
     models, fishers = [weights(0), weights(1)], [importances(0), importances(1)]
     fishers[0]["body.bias"][1] = -1
-    with pytest.raises(SquisherError, match="In the importance of model 1: .* 'body.bias' has negative values"):
+    with pytest.raises(SquisherError, match=r"model 1.*'body.bias'.*negative"):
         merge.fisher(models, fishers)["body.bias"]
     with pytest.raises(SquisherError, match="overflows when it is merged"):
         merge.task_arithmetic(models[0], [{n: t * 1e20 for n, t in models[1].items()}], [1e20])["body.weight"]
@@ -331,7 +331,7 @@ def test_most_weights_without_importance_warn_when_they_are_said_to_be_absent():
     fishers = [
         squisher.Importance({"trained": torch.rand(10)}, kind="fisher", absent={"frozen": "frozen"}) for _ in range(2)
     ]
-    with pytest.warns(SquisherWarning, match="1,000 of 1,010 values have no importance and are averaged"):
+    with pytest.warns(SquisherWarning, match=r"1,000.*1,010"):
         merged = merge.fisher(models, fishers)
     assert merged.averaged == {"frozen": "frozen"}
     torch.testing.assert_close(merged["frozen"], (models[0]["frozen"] + models[1]["frozen"]) / 2)

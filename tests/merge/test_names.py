@@ -45,7 +45,7 @@ def test_buffers_are_copied_from_the_first_model():
 
 def test_heads_that_differ_are_kept_per_model_with_a_warning():
     models = [model(1, classes=3), model(2, classes=5), model(3, classes=2)]
-    with pytest.warns(SquisherWarning, match="2 of 8 tensors are not merged.*'head.weight', 'head.bias'"):
+    with pytest.warns(SquisherWarning, match=r"2 of 8.*'head.weight'.*'head.bias'"):
         merged = merge.fisher(models, [importance(m) for m in models])
     assert merged.kept == {
         "head.weight": "5 rows in model 2, 3 in model 1",
@@ -74,7 +74,7 @@ def test_models_keep_their_numbers_when_one_before_them_is_dropped():
         merged.for_model(0)
     broken = model(3)
     broken["layer.weight"][0, 0] = torch.nan
-    with pytest.raises(SquisherError, match="'layer.weight' of model 3 has NaN"):
+    with pytest.raises(SquisherError, match=r"'layer.weight'.*model 3.*NaN"):
         merge.average([dropped, first, broken], coefficients)["layer.weight"]
     short = {n: t[:, :-1] if n == "layer.weight" else t for n, t in model(3).items()}
     with pytest.raises(NamingError, match="in model 2 and .* in model 3: these are different networks"):
@@ -111,18 +111,16 @@ def test_a_head_that_one_model_lacks_is_kept():
 
 
 def test_vocabularies_that_differ_are_refused_with_both_sizes():
-    with pytest.raises(NamingError, match="'embed.weight' has 50 rows in model 1 and 53 in model 2"):
+    with pytest.raises(NamingError, match=r"'embed.weight'.*50 .*model 1.*53 .*model 2"):
         merge.average([model(1), model(2, vocabulary=53)])
     merged = merge.average([model(1), model(2, vocabulary=53)], exclude=r"embed\.weight")
     assert merged.shape("embed.weight") == (50, 8)
 
 
 def test_other_networks_are_refused():
-    with pytest.raises(
-        NamingError, match=r"'embed.weight' has the shape \(50, 8\) in model 1 and \(50, 9\) in model 2"
-    ):
+    with pytest.raises(NamingError, match=r"'embed.weight'.*\(50, 8\).*model 1.*\(50, 9\).*model 2"):
         merge.average([model(1), model(2, width=9)])
-    with pytest.raises(NamingError, match=r"the shape \(8,\) in model 1 and \(8, 1\) in the base"):
+    with pytest.raises(NamingError, match=r"\(8,\).*model 1.*\(8, 1\).*base"):
         merge.task_arithmetic({**model(1), "layer.bias": torch.zeros(8, 1)}, [model(2)])
 
 
@@ -200,7 +198,7 @@ def test_a_weight_without_importance_is_an_error_that_shows_near_names():
     models = [model(1), model(2)]
     fishers = [dict(importance(m)) for m in models]
     fishers[1]["layers.bias"] = fishers[1].pop("layer.bias")
-    with pytest.raises(NamingError, match="1 of 5 weights .*'layer.bias'.* importance of model 2.*'layers.bias'"):
+    with pytest.raises(NamingError, match=r"1 of 5.*'layer.bias'.*model 2.*'layers.bias'"):
         merge.fisher(models, fishers)
     merged = merge.fisher(models, fishers, missing="average")
     assert merged.averaged == {"layer.bias": "no importance"}
@@ -239,7 +237,7 @@ def test_shapes_of_importances_are_checked():
     models = [model(1), model(2)]
     fishers = [dict(importance(m)) for m in models]
     fishers[1]["layer.bias"] = torch.rand(9)
-    with pytest.raises(NamingError, match=r"\(8,\) in the models and \(9,\) in the importance of model 2"):
+    with pytest.raises(NamingError, match=r"\(8,\).*\(9,\).*model 2"):
         merge.fisher(models, fishers)
 
 

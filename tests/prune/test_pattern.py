@@ -20,7 +20,7 @@ def test_the_best_of_every_group(keep, of, shape):
 def test_what_takes_part():
     assert fits("w", torch.Size((3, 8)), 4)
     assert not fits("b", torch.Size((8,)), 4)
-    with pytest.raises(SquisherError, match=r"'w' of the shape \(3, 6\) has 6 inputs, which groups of 4 do not divide"):
+    with pytest.raises(SquisherError, match=r"'w'.*\(3, 6\).*groups of 4"):
         fits("w", torch.Size((3, 6)), 4)
     with pytest.raises(SquisherError, match="NaN"):
         keep_pattern(torch.full((2, 4), float("nan")), 2, 4)

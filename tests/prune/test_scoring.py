@@ -43,11 +43,9 @@ def test_noise_depends_on_seed_and_name_alone():
 def test_what_does_not_fit():
     with pytest.raises(NamingError, match="'aa', which the model has not"):
         prune.scores(WEIGHTS, {"aa": torch.rand(1)})
-    with pytest.raises(NamingError, match=r"'a' has the shape \(5, 6\) in the importance and \(6, 5\) in the model"):
+    with pytest.raises(NamingError, match=r"'a'.*\(5, 6\).*\(6, 5\)"):
         prune.scores(WEIGHTS, {"a": torch.rand(5, 6)})
-    with pytest.raises(
-        SquisherError, match="score is fisher, magnitude, importance or random, not 'fischer'. Did you mean 'fisher'"
-    ):
+    with pytest.raises(SquisherError, match=r"'fischer'.*'fisher'"):
         prune.scores(WEIGHTS, FISHER, "fischer")
     with pytest.raises(SquisherError, match="fisher needs an importance"):
         prune.scores(WEIGHTS)

@@ -218,7 +218,7 @@ def test_impossible_wishes(options, message):
 
 def test_names_and_values_that_do_not_fit():
     weights, fisher = example()
-    with pytest.raises(NamingError, match=r"'a\.wight', which the model has not\. Did you mean 'a\.weight'"):
+    with pytest.raises(NamingError, match=r"'a\.wight'.*'a\.weight'"):
         prune.weights(weights, {"a.wight": torch.rand(16, 20)}, sparsity=0.5)
     with pytest.raises(NamingError, match=r"'a\.bias' has the shape \(4,\)"):
         prune.weights(weights, {**fisher, "a.bias": torch.rand(4)}, sparsity=0.5)

@@ -153,7 +153,7 @@ def test_offline_fails_at_once_and_uses_the_cache(hub, tmp_path, monkeypatch):
     before = squisher.load("hf://o/a")
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     assert torch.equal(squisher.load("hf://o/a")["0.weight"], before["0.weight"])
-    with pytest.raises(FileError, match=r"hf://o/b cannot be fetched: 127\.0\.0\.1 does not answer .*not in the cache"):
+    with pytest.raises(FileError, match=r"hf://o/b.*127\.0\.0\.1"):
         squisher.load("hf://o/b")
     with pytest.raises(FileError, match="does not answer"):
         squisher.extract("hf://o/b")
