@@ -233,5 +233,5 @@ def test_budgets_that_nothing_fits(model):
         allocate(found, 2.0)
     with pytest.raises(squisher.SquisherError, match="no tensor to quantise"):
         allocate(sensitivity({"b": torch.ones(3)}, {"b": torch.ones(3)}), 4)
-    with pytest.raises(squisher.SquisherError, match="the model has not"):
+    with pytest.raises(squisher.SquisherError, match="the model"):
         simulate(model[0], {"even": 4})

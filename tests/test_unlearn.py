@@ -117,7 +117,7 @@ def test_files_give_the_same(tmp_path):
     [
         ({"select": 0}, "select is a positive number"),
         ({"strength": float("nan")}, "strength is a positive number"),
-        ({"forget_importance": {"body.wieght": torch.ones(13, 5)}}, "the model has not.*'body.weight'"),
+        ({"forget_importance": {"body.wieght": torch.ones(13, 5)}}, "the model.*'body.weight'"),
         ({"importance": {"body.bias": torch.ones(7)}}, "importance of all data"),
         ({"forget_importance": {"body.weight": torch.ones(5, 13)}}, "shape"),
         ({"exclude": "."}, "excludes"),

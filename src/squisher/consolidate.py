@@ -55,7 +55,7 @@ class EWC:
 
     Args:
         model: Whose parameters are held.
-        strength: λ. Its scale is that of the importances: a factor on all of them is the same factor on it.
+        strength: λ. It depends on the scale of the importances: multiplying all of them is multiplying λ.
         online: None keeps every task as it was. A number γ in (0, 1] keeps one centre, the last task's weights, and lets
             earlier importances fade: A ← γ·A + F.
         dtype: Of the importances kept: float32, or bfloat16 for half the memory. Centres are always float32.
@@ -112,7 +112,7 @@ class EWC:
 
         Raises:
             NamingError: A name or shape is not the model's.
-            ScaleError: Its scale is not that of the tasks before.
+            ScaleError: Its scale differs from the scale of the tasks before.
         """
         scaled = self._on_scale(importance, scale)
         names = self._matched(scaled)
@@ -167,7 +167,7 @@ class EWC:
         """Pull the parameters towards the past tasks' centre: the exact proximal step θ ← (θ + κAθ̄)/(1 + κA).
 
         Call it after `optimizer.step()` (or `scaler.step(optimizer)`) and before the scheduler's step, instead of `penalty()` or
-        `add_gradient_()`. The penalty never enters the gradient, so the optimizer's state stays that of the data alone and can be
+        `add_gradient_()`. The penalty never enters the gradient, so the optimizer's state holds the gradients of the data alone and can be
         recycled for the next task without a tracker. It is stable for any strength.
 
         λ here is not the λ of the gradient: Adam divides that one's step by √v̂ + ε. `strength_like(None, λ, optimizer)` converts.

@@ -53,7 +53,7 @@ def align(
         tied: Other names of the same tensors: alias to name.
         exclude: A regular expression: names in which it finds something are left out, of both.
         both: Whether every name of the other must be one of these too.
-        partial: Whether names that the other has not are left out instead of refused.
+        partial: Whether names that the other does not have are left out instead of refused.
         dtypes: Whether data types must agree as shapes must.
         advice: A sentence for the end of an error: what to do.
 
@@ -106,7 +106,7 @@ def find(name: str, others: Collection[str], tied: Mapping[str, str] | None = No
 
 
 def check_known(names: Iterable[str], others: Collection[str], called: Names, advice: str = "") -> None:
-    """Refuse names that a mapping has not, with the ones that come near.
+    """Refuse names that a mapping does not have; the message lists those that come near.
 
     Args:
         names: What is looked for.
@@ -156,7 +156,7 @@ def live_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
 
 def _stranger(name: str, others: Iterable[str], called: Names, advice: str) -> NamingError:
     some = ", ".join(repr(other) for other in islice(others, 3))
-    text = f"{_first(called[0])} has {name!r}, which {called[1]} has not."
+    text = f"{_first(called[0])} has {name!r}, which {called[1]} does not have."
     return NamingError(_sentences(text + (near(name, others) or f" It has {some}, …."), advice))
 
 

@@ -388,7 +388,7 @@ def choose(
         sizes: The number of scores of each source.
         always: Sources that are chosen whole; they count inside k.
         minimum: How many of a source's entries are chosen at least; they count inside k.
-        sharded: Each process holds other sources (or other parts); their order is that of ranks. One sum per pass.
+        sharded: Each process holds other sources (or other parts); ordered by rank. One sum per pass.
         progress: Called with the scores read so far and those that will probably be read in all.
 
     Raises:
@@ -420,7 +420,7 @@ def choose(
     else:
         kth = threshold(rest, k - all_whole - all_least)
         equal = [kth.equal]
-    # Where all equal scores are chosen, as they nearly always are, nobody needs to know how many come before.
+    # Where all equal scores are chosen, as they nearly always are, it does not matter how many come before.
     some = sum(equal) > kth.ties
     before = sum(equal[: ranks.rank()]) if some and len(equal) > 1 else 0
     ties = _equal_in(rest, kth) if some else {}

@@ -67,7 +67,7 @@ def make(
 
     Args:
         base: The weights that training started from.
-        tuned: The fine-tuned weights. Tensors that the base has not are stored whole.
+        tuned: The fine-tuned weights. Tensors that the base does not have are stored whole.
         path: The patch to write, a `.safetensors` file.
         mask: True where an entry may differ; tensors that it does not name may not.
         drop_outside: Leave out what differs outside the mask, instead of refusing it.

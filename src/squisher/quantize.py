@@ -386,7 +386,7 @@ def _relaxed(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[float,
     def at(price: float) -> np.ndarray:
         return (losses + price * sizes).argmin(1)
 
-    low, high = 0.0, float(losses.max() - losses.min()) + 1e-300  # a bit for more than all losses: nobody buys any
+    low, high = 0.0, float(losses.max() - losses.min()) + 1e-300  # at this price no bit is worth its loss
     if np.take_along_axis(sizes, at(low)[:, None], 1).sum() <= budget:
         return low, at(low)
     for _ in range(200):

@@ -1,6 +1,6 @@
 """Several processes: rank, world, sums over all of them, tensors sharded among them (DTensor). Does nothing when alone.
 
-`torch.distributed.tensor` is never imported for this: where nobody has imported it, no tensor is sharded.
+`torch.distributed.tensor` is never imported for this: where it is not imported, no tensor is sharded.
 """
 
 from __future__ import annotations
@@ -154,11 +154,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(local: Tensor, like: Tensor) -> Tensor:
-    """Return this part and those of the other processes as one tensor, spread as `like` is."""
+    """Return this shard and the shards of the other processes as one tensor, distributed as `like` is."""
     if not is_sharded(like):
         return local
     d = _dtensor(like)
-    stride = torch.empty(d.shape, device="meta").stride()  # the parts are contiguous, whatever those of `like` are
+    stride = torch.empty(
+        d.shape, device="meta"
+    ).stride()  # the shards are contiguous, whatever the shards of `like` are
     return _kind().from_local(local, d.device_mesh, d.placements, run_check=False, shape=d.shape, stride=stride)
 
 
@@ -181,7 +183,7 @@ class Gathered(Mapping[str, Tensor]):
     """Named tensors that are spread over processes, as the one that writes them sees them: one by one, each once.
 
     To gather a tensor all processes must ask for it. Whoever has not asked for all of them, because it does not write or
-    failed to, does so in `finish`, so that nobody waits for ever.
+    failed to, does so in `finish`, so that no process waits for ever.
 
     Args:
         tensors: a mapping with the methods `shape`, `dtype` and `chunks`, which gathers what it is asked for.

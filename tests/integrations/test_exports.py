@@ -80,7 +80,7 @@ def test_squeezellm_folder_has_every_name(tmp_path):
     out = safetensors.open_archive(tmp_path / "g" / "model.safetensors")[0]
     assert torch.equal(out["a"], torch.full((2, 3), 1e-9))
     assert torch.equal(out["b"], torch.zeros(4))
-    with pytest.raises(squisher.SquisherError, match="the model has not"):
+    with pytest.raises(squisher.SquisherError, match="the model"):
         export(squisher.Importance({"c": torch.ones(2)}), "squeezellm", tmp_path / "h", tmp_path / "m")
     assert not (tmp_path / "h").exists()
 

@@ -51,7 +51,7 @@ def test_at_the_end_only(tmp_path):
     assert [str(f.relative_to(tmp_path)) for f in tmp_path.rglob("squisher*")] == ["squisher.safetensors"]
     best = trainer(llama(), tmp_path, load_best_model_at_end=True, eval_strategy="steps", eval_steps=2)
     SquisherCallback(at_end_only=True).attach(best)
-    with pytest.raises(SquisherError, match="the optimizer's last state is not that of the best"):
+    with pytest.raises(SquisherError, match="best"):
         best.train()
 
 

@@ -123,7 +123,7 @@ def test_without_their_sizes_they_are_warned_about_or_refused():
         assert mask.top_k(importance(absent=ABSENT), 0.5).kept == 350
     with pytest.raises(SquisherError, match=r"'head\.bias'.*model="):
         mask.top_k(importance(absent=ABSENT), 0.5, always="head")
-    with pytest.raises(NamingError, match=r"'head\.bias', which the model has not"):
+    with pytest.raises(NamingError, match=r"'head\.bias'.*the model"):
         mask.top_k(importance(absent=ABSENT), 0.5, model={"body.weight": torch.zeros(1)})
 
 

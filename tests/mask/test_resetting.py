@@ -29,7 +29,7 @@ def test_everything_or_nothing_gives_one_of_the_two_back():
 @pytest.mark.parametrize(
     ("tuned", "base", "masks", "message"),
     [
-        ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}, {}, "'a', which the base has not"),
+        ({"a": torch.zeros(2)}, {"b": torch.zeros(2)}, {}, "'a'.*the base"),
         (
             {"a": torch.zeros(2)},
             {"a": torch.zeros(3)},

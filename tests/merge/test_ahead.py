@@ -8,7 +8,8 @@ import torch
 from squisher import merge
 from squisher.errors import SquisherError
 from squisher.storage import safetensors as archive
-from squisher.storage.tensors import CHUNK, Ahead, chunks_of
+from squisher.storage.folders import Ahead
+from squisher.storage.tensors import CHUNK, chunks_of
 
 SHAPES = {"short": (7,), "none": (0, 3), "long": (3 * CHUNK + 11,), "last": (5, 4)}
 

@@ -182,9 +182,9 @@ def test_whole_heads_go():
 @pytest.mark.formats
 def test_what_does_not_fit():
     model, fisher = made(Plain)
-    with pytest.raises(NamingError, match=r"'three\.weight', which the model has not"):
+    with pytest.raises(NamingError, match=r"'three\.weight'.*the model"):
         prune.channels(model, {**fisher, "three.weight": torch.ones(1)}, IMAGE)
-    with pytest.raises(NamingError, match="'query', which the model has not"):
+    with pytest.raises(NamingError, match="'query'.*the model"):
         prune.channels(model, fisher, IMAGE, heads={"query": 2})
     with pytest.raises(SquisherError, match="does not run on the example input"):
         prune.channels(model, fisher, torch.randn(2, 7))

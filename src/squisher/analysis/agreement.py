@@ -42,9 +42,9 @@ _SORTED = 1 << 16
 
 @dataclass(frozen=True)
 class Row:
-    """The agreement on one parameter; the fields are those of `Agreement`.
+    """The agreement on one parameter; with the fields of `Agreement`.
 
-    `overlap` is that of the largest 10%, and nan where this reaches into entries that are 0.
+    `overlap` is the overlap of the largest 10%, and nan where these include entries that are 0.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Agreement:
         scale: The total of a divided by the total of b; nan where the total of b is 0.
         median_ratio: The median of a/b over the entries where both are at least 1.2e-38 (the middle one; of two middle
             ones the geometric mean, so that exchanging a and b inverts it); nan where there are none.
-        overlaps: The overlap of the largest entries at several fractions; those of less than one entry are left out.
+        overlaps: The overlap of the largest entries at several fractions; fractions of less than one entry are left out.
         rows: The same for each parameter.
         numel: Number of common entries.
         total_a: Sum of a over the common entries.

@@ -131,7 +131,7 @@ class Diagnosis:
 class Row:
     """One parameter: its name and shape, how its values are distributed, and what is invalid in them, in a sentence.
 
-    Where a value is invalid, reading stops there, and the distribution is that of the values before it.
+    Where a value is invalid, reading stops there, and the distribution covers the values before it.
     """
 
     name: str

@@ -203,7 +203,7 @@ def console() -> Any:
     """Return where tables go."""
     from rich.console import Console
 
-    # In a pipe there is no width to go by, and a table broken at 80 columns helps nobody.
+    # In a pipe there is no width to go by, and a table broken at 80 columns is hard to read.
     return Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
 
 

@@ -209,7 +209,7 @@ class RunFacts:
         absent: Parameters without an importance, and why.
         tied: Other names of parameters that are here under one name: alias to name.
         naming: How names were found.
-        live_names: Names in the running model, where they differ from those of its weight file.
+        live_names: Names in the running model, where they differ from the names in its weight file.
         training: What a trainer knows about its run beside this.
     """
 

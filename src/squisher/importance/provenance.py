@@ -29,7 +29,7 @@ KINDS = ("squisher", "fisher")
 class Provenance(RunFacts):
     """Where an importance comes from and what its numbers are; None where it is not known.
 
-    The facts of the run (`batch_size`, `absent`, `naming`, …) are those of `RunFacts`.
+    The facts of the run (`batch_size`, `absent`, `naming`, …) are the fields of `RunFacts`.
 
     Attributes:
         kind: `squisher` (an optimizer's accumulator) or `fisher` (measured on data).
@@ -284,7 +284,7 @@ class Codec:
         return None if name == "exact" and not before else Codec(name, before=before)
 
     def widest(self, encoded: Encoded) -> dict[str, Any]:
-        """Return metadata whose JSON is at least as long as that of `measured`."""
+        """Return metadata whose JSON is at least as long as the JSON of `measured`."""
         error = {
             "spearman": WIDEST,
             "overlap": {str(size): WIDEST for size in _OVERLAPS},

@@ -61,7 +61,7 @@ class SquisherCallback(_Hooks, Recorder):
         loss_reduction: `mean`, `sum` or `token_mean`; None if it is none of them.
         tokens: For `token_mean`: the number of tokens of a batch that carry a loss. By default labels that are not -100, but
             for the first of each row, as in causal language models.
-        submodule: The part of the module that is meant, such as `"model"`; names are then those of this part.
+        submodule: The part of the module that is meant, such as `"model"`; names are then relative to this part.
         codec: How files keep the values: `exact`, `log8` or `rank1`; see `Importance.save`.
     """
 

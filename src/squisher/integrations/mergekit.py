@@ -162,10 +162,10 @@ def _find(config: Any, cache: str | None) -> None:
 
 def _check(config: Any) -> None:
     for key, why in (
-        ("slices", "the layers of the result are others than those of the importances"),
+        ("slices", "the result has other layers than the importances"),
         ("modules", "importances are matched by the names of one whole model"),
-        ("tokenizer", "the rows of embeddings would move and those of the importances not"),
-        ("tokenizer_source", "the rows of embeddings would move and those of the importances not"),
+        ("tokenizer", "the rows of the embeddings would move, but not the rows of the importances"),
+        ("tokenizer_source", "the rows of the embeddings would move, but not the rows of the importances"),
     ):
         if getattr(config, key, None):
             raise SquisherError(f"{METHOD} does not take {key} in a mergekit configuration: {why}.")

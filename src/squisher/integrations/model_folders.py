@@ -210,7 +210,7 @@ def merge_folders(
         base_importance: The base's.
         coefficients: One per model.
         sizes: For ubgm: the number of training examples of each model.
-        base_size: For ubgm: that of the base.
+        base_size: For ubgm: the number of training examples of the base.
         keep: For ota: the fraction of its changes that a model keeps, one for all or one per model.
         scale: `auto`, `as_fisher` or `stored`.
         normalize: `mean` or `l2`.

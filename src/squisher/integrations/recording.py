@@ -126,7 +126,7 @@ class Recorder(Events):
             self._checked = True
 
     def _facts(self) -> tuple[RunFacts, float]:
-        """Return what is known about the run, and by how much gradients were larger than those of its loss."""
+        """Return what is known about the run, and by which factor gradients were larger than its loss says."""
         raise NotImplementedError
 
     def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
@@ -185,7 +185,7 @@ def recorded(
         model: The live model.
         facts: What is known about the run.
         candidates: The model's parameters under the names of its weight file; None leaves the names of the running model.
-        factor: By how much gradients were larger than those of the loss that the facts describe.
+        factor: By which factor gradients were larger than the loss that the facts describe says.
 
     Raises:
         NoAccumulatorError: Nothing usable has been accumulated.
@@ -388,7 +388,7 @@ def tokens_in(batch: Any, shifted: bool) -> Tensor | None:
 def over_processes(
     examples: Sequence[int | None], tokens: Sequence[Tensor | int | None], device: Any = "cpu"
 ) -> tuple[int, int | None] | None:
-    """Return the examples and tokens of a step, from those of its micro-batches here and on all other processes.
+    """Return the examples and tokens of a step, from its micro-batches here and on all other processes.
 
     Args:
         examples: Of every micro-batch of this process; None where they cannot be told.
@@ -414,7 +414,7 @@ def _ints(counts: Sequence[Tensor | int | None]) -> list[int | None]:
 
 
 def loss_factor(*, divides: bool, accumulation: int, processes: int) -> int:
-    """Return by how much a gradient is larger than that of the mean over a whole step.
+    """Return by which factor a gradient is larger than the gradient of the mean over a whole step.
 
     The Trainer of transformers leaves it to the model to divide by the number of items in all micro-batches of all processes,
     and undoes the averages over both. A model that takes that number and ignores it (many heads take any argument) divides by

@@ -57,7 +57,7 @@ class SquisherCallback(Recorder):
     Only the first process writes. DeepSpeed and FSDP spread the state over processes and are refused: their checkpoints are
     read by `squisher extract`.
 
-    With `load_best_model_at_end`, `importance()` after training is that of the best checkpoint, from its own file. An attached
+    With `load_best_model_at_end`, `importance()` after training is the importance of the best checkpoint, from its own file. An attached
     callback also writes into what `trainer.save_model(...)` saves, and so into what `trainer.push_to_hub()` uploads.
 
     Args:
@@ -111,7 +111,7 @@ class SquisherCallback(Recorder):
     def importance(self) -> Importance:
         """Return what has been accumulated up to now, under the names that the model's weight file has.
 
-        Once the Trainer has loaded its best model, it is that of the best checkpoint: the optimizer's last state is not.
+        Once the Trainer has loaded its best model, this is the importance of the best checkpoint, which the optimizer's last state is not.
 
         Raises:
             SquisherError: Training has not begun, or the best checkpoint has no file any more.
@@ -142,7 +142,7 @@ class SquisherCallback(Recorder):
         refuse_sharding(args, optimizer, type(self).__name__, _READ_LATER)
         if self.at_end_only and args.load_best_model_at_end:
             raise SquisherError(
-                "at_end_only does not go with load_best_model_at_end: the optimizer's last state is not that of the best "
+                "at_end_only does not go with load_best_model_at_end: the optimizer's last state is not the state of the best "
                 "model. Leave at_end_only out; every checkpoint then has its own squisher.safetensors."
             )
         if self._needs_attaching and self._watch is None:
@@ -384,7 +384,7 @@ def loss_of(watch: Any, model: Any) -> tuple[str | None, str | None, float]:
         model: The model, or an adapter on it.
 
     Returns:
-        None, None and 1 where the loss is somebody's own, or nobody saw what was done with the number of items.
+        None, None and 1 where the loss is a custom one, or where it is not known how the number of items was used.
     """
     unknown = None, None, 1.0
     if not watch.loss_is_known or watch.trainer.args.n_gpu > 1:

@@ -41,7 +41,7 @@ def top_k(
 ) -> Mask:
     """Return the most important entries: exactly ⌊keep · total⌋ of them, over all parameters together.
 
-    The total is that of the importance, plus parameters that were trainable and are listed as absent in its provenance
+    The total counts the entries of the importance, plus parameters that were trainable and are listed as absent in its provenance
     (a head that no gradient reached yet), whose sizes `model` gives. Equal values are taken in order, so that the same
     importance always gives the same mask.
 
@@ -52,7 +52,7 @@ def top_k(
         model: A module or its weights, for the sizes of absent parameters.
         largest: False takes the least important entries instead: what mattered so far is protected, and the rest trains.
         minimum: The fraction of every tensor that is kept at least, best first, inside the budget.
-        sharded: Each process holds other parameters and gets the mask of its own; the budget is that of all together.
+        sharded: Each process holds other parameters and gets the mask of its own; the budget is for all together.
         progress: Called with the entries read so far and those that will probably be read in all.
 
     Raises:

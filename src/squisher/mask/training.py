@@ -301,7 +301,7 @@ def match(model: nn.Module, mask: Mapping[str, Tensor]) -> list[Kept]:
     """Return every trainable parameter of a model with the indices that the mask keeps; none for those it does not name.
 
     Raises:
-        NamingError: The mask has a name or a shape that the model has not.
+        NamingError: The mask has a name or a shape that the model does not have.
         SquisherError: A parameter is kept that is not trainable.
     """
     parameters, tied = live_tensors(model)

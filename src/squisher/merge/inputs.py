@@ -187,8 +187,8 @@ def _check_coverage(
         example = f"{name!r}, for example, is not in {who[k]}.{near(name, importances[k])}"
         if without == total or 2 * lost > total:
             raise NamingError(
-                f"Only {total - without:,} of {total:,} values have an importance in every model: these importances are not "
-                f"those of these models, or their names differ. {example}"
+                f"Only {total - without:,} of {total:,} values have an importance in every model: these importances belong "
+                f"to other models, or their names differ. {example}"
             )
         if missing == "error":
             raise NamingError(
@@ -311,7 +311,7 @@ def _check_type(name: str, dtype: torch.dtype) -> None:
 
 
 def _differs(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequence[int]) -> str | None:
-    """Return why a tensor cannot be merged although nobody excluded it; None if it can be.
+    """Return why a tensor cannot be merged although it is not excluded; None if it can be.
 
     A head has another number of rows and the same columns, or is not in every model. Any other difference of shapes means
     that these are different networks, and another number of embedding rows that the rows mean different words.
@@ -330,7 +330,7 @@ def _differs(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequenc
         if _VOCABULARY.search(name) and found[1:] == shape[1:]:
             raise NamingError(
                 f"The vocabularies differ: {name!r} has {shape[0]:,} rows in {first} and {found[0]:,} in {who}. Bring the models "
-                f"to one vocabulary first, or keep that of {first} with exclude={re.escape(name)!r}."
+                f"to one vocabulary first, or keep the one of {first} with exclude={re.escape(name)!r}."
             )
         if len(found) != len(shape) or not shape or found[1:] != shape[1:]:
             raise NamingError(

@@ -93,7 +93,7 @@ def fisher(
         importances: One per model: importances, or plain mappings of non-negative tensors.
         coefficients: One per model, not negative; 0 drops the model. Equal ones by default.
         scale: How importances are brought to one scale: `auto`, `as_fisher` or `stored`.
-        normalize: `mean` or `l2`: divides each importance by that of all its merged parameters.
+        normalize: `mean` or `l2`: divides each importance by its mean or L2 norm over all merged parameters.
         floor: `relative`: no entry counts less than 1e-6 of its tensor's mean over entries and models. A number: an absolute
             floor on the importances before they are normalized, one for all or one per model; 0 is none. `"+1e-6"` adds
             instead.
@@ -166,7 +166,7 @@ def ubgm(
         precision: What is computed in: `float32` or `float64`.
 
     Returns:
-        The merged weights. Where the denominator is 0 they are those of task arithmetic.
+        The merged weights. Where the denominator is 0, the result of task arithmetic.
 
     Raises:
         NamingError: Names or shapes do not match.

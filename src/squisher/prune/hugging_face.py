@@ -73,7 +73,7 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
 
     Raises:
         FileError: The folder holds no such model.
-        NamingError: Its weights are not those of the model.
+        NamingError: Its weights do not belong to the model.
     """
     try:
         import transformers

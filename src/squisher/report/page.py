@@ -160,7 +160,7 @@ def table(
     Args:
         anchor: Its id.
         caption: What it holds.
-        columns: Their order is that of the table; the first one names the row.
+        columns: In the order of the table; the first one names the row.
         values: A list for each column's key.
         source: Where the page's data hold `values`.
         filtered: Whether there is a field to filter by name.

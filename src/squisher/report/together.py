@@ -26,7 +26,7 @@ _ROWS = (
     Column("name", "Parameter", "text"),
     Column("numel", "Entries", "whole"),
     Column("spearman", "Spearman", "fixed", "Rank correlation of its entries"),
-    Column("scale", "Scale A/B", "number", "The total of the first, divided by that of the second"),
+    Column("scale", "Scale A/B", "number", "The total of the first, divided by the total of the second"),
     Column("median_ratio", "Median A/B", "number", "The median of the ratio of entries"),
     Column("overlap", "Overlap at 10%", "share", "Of the largest tenth, the share that both have"),
 )

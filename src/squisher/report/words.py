@@ -47,9 +47,9 @@ def _squisher(p: Provenance) -> list[str]:
     if p.per_unit:
         sentences.append(f"It has been brought to the scale of a Fisher, a mean per {p.unit or 'example'}.")
     elif size and how:
-        sentences.append(f"Each gradient was that of {size}, with the loss {how}.")
+        sentences.append(f"Each gradient was the gradient of {size}, with the loss {how}.")
     elif size:
-        sentences.append(f"Each gradient was that of {size}; how the loss was reduced is not known.")
+        sentences.append(f"Each gradient was the gradient of {size}; how the loss was reduced is not known.")
     else:
         sentences.append("The batch size is not known, so ranks can be trusted but the scale cannot.")
     return sentences

@@ -141,7 +141,7 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
             with exclusive(target.parent):
                 os.replace(inner, target)
             _sync_folder(target.parent)
-    except FileError as error:  # who reads it looks for the folder that was asked for
+    except FileError as error:  # the message should name the folder that was asked for
         raise FileError(str(error).replace(str(inner), str(out))) from error
     finally:
         shutil.rmtree(outer, ignore_errors=True)

@@ -29,7 +29,7 @@ _HEAD = 1 << 16
 class FileStamp:
     """What a file was when it was opened: which one, its size, when it was last written, and how it begins.
 
-    Someone who rewrites a file within a tick of the file system's clock leaves its time as it was. As git does, the beginning
+    A file that is rewritten within a tick of the file system's clock keeps its time. As git does, the beginning
     of a file that was young when it was opened is therefore compared as well, until the clock has moved on.
     """
 
@@ -57,7 +57,7 @@ class FileStamp:
             size = f", and has {info.st_size} bytes instead of {self._key[2]}" if info.st_size != self._key[2] else ""
             raise FileError(
                 f"{self.path} has changed since it was opened{size}: what is left to read may not belong to what was read. "
-                "Open it again, when nobody writes to it."
+                "Open it again when no other process writes to it."
             )
 
     def is_of(self, info: os.stat_result) -> bool:

@@ -12,7 +12,7 @@ With a codec a tensor called `n` is replaced by a few plain ones, from which eve
             value = row × column (outer product)
 
 The bits of a positive float32, read as an integer, are nearly its logarithm, so that log8 has nearly the same relative error
-everywhere, and is decoded in integers alone. Both codecs keep totals: log8 those of every block, rank1 those of every row and column. What would not become smaller is kept whole under
+everywhere, and is decoded in integers alone. Both codecs keep totals: log8 of every block, rank1 of every row and column. What would not become smaller is kept whole under
 its own name. Decoded values are float32.
 """
 
@@ -55,7 +55,7 @@ def check_codec(codec: str) -> str:
 
 
 class Encoded(Computed):
-    """The tensors of a file with a codec, computed from those of a mapping as they are written, in order.
+    """The tensors of a file with a codec, computed from a mapping as they are written, in order.
 
     Args:
         tensors: Non-negative and finite; read once, chunk by chunk.
@@ -97,7 +97,7 @@ class Encoded(Computed):
         return self._layout[name][2]
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """Yield one stored tensor in flat chunks; those of one parameter are asked for in order."""
+        """Yield one stored tensor in flat chunks; the tensors of one parameter are asked for in order."""
         source, part, _, _ = self._layout[name]
         if part == "code":
             chunks = self._log8(source)

@@ -1,4 +1,4 @@
-"""JSON from files that nobody vouches for: bounded in size and depth, one sentence where it is wrong."""
+"""JSON from untrusted files: bounded in size and depth, one sentence where it is wrong."""
 
 from __future__ import annotations
 

@@ -11,14 +11,11 @@ import math
 import re
 import sys
 from bisect import bisect_right
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from threading import Lock
-from types import TracebackType
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import numpy as np
@@ -31,7 +28,6 @@ from .byte_range import ByteRange
 
 __all__ = [
     "CHUNK",
-    "Ahead",
     "Block",
     "Blocks",
     "Computed",
@@ -126,7 +122,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Computed(Mapping[str, Tensor]):
-    """Named tensors that are computed from those of another mapping when they are asked for.
+    """Named tensors that are computed from another mapping when they are asked for.
 
     Names, shapes and types are the other mapping's unless a subclass says otherwise; what it computes is in its `chunks`.
 
@@ -309,7 +305,7 @@ _rooms_lock = Lock()
 
 
 def room_for(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return memory for a chunk, with arbitrary content; that of an earlier chunk is used again once nothing refers to it.
+    """Return memory for a chunk, with arbitrary content; the memory of an earlier chunk is used again once nothing refers to it.
 
     The system takes chunks of this size back when they are freed, and a page fault for every 4 kB of a new one costs as much as
     the work on it. The first free one is taken, so that few are in use and those are in the cache.
@@ -490,66 +486,3 @@ def _copy(block: Block, start: int, stop: int, out: Tensor) -> None:
     inside = (places >= start) & (places < stop)
     values = block.source.read_flat(first * block.run, last * block.run)
     out[places[inside] - start] = values[inside]
-
-
-_IN_FLIGHT = 2  # chunks that are being computed, or wait to be written
-_AT_ONCE = 2 * CHUNK  # handing a chunk over costs as much as merging a tenth of this
-
-
-class Ahead(Computed):
-    """Some names of a mapping, to be asked for in order; in any other order it is only slower.
-
-    Another thread reads and computes, the caller's has only to write: long calls that leave the interpreter alone. With more
-    threads they would wait for one another. The bytes are those of a run without threads; memory is bounded by a few chunks.
-
-    Args:
-        tensors: Any mapping. One that computes its tensors may have a method `short_chunks(name, size)`, like `chunks` but
-            free to give shorter ones.
-        names: The names, in the order in which they will be asked for.
-    """
-
-    def __init__(self, tensors: Mapping[str, Tensor], names: Sequence[str]):
-        super().__init__(tensors, {name: name for name in names})
-        self._tensors = tensors
-        self._expected = iter([name for name in names if numel_of(tensors, name)])
-        self._next = next(self._expected, None)
-        self._chunks = self._ahead()
-
-    def __enter__(self) -> Ahead:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._chunks.close()
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._name_there(name)]
-
-    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """Yield one tensor in flat chunks, in order; they may be shorter than `size`."""
-        if name != self._next or size != CHUNK:
-            yield from chunks_of(self._tensors, name, size)
-            return
-        self._next = next(self._expected, None)
-        left = numel_of(self._tensors, name)
-        while left:
-            chunk = next(self._chunks)
-            left -= chunk.numel()
-            yield from chunk.split(CHUNK)
-
-    def _ahead(self) -> Generator[Tensor, None, None]:
-        chunks = (chunk for name in self for chunk in self._chunks_of(name))
-        with ThreadPoolExecutor(1) as other:
-            waiting = deque(other.submit(next, chunks, None) for _ in range(_IN_FLIGHT))
-            try:
-                while (chunk := waiting.popleft().result()) is not None:
-                    yield chunk
-                    waiting.append(other.submit(next, chunks, None))
-            finally:
-                for future in waiting:
-                    future.cancel()
-
-    def _chunks_of(self, name: str) -> Iterator[Tensor]:
-        chunks = getattr(self._tensors, "short_chunks", None)
-        return chunks(name, _AT_ONCE) if callable(chunks) else chunks_of(self._tensors, name)

@@ -31,7 +31,7 @@ _CHECKED = 1 << 15  # instructions between two looks at the memory in use
 MAX_LONG_BYTES = 4096
 MAX_LINE = 4096
 MAX_KEY_LENGTH = 1 << 16
-# The hashes of strings are salted, those of numbers are not. Keys whose hashes can be chosen are counted, because a dict of
+# The hashes of strings are salted, the hashes of numbers are not. Keys whose hashes can be chosen are counted, because a dict of
 # keys with equal hashes takes quadratic time.
 MAX_CHOSEN_KEYS = 4_000
 MAX_PLAIN_INT = 1 << 60  # below it no two numbers have the same hash
