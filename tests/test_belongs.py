@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import squisher
 from squisher.cli import app
-from squisher.errors import SquisherError, SquisherWarning
+from squisher.errors import SquisherError
 from squisher.importance.weights import check_weights, content_of, match
 
 
@@ -109,10 +109,33 @@ def test_frozen_and_renamed_tensors_are_left_out(trained):
     assert match(imp, {f"module.{name}": tensor for name, tensor in weights.items()}).same is None
 
 
-def test_saved_in_another_precision_is_only_a_warning(trained):
+def test_a_copy_in_another_precision_is_known(trained):
+    def low(name, dtype=torch.bfloat16):
+        return {key: tensor.to(dtype) for key, tensor in trained[name][0].items()}
+
+    imp, other = trained["a"][1], trained["b"][1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_weights([imp, other], [low("a"), low("b")], ["a", "b"])
+    assert match(imp, low("a")).same is True
+    assert match(imp, low("b")).same is False
+    assert match(imp, low("b", torch.float16)).same is None, "which of its digits were lost is not known"
+    with pytest.raises(SquisherError, match="number 2, number 1"):
+        check_weights([other, imp], [low("a"), low("b")], ["a", "b"])
+
+
+def test_a_copy_in_more_digits_is_known(trained):
     weights, imp = trained["a"]
-    with pytest.warns(SquisherWarning, match="another precision"):
-        check_weights([imp], [{name: tensor.bfloat16() for name, tensor in weights.items()}], ["a"])
+    low = {name: tensor.bfloat16() for name, tensor in weights.items()}
+    made = imp.with_provenance(model={"content": content_of(low)})
+    assert match(made, {name: tensor.float() for name, tensor in low.items()}).same is True
+    assert match(made, trained["b"][0]).same is False
+
+
+def test_float32_is_compared_to_the_last_digit(trained):
+    weights, imp = trained["a"]
+    near = {name: torch.nextafter(tensor, torch.tensor(9.0)) for name, tensor in weights.items()}
+    assert match(imp, near).same is False
 
 
 def test_two_importances_of_one_model(trained):

@@ -26,6 +26,8 @@ def content_of(
 ) -> dict[str, str]:
     """Return the hash of each weight: the first 32 hexadecimal digits of the SHA-256 of its bytes.
 
+    For float32 and float64 that of the values rounded to bfloat16 follows, after a slash: a copy in that type is known by it.
+
     Args:
         weights: Any mapping; a lazy one is read chunk by chunk.
         names: Those to hash, where the mapping has them; by default all.
@@ -40,10 +42,13 @@ def content_of(
     for name in sorted(sizes, key=lambda n: (sizes[n], n)):
         if limit is not None and found and limit < sizes[name]:
             break
-        digest = hashlib.sha256()
+        types = [dtype_of(weights, name)]
+        types += [torch.bfloat16] if types[0] in (torch.float32, torch.float64) else []
+        digests = [hashlib.sha256() for _ in types]
         for chunk in chunks_of(_gathered(weights, name), name):
-            digest.update(chunk.contiguous().view(-1).view(torch.uint8).numpy().data)
-        found[name] = digest.hexdigest()[:32]
+            for digest, dtype in zip(digests, types, strict=True):
+                digest.update(chunk.to(dtype).contiguous().view(-1).view(torch.uint8).numpy().data)
+        found[name] = "/".join(digest.hexdigest()[:32] for digest in digests)
         limit = None if limit is None else limit - sizes[name]
     return found
 
@@ -74,7 +79,19 @@ def match(importance: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Ma
     if not isinstance(known, Mapping):
         return Match(0, ())
     found = content_of(weights, known)
-    return Match(len(found), tuple(name for name, digest in found.items() if digest != known[name]))
+    same = {name: _same(known[name], digest, dtype_of(weights, name)) for name, digest in found.items()}
+    return Match(
+        sum(one is not None for one in same.values()), tuple(name for name, one in same.items() if one is False)
+    )
+
+
+def _same(known: str, found: str, dtype: torch.dtype) -> bool | None:
+    """Whether two hashes are of the same values, in the same type or rounded to bfloat16; None if types cannot be compared."""
+    if ("/" in known) == ("/" in found):
+        return known.partition("/")[0] == found.partition("/")[0]
+    if dtype == torch.float16:  # and the values before had more digits
+        return None
+    return not {*known.split("/")}.isdisjoint(found.split("/"))
 
 
 def check_weights(
@@ -120,8 +137,7 @@ def check_weights(
     for k, own in strangers:
         warnings.warn(
             f"The importance given for {labels[k]} was made with other weights: {len(own.differing)} of {own.compared} tensors "
-            f"compared differ, {own.differing[0]} for example. It is of another checkpoint, or the weights were saved in another "
-            "precision. Say --any-weights if this is meant.",
+            f"compared differ, {own.differing[0]} for example. It is of another checkpoint. Say --any-weights if this is meant.",
             SquisherWarning,
             stacklevel=3,
         )
