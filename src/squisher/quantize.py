@@ -182,7 +182,7 @@ def sensitivity(
         importance: Of the same names and shapes. Weights without one are kept as they are and listed in `kept`.
         bits: The widths to choose from: 2 to 8.
         group: Weights that share a scale; not for llama.cpp, whose types fix it.
-        scheme: `"affine"` (16-bit scale and offset a group, as MLX), `"symmetric"` (16-bit scale), or `"llama.cpp"` (q2_K, q3_K,
+        scheme: `"affine"` (16-bit scale and offset per group, as MLX), `"symmetric"` (16-bit scale), or `"llama.cpp"` (q2_K, q3_K,
             q4_K, q5_K, q6_K and q8_0 with their block sizes; llama.cpp itself searches and rounds the scales of k-quants).
         exclude: A regular expression: tensors that are not quantised.
         progress: Called with the weights read so far and in all.

@@ -186,13 +186,13 @@ def test_what_it_is_in_words():
         "after 300 steps",
         "about 1,000 steps long (β₂ = 0.999)",
         "corrected for its start",
-        "32 examples a step",
+        "32 examples per step",
         "averaged over examples",
     ):
         assert part in words
     fisher = squisher.Importance({"w": torch.ones(2)}, examples=500, estimator={"labels": "sampled", "per": "batch"})
     words = " ".join(collect([Subject("x", fisher)])["importances"][0]["in_words"])
-    for part in ("labels drawn from the model", "500 examples", "once a batch"):
+    for part in ("labels drawn from the model", "500 examples", "once per batch"):
         assert part in words
     unknown = " ".join(
         collect([Subject("x", examples.squisher(batch_size=None, loss_reduction=None, bias_corrected=False))])[

@@ -30,7 +30,7 @@ def extract(
         Path | None, typer.Option(metavar="DIR", help="The weights that training started from.")
     ] = None,
     names: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Names in the optimizer's order, one a line.")
+        Path | None, typer.Option(metavar="FILE", help="Names in the optimizer's order, one per line.")
     ] = None,
     trainable: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Only matching parameters were trained.")

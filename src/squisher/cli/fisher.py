@@ -29,7 +29,7 @@ def fisher(
         Path, typer.Option("--out", metavar="FILE", help="The importance to write (.safetensors, or a folder).")
     ],
     labels: Annotated[str, typer.Option(help="data (empirical Fisher), sampled (unbiased), exact.")] = "data",
-    per: Annotated[str, typer.Option(help="example, or batch (joint, one backward a batch).")] = "example",
+    per: Annotated[str, typer.Option(help="example, or batch (joint, one backward per batch).")] = "example",
     unit: Annotated[
         str | None, typer.Option(metavar="U", help="For language models: sequence (default) or token.")
     ] = None,

@@ -80,7 +80,7 @@ def quantize(
         return
     counts = {b: sum(n == b for n in plan.bits.values()) for b in sorted(found.quantizers)}
     typer.echo(
-        f"{out}: {len(plan.bits)} tensors at {plan.bits_per_weight:.3f} bits a weight, loss {plan.loss:.4g} ("
+        f"{out}: {len(plan.bits)} tensors at {plan.bits_per_weight:.3f} bits per weight, loss {plan.loss:.4g} ("
         + ", ".join(f"{count} at {b}" for b, count in counts.items() if count)
         + ")."
     )

@@ -229,12 +229,12 @@ def merge_folders(
     _check_options(method, importances, base_importance, sizes, base_size, normalize, coefficients, keep)
     if importances and len(importances) != len(models):
         raise SquisherError(
-            f"There are {len(models)} models and {len(importances)} importances: give --importance once a model."
+            f"There are {len(models)} models and {len(importances)} importances: give --importance once per model."
         )
     given = list(coefficients) if coefficients else [1.0] * len(models)
     if len(given) != len(models):
         raise SquisherError(
-            f"There are {len(models)} models and {len(given)} coefficients: give --coefficient once a model."
+            f"There are {len(models)} models and {len(given)} coefficients: give --coefficient once per model."
         )
     labels = [_label(path, name) for path, name in zip(models, short_paths(models), strict=True)]
     base_label = None if base is None else _label(base, base.resolve().name)
@@ -377,7 +377,7 @@ def _first(coefficients: Sequence[float]) -> int:
     return next((k for k, c in enumerate(coefficients) if c), 0)
 
 
-def _importance(model: Path, given: Sequence[Path], k: int, option: str = "--importance, once a model") -> Importance:
+def _importance(model: Path, given: Sequence[Path], k: int, option: str = "--importance, once per model") -> Importance:
     if given:
         return open_importance(given[k])
     folder = model if model.is_dir() else model.parent

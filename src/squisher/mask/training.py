@@ -19,7 +19,7 @@ from .choosing import Mask
 
 __all__ = ["Handle", "compact", "reset_outside", "train_only"]
 
-_SPARSE = 0.05  # below this share, kept entries are moved by index; above it, by one comparison an entry
+_SPARSE = 0.05  # below this share, kept entries are moved by index; above it, by one comparison per entry
 
 
 class Handle:

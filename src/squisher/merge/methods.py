@@ -317,7 +317,7 @@ def as_number(value: Any) -> float:
 
 
 def as_many(what: str, given: Sequence[Weights], models: Sequence[Weights]) -> list[Weights]:
-    """Return a list with one entry a model."""
+    """Return a list with one entry per model."""
     if isinstance(given, Mapping) or len(given) != len(models):
         count = 1 if isinstance(given, Mapping) else len(given)
         raise SquisherError(f"There are {len(models)} models and {count} {what}s; give a list with one per model.")

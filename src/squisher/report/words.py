@@ -42,7 +42,7 @@ def _squisher(p: Provenance) -> list[str]:
         sentences.append("It is corrected for its start at zero.")
     elif p.bias_corrected is False:
         sentences.append("It is not corrected for its start at zero.")
-    size = None if p.batch_size is None else f"{p.batch_size:g} examples a step"
+    size = None if p.batch_size is None else f"{p.batch_size:g} examples per step"
     how = _REDUCTIONS.get(p.loss_reduction or "")
     if p.per_unit:
         sentences.append(f"It has been brought to the scale of a Fisher, a mean per {p.unit or 'example'}.")
@@ -63,7 +63,7 @@ def _fisher(p: Provenance) -> list[str]:
     if p.examples is not None:
         sentences.append(f"It is a mean over {whole(p.examples)} examples.")
     if how.get("per") == "batch":
-        sentences.append("Gradients were squared once a batch, not once an example.")
+        sentences.append("Gradients were squared once per batch, not once per example.")
     return sentences
 
 
