@@ -7,17 +7,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .harness import write
-from .house import BEFORE, ROOT
+from .harness import BEFORE, ROOT, alone, older, write
 
 CASES = ("extract, names recorded", "extract", "merge fisher", "mask top-k", "prune")
 
@@ -67,7 +63,7 @@ def prepared(case: str, folder: Path) -> Callable[[], object]:
     return lambda: dict(squisher.prune.weights(weights[0], a, sparsity=0.75))
 
 
-def alone(case: str, folder: Path) -> float:
+def timed(case: str, folder: Path) -> float:
     """Return the seconds of one call, after one that is not counted."""
     call = prepared(case, folder)
     call()
@@ -86,33 +82,16 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.alone:
-        print(json.dumps(alone(options.alone, options.folder)))
+        print(json.dumps(timed(options.alone, options.folder)))
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        archive = subprocess.run(["git", "archive", options.before, "src"], cwd=ROOT, capture_output=True, check=True)
-        subprocess.run(["tar", "-x", "-C", scratch], input=archive.stdout, check=True)
-        trees = {"before": Path(scratch) / "src", "after": ROOT / "src"}
-        folder = Path(scratch) / "files"
-        folder.mkdir()
-        make(folder, int(options.size))
+    with older(options.before) as source, tempfile.TemporaryDirectory() as scratch:
+        trees = {"before": source, "after": ROOT}
+        make(Path(scratch), int(options.size))
         seconds: dict[str, dict[str, list[float]]] = {case: {tree: [] for tree in trees} for case in CASES}
         for _ in range(options.rounds):
             for case in CASES:
                 for tree, path in trees.items():
-                    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT)])}
-                    command = [
-                        sys.executable,
-                        "-m",
-                        "benchmarks.before_after",
-                        "--alone",
-                        case,
-                        "--folder",
-                        str(folder),
-                    ]
-                    done = subprocess.run(
-                        command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True
-                    )
-                    seconds[case][tree].append(float(json.loads(done.stdout.splitlines()[-1])))
+                    seconds[case][tree].append(alone(path, "before_after", case, "--folder", scratch))
     found = {
         case: {
             **{tree: {"seconds": statistics.median(times), "all": times} for tree, times in both.items()},

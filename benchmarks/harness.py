@@ -11,13 +11,36 @@ import runpy
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 RESULTS = Path(__file__).parent / "results"
+ROOT = Path(__file__).parents[1]
+BEFORE = "f42dcd8"
+"""The last commit before the package was arranged in rooms."""
+
+
+@contextlib.contextmanager
+def older(commit: str) -> Iterator[Path]:
+    """Unpack the sources of a commit into a temporary folder; yield it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        archive = subprocess.run(["git", "archive", commit, "src"], cwd=ROOT, capture_output=True, check=True)
+        subprocess.run(["tar", "-x", "-C", scratch], input=archive.stdout, check=True)
+        yield Path(scratch)
+
+
+def alone(source: Path, module: str, *arguments: str) -> Any:
+    """Run a benchmark's module with the sources of one tree in a process of its own; return the JSON of its last line."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source / "src"), str(ROOT)])}
+    run = [sys.executable, "-m", f"benchmarks.{module}", "--alone", *arguments]
+    done = subprocess.run(run, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(run)}: {done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def environment() -> dict[str, Any]:

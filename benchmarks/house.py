@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
 import shutil
 import statistics
 import subprocess
@@ -22,10 +21,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .harness import command, write
+from .harness import BEFORE, ROOT, alone, command, older, write
 
-ROOT = Path(__file__).parents[1]
-BEFORE = "f42dcd8"
 WALKS = ("extract a Trainer folder", "fisher", "merge two folders", "live extract", "report")
 OPENS = ("storage.folders", "bridges.folders")
 """The module that opens a model folder, here and in the commit before."""
@@ -186,19 +183,10 @@ def loaded_by_opening() -> int:
 
 def measured(source: Path) -> dict[str, Any]:
     """Return everything about one tree of sources; every walk in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source / "src"), str(ROOT)])}
-
-    def alone(what: str) -> Any:
-        command = [sys.executable, "-m", "benchmarks.house", "--alone", what]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-        if done.returncode:
-            raise RuntimeError(f"{what}: {done.stderr}")
-        return json.loads(done.stdout.splitlines()[-1])
-
     return {
         **sizes(source / "src" / "squisher"),
-        "modules_loaded_by_opening_a_folder": alone("open"),
-        "walks": {name: alone(name) for name in WALKS},
+        "modules_loaded_by_opening_a_folder": alone(source, "house", "open"),
+        "walks": {name: alone(source, "house", name) for name in WALKS},
     }
 
 
@@ -211,10 +199,8 @@ def main() -> None:
     if options.alone:
         print(json.dumps(loaded_by_opening() if options.alone == "open" else walk(options.alone)))
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        archive = subprocess.run(["git", "archive", options.before, "src"], cwd=ROOT, capture_output=True, check=True)
-        subprocess.run(["tar", "-x", "-C", scratch], input=archive.stdout, check=True)
-        before = measured(Path(scratch))
+    with older(options.before) as source:
+        before = measured(source)
     after = measured(ROOT)
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True

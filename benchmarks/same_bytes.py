@@ -12,16 +12,11 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import warnings
 from pathlib import Path
-from typing import Any
 
-from .harness import command, write
-from .house import BEFORE, ROOT
+from .harness import BEFORE, ROOT, alone, command, older, write
 
 FIXTURES = ROOT / "tests" / "fixtures"
 
@@ -100,17 +95,6 @@ def written() -> dict[str, str]:
         return {**extracted(Path(scratch)), **applied(Path(scratch))}
 
 
-def by(source: Path) -> dict[str, Any]:
-    """Return the same for one tree of sources, in a process of its own."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(source / "src"), str(ROOT)])}
-    command = [sys.executable, "-m", "benchmarks.same_bytes", "--alone"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def main() -> None:
     """Compare a commit with what is here, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -120,11 +104,9 @@ def main() -> None:
     if options.alone:
         print(json.dumps(written()))
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        archive = subprocess.run(["git", "archive", options.before, "src"], cwd=ROOT, capture_output=True, check=True)
-        subprocess.run(["tar", "-x", "-C", scratch], input=archive.stdout, check=True)
-        before = by(Path(scratch))
-    after = by(ROOT)
+    with older(options.before) as source:
+        before = alone(source, "same_bytes")
+    after = alone(ROOT, "same_bytes")
     different = sorted(name for name in before if before[name] != after.get(name))
     same = sorted(set(before) - set(different))
     new = sorted(set(after) - set(before))

@@ -12,17 +12,7 @@ from squisher.analysis.agreement import compare
 from squisher.analysis.health import examine
 from squisher.importance import Importance
 from squisher.report import compare_json, compare_tables, inspect_json, inspect_tables
-
-FACTS: dict[str, Any] = {
-    "kind": "squisher",
-    "optimizer": {"class": "AdamW", "key": "exp_avg_sq", "beta2": 0.999, "pollution": []},
-    "steps": {"min": 300, "max": 300},
-    "bias_corrected": True,
-    "loss_reduction": "mean",
-    "batch_size": 32,
-    "dtype_of_source": "float32",
-    "naming": "recorded",
-}
+from tests.report.examples import FACTS
 
 
 def model(layers: int, name: str = "layer.{}.weight", seed: int = 0) -> dict[str, torch.Tensor]:
