@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from squisher.errors import FileError, NamingError
+from squisher.errors import FileError, NamingError, SquisherWarning
 from squisher.recycle.naming.partitions import in_order
 from squisher.recycle.naming.solver import clean_names, given_names, resolve
 from squisher.recycle.states import Candidate, Entry, OptimizerState
@@ -98,7 +98,11 @@ def test_parameters_without_a_state_fit_anything_but_do_not_decide():
 
 def test_given_names(tmp_path):
     one = optimizer([(4, 3), (4,)])
-    assert resolve(one, model(*MLP), ["x", "y"]).names == ["x", "y"]
+    with pytest.warns(SquisherWarning, match="None of the given names .* could be checked"):
+        assert resolve(one, model(*MLP), ["x", "y"]).names == ["x", "y"]
+    known = [name for name, _ in MLP]
+    with pytest.raises(NamingError, match="1 of the 2 given names are no parameters of the source"):
+        resolve(one, model(*MLP), [known[0], "y"])
     assert {one.level for one in resolve(one, [], ["x", "y"]).how} == {"given"}
     with pytest.raises(NamingError, match="3 names were given, but the optimizer has 2 parameters"):
         resolve(one, [], ["x", "y", "z"])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import squisher
 from squisher.errors import NoAccumulatorError
@@ -103,3 +104,16 @@ def test_the_class_settles_what_keys_leave_open(tmp_path):
     radam = squisher.extract(tmp_path / "state.pt", names=["w"], optimizer_class="RAdam")
     assert torch.equal(adopt["w"], moment)
     torch.testing.assert_close(radam["w"], moment / (1 - BETA2**STEPS))
+
+
+def test_what_another_optimizer_steps_is_said_to_be_its(tmp_path):
+    model = nn.Linear(5, 7)
+    muon, adamw = torch.optim.Muon([model.weight], lr=1e-3), torch.optim.AdamW([model.bias], lr=1e-3)
+    model(torch.randn(4, 5)).square().sum().backward()
+    muon.step()
+    adamw.step()
+    content = {"model": model.state_dict(), "optimizers": [muon.state_dict(), adamw.state_dict()]}
+    torch.save(content, tmp_path / "c.pt")
+    imp = squisher.extract(tmp_path / "c.pt")
+    assert list(imp) == ["bias"]
+    assert "another optimizer of the source. Muon keeps" in str(imp.provenance.absent["weight"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -113,8 +112,6 @@ def extract(
 
 
 def _extracted(importance: Importance, target: Path) -> str:
-    from ..importance import Level
-
     p = importance.provenance
     optimizer = p.optimizer or {}
     names = list({g.get("class"): None for g in optimizer.get("groups", [])} or {optimizer.get("class"): None})
@@ -122,21 +119,8 @@ def _extracted(importance: Importance, target: Path) -> str:
     count = (
         f"{steps.get('min')}" if steps.get("min") == steps.get("max") else f"{steps.get('min')} to {steps.get('max')}"
     )
-    lines = [
-        f"{target}: {len(importance)} tensors of {' and '.join(str(optimizer.get('class') or n) for n in names)} after {count} steps"
-        f" (names: {p.naming})."
-    ]
-    levels = Counter(str(p.naming.of(name).level) for name in importance) if p.naming else Counter()
-    if levels[Level.PROVEN]:
-        margin = min(m for m in (p.naming.of(name).margin for name in importance) if m is not None) if p.naming else 0
-        lines.append(
-            f"{levels[Level.PROVEN]} names are proven by the values, the next best by {margin:.2f} in correlation behind."
-        )
-    if levels[Level.CONVENTION]:
-        lines.append(
-            f"{levels[Level.CONVENTION]} names are by order and shapes alone. The weights that training started from (--base-model), "
-            "an earlier checkpoint beside this one, or the weights themselves (--model) may prove them."
-        )
+    classes = " and ".join(str(optimizer.get("class") or n) for n in names)
+    lines = [f"{target}: {len(importance)} tensors of {classes} after {count} steps.", *_named(importance)]
     if p.absent:
         example, why = next(iter(p.absent.items()))
         lines.append(f"{len(p.absent)} parameters have no importance, for example {example!r} ({why}).")
@@ -144,3 +128,45 @@ def _extracted(importance: Importance, target: Path) -> str:
     if p.batch_size is None and p.batch_tokens is None:
         lines.append("The batch size is not known: rankings are right, the scale of a Fisher needs --batch-size.")
     return "\n".join(lines)
+
+
+def _named(importance: Importance) -> list[str]:
+    """Say how names were found, the surest first, and what may raise those that only order and shapes tell."""
+    from ..importance import Level
+
+    p = importance.provenance
+    if p.naming is None:
+        return []
+    by_level: dict[str, dict[str, list[str]]] = {level: {} for level in Level}
+    for name in importance:
+        how = p.naming.of(name)
+        by_level[how.level].setdefault(how.by, []).append(name)
+    lines = []
+    for level, ways in by_level.items():
+        count, by = sum(map(len, ways.values())), "; ".join(filter(None, ways))
+        if count and level == Level.PROVEN:
+            margins = [m for own in ways.values() for m in (p.naming.of(name).margin for name in own) if m is not None]
+            behind = f", the next best answer at least {min(margins):.2f} in correlation behind" if margins else ""
+            lines.append(f"Names proven by the values: {count} ({by}{behind}).")
+        elif count and level == Level.CONVENTION:
+            lines.append(
+                f"Names by convention: {count} ({by}). Only order and shapes tell them. {_what_proves(importance)}"
+            )
+        elif count:
+            what = "recorded in the source" if level == Level.RECORDED else "given"
+            lines.append(f"Names {what}: {count}{f' ({by})' if by else ''}.")
+    return lines
+
+
+def _what_proves(importance: Importance) -> str:
+    p = importance.provenance
+    groups = (p.optimizer or {}).get("groups") or [p.optimizer or {}]
+    if all(group.get("key") in _WITHOUT_FIRST_MOMENT for group in groups):
+        return "Without first moments no weights can prove them: compare the order with your script, or give it with --names."
+    sources = ["the weights that training started from (--base-model)", "an earlier checkpoint beside this one"]
+    if not (p.model or {}).get("content"):
+        sources.insert(0, "the model (--model)")
+    return f"What may prove them: {' or '.join(sources)}."
+
+
+_WITHOUT_FIRST_MOMENT = ("square_avg", "sum", "variance", "row_var col_var", "exp_avg_sq_row exp_avg_sq_col")

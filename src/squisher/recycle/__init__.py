@@ -176,7 +176,7 @@ def _from_file(
                 "the keys of the state tell."
             )
         optimizers = [replace(one, class_name=options.optimizer_class) for one in optimizers]
-    optimizers = _usable(optimizers)
+    optimizers, unusable = _usable(optimizers)
     given = None if names is None else given_names(names)
     later: Iterable[Sequence[tuple[str, Sequence[Candidate]]]] = () if options.named else found.later
     if options.trainable is not None:
@@ -206,11 +206,12 @@ def _from_file(
     named, stored = _as_stored(named, every)
     held = {name for name, _, _ in named}
     shapes = {name: shape for name, (_, shape) in stored.items()} if held <= set(stored) else {}
-    untrained = Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer: frozen, or never given to it")
+    beside = f", or stepped by another optimizer of the source. {unusable}" if unusable else ""
+    untrained = Absence(Reason.NOT_IN_OPTIMIZER, f"not in the optimizer: frozen, or never given to it{beside}")
     facts = replace(
         found.facts,
         **{key: value for key, value in known.keywords().items() if value},
-        absent=found.facts.absent or {name: untrained for name in stored if name not in held},
+        absent=found.facts.absent or {name: untrained for name in stored if name not in held and held & stored.keys()},
         live_names=found.facts.live_names
         or {name: live for name, (live, _) in stored.items() if live and name in held},
         naming=Naming.of_all(namings),
@@ -242,8 +243,8 @@ def _as_stored(
     return out, stored
 
 
-def _usable(optimizers: Sequence[OptimizerState]) -> list[OptimizerState]:
-    """Return the optimizers that keep a squared gradient, where one does (the AdamW beside a Muon).
+def _usable(optimizers: Sequence[OptimizerState]) -> tuple[list[OptimizerState], str]:
+    """Return the optimizers that keep a squared gradient, where one does (the AdamW beside a Muon), and why others do not.
 
     Raises:
         NoAccumulatorError: None does.
@@ -258,7 +259,7 @@ def _usable(optimizers: Sequence[OptimizerState]) -> list[OptimizerState]:
             usable.append(one)
     if not usable and refusals:
         raise refusals[0]
-    return usable
+    return usable, refusals[0].what if refusals else ""
 
 
 def _one_of(optimizers: Sequence[Any], which: int) -> Any:

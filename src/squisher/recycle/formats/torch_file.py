@@ -99,10 +99,14 @@ def read_torch_folder(folder: Path) -> Found:
         )
     if not chosen and first is not None:
         raise first
-    what = f"{len(chosen)} of which hold an optimizer state" if chosen else "none of which holds an optimizer state"
+    what = f"The folder {folder} holds {len(files)} torch files ({', '.join(file.name for file in files[:6])})"
+    if not chosen:
+        raise FileError(
+            f"{what}, none of which holds an optimizer state. Give the file or folder that was saved with the optimizer."
+        )
     raise FileError(
-        f"The folder {folder} holds {len(files)} torch files ({', '.join(file.name for file in files[:6])}), {what}: give the one "
-        "with the optimizer, and the file with the weights, if that is another one, with --model FILE."
+        f"{what}, {len(chosen)} of which hold an optimizer state: give the one that is meant, and the file with the weights, if "
+        "that is another one, with --model FILE."
     )
 
 

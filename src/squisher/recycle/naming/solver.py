@@ -12,11 +12,13 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import FileError, NamingError
+from ...errors import FileError, NamingError, SquisherWarning
 from ...importance import Level, Naming
 from ...names import adapter_file_name
 from ...storage.json_files import parse_json
@@ -63,19 +65,20 @@ def resolve(
     """
     if given is not None:
         return _checked_given(optimizer, given, sources, laws)
+    settles = hint or _WHAT_SETTLES_IT
     recorded = [entry.name for entry in optimizer.entries]
     if recorded and all(name is not None for name in recorded):
         return _recorded(optimizer, [name for name in recorded if name is not None], sources)
     tried: list[_Tier] = []
     for tier in itertools.chain([sources], later):
-        tried.append(_Tier(optimizer, tier, rules or RULES, laws))
+        tried.append(_Tier(optimizer, tier, rules or RULES, laws, settles))
         solution = tried[-1].solution()
         if solution is not None:
             return solution
     open_tier = next((tier for tier in tried if tier.answers), None)
     if open_tier is None:
-        raise NamingError(_nothing_fits(optimizer, sources, hint or _WHAT_SETTLES_IT))
-    raise NamingError(_several_fit(optimizer, open_tier, hint or _WHAT_SETTLES_IT))
+        raise NamingError(_nothing_fits(optimizer, sources, settles))
+    raise NamingError(_several_fit(optimizer, open_tier, settles))
 
 
 class _Tier:
@@ -87,8 +90,10 @@ class _Tier:
         sources: Sequence[Source],
         rules: Sequence[tuple[str, Rule]],
         laws: Callable[[], Sequence[Law]],
+        settles: str,
     ):
         self.optimizer = optimizer
+        self.settles = settles
         self.sources = sources
         self.rules = rules
         self.laws = laws
@@ -144,10 +149,10 @@ class _Tier:
     def _check(self, names: Sequence[str], by: str) -> None:
         wrong = [entry for entry, name in self.evidence.names.items() if names[entry] != name]
         if wrong:
-            raise NamingError(_contradicted(names, by, self.evidence, wrong))
+            raise NamingError(_contradicted(names, by, self.evidence, wrong, self.settles))
         exchange = _exchanged(self.optimizer, self.sources, names)
         if exchange is not None:
-            raise NamingError(_other_layers(by, exchange))
+            raise NamingError(_other_layers(by, exchange, self.settles))
 
     def _decided(self) -> tuple[tuple[str, ...], str] | None:
         """Return the answer that the values leave, if they leave one."""
@@ -335,21 +340,45 @@ def _checked_given(
         )
     _no_duplicates(given, "among the given ones")
     known = {c.name: c for _, candidates in sources for c in candidates}
+    _known_names(given, {c.live_name or c.name for c in known.values()} | known.keys())
     for k, (name, entry) in enumerate(zip(given, optimizer.entries, strict=True)):
         c = known.get(name)
         if c is not None and entry.shape is not None and not c.pieces and c.shape != entry.shape:
             raise NamingError(
                 f"The given names contradict the file: parameter {k} of the optimizer has the shape {entry.shape}, but "
-                f"{name!r} has {c.shape}. Give the names in the optimizer's order, which is that of its groups."
+                f"{name!r} has {c.shape}. {_GIVE_OTHERS}"
             )
     evidence = _weighed(optimizer, sources, laws)
     wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
     if wrong:
-        raise NamingError(_contradicted(given, "the names that were given", evidence, wrong))
+        raise NamingError(_contradicted(given, _GIVEN, evidence, wrong, _GIVE_OTHERS))
     exchange = _exchanged(optimizer, sources, given)
     if exchange is not None:
-        raise NamingError(_other_layers("the names that were given", exchange))
+        raise NamingError(_other_layers(_GIVEN, exchange, _GIVE_OTHERS))
     return Solution(list(given), [Naming(Level.GIVEN)] * len(given))
+
+
+def _known_names(given: Sequence[str], known: Collection[str]) -> None:
+    """Refuse names of which some are parameters of the source and others are not; warn where none is.
+
+    Raises:
+        NamingError: Some are unknown.
+    """
+    unknown = [name for name in given if name not in known]
+    if not known or not unknown:
+        return
+    if len(unknown) < len(given):
+        near = get_close_matches(unknown[0], known, 1)
+        raise NamingError(
+            f"{len(unknown)} of the {len(given)} given names are no parameters of the source, for example {unknown[0]!r}"
+            f"{f'; it has {near[0]!r}' if near else ''}. {_GIVE_OTHERS}"
+        )
+    warnings.warn(
+        f"None of the given names ({given[0]!r}, …) is a parameter of the source, which has {min(known)!r}: neither "
+        "shapes nor values could be checked.",
+        SquisherWarning,
+        stacklevel=2,
+    )
 
 
 # -- conventions -------------------------------------------------------------------------------------------------------
@@ -406,6 +435,10 @@ _WHAT_SETTLES_IT = (
 )
 
 
+_GIVEN = "the names that were given"
+_GIVE_OTHERS = "Give the names in the optimizer's order, which is that of its groups."
+
+
 def _nothing_fits(optimizer: OptimizerState, sources: Sequence[Source], settles: str) -> str:
     groups = ", ".join(map(str, optimizer.group_sizes))
     what = f"The optimizer state numbers its parameters (groups of {groups}) and records no names"
@@ -448,17 +481,17 @@ def _several_fit(optimizer: OptimizerState, tier: _Tier, settles: str) -> str:
     )
 
 
-def _contradicted(names: Sequence[str], by: str, evidence: Evidence, wrong: Sequence[int]) -> str:
+def _contradicted(names: Sequence[str], by: str, evidence: Evidence, wrong: Sequence[int], settles: str) -> str:
     k = max(wrong, key=lambda entry: evidence.margins[entry])
     return (
         f"The values contradict the names: by «{by}» parameter {k} is {names[k]!r}, but by its {evidence.by} it is "
         f"{evidence.names[k]!r} (ahead of any other by {evidence.margins[k]:.2f} in correlation; {len(wrong)} such). The order "
-        f"of the optimizer is not the one that this assumes. {_WHAT_SETTLES_IT}"
+        f"of the optimizer is not the one that this assumes. {settles}"
     )
 
 
-def _other_layers(by: str, exchange: Exchange) -> str:
+def _other_layers(by: str, exchange: Exchange, settles: str) -> str:
     return (
         f"The values contradict the names: what is {exchange.name!r} by «{by}» is {exchange.other!r} by the sizes of the weights "
-        f"and of v ({exchange.certainty:.1f} standard deviations), so that the layers stand in another order. {_WHAT_SETTLES_IT}"
+        f"and of v ({exchange.certainty:.1f} standard deviations), so that the layers stand in another order. {settles}"
     )

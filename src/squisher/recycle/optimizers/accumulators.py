@@ -112,7 +112,7 @@ def reading(
     if bias_correction and row.meaning in ("ema", "sum"):
         if step is None:
             raise NoAccumulatorError(
-                f"The {row.optimizer} state has no step count, so its bias cannot be corrected",
+                f"The state of {row.optimizer} has no step count, so its bias cannot be corrected",
                 "Extract it as it is stored (--raw, bias_correction=False).",
             )
         if step < 1:
