@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import squisher
 from squisher import SquisherError, Tracker
 from squisher.errors import SquisherWarning
+from squisher.measure.step import StepPass
 
 BETA = 0.9
 
@@ -473,6 +476,22 @@ def test_resuming_goes_on_where_it_was() -> None:
     assert second.examples == 21
     with pytest.raises(SquisherError, match="per='example'"):
         Tracker(model).load_state_dict(first.state_dict())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_that_is_over_is_forgotten(name: str) -> None:
+    make, kind = MODELS[name]
+    model = make()
+    tracker = Tracker(model, per="example")
+    for step in range(3):
+        x, y = inputs(kind, step)
+        with tracker.step():
+            mean_loss(model, x, y).backward()
+            mean_loss(model, x, y)  # no backward pass follows
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert not [found for found in gc.get_objects() if type(found) is StepPass and found.model is model]
 
 
 def test_wrong_uses_are_refused() -> None:

@@ -58,7 +58,8 @@ class Tracker:
     The gradients that training gets are the same to the bit. The factors of the loss (1/B of a mean, 1/T of a mean over tokens,
     accumulation, a scaler) are divided out, so that the average is a Fisher, and `as_fisher()` changes nothing. A parameter that no
     rule can do is absent. The average starts with a proof, one backward pass more, and so does every new sequence of operations.
-    With several processes, the squares are summed over all of them in every observed step.
+    With several processes (DDP, `fully_shard`), each squares its own examples, and they are summed in every observed step; of a
+    sharded model every process keeps its shard.
 
     Attributes:
         model: The model whose parameters are observed.
@@ -214,18 +215,18 @@ class Tracker:
         if not self._turn():
             yield
             return
+        from .measure.sharded_step import ShardedStep
         from .measure.step import Proven, Step
 
-        tracked = {name: p for name, p in self._tracked() if p.requires_grad and name not in self._refused}
-        sharded = next((name for name, p in tracked.items() if ranks.is_sharded(p)), None)
-        if sharded is not None:
-            raise SquisherError(
-                f"Tracker(per='example'): {sharded!r} is sharded (fully_shard), whose layers are whole only for a moment. Use "
-                "per='batch', or measure with squisher.fisher."
-            )
+        every = {name: p for name, p in self._tracked() if p.requires_grad}
+        tracked = {name: p for name, p in every.items() if name not in self._refused}
+        if every and not tracked:
+            name, reason = next(iter(self._refused.items()))
+            raise SquisherError(f"Tracker(per='example') can observe no parameter; {name}: {reason}.")
+        kind = ShardedStep if any(map(ranks.is_sharded, every.values())) else Step
         self._proven = Proven() if self._proven is None else self._proven
         anew = self._observed() in _PROVEN_ANEW
-        with Step(self.model, tracked, self._proven, anew, self.dtype, factor) as one:
+        with kind(self.model, tracked, self._proven, anew, self.dtype, factor) as one:
             yield
         self._average(one, tracked)
 
@@ -371,7 +372,7 @@ class Tracker:
     def _average(self, one: Any, tracked: Mapping[str, Tensor]) -> None:
         """Take the squares of a step, of all processes together, into the average."""
         finite = one.finite and all(
-            bool(torch.linalg.vector_norm(total, math.inf).isfinite()) for total in one.sums.values()
+            bool(torch.linalg.vector_norm(total, math.inf).isfinite()) for total in one.sums.values() if total.numel()
         )
         every = ranks.gather((one.problem, one.refused, one.examples, one.positions, finite, sorted(one.sums)))
         problems = [problem for problem, *_ in every if problem]
@@ -395,12 +396,16 @@ class Tracker:
         seen = {name for *_, names in every for name in names} - self._refused.keys()
         names = [name for name in tracked if name in seen or name in self._values]
         sums = {name: one.sums.get(name) for name in names}
-        sums = {name: torch.zeros_like(tracked[name], dtype=self.dtype) if s is None else s for name, s in sums.items()}
-        ranks.sum_in_place(sums.values())
+        sums = {
+            name: torch.zeros_like(ranks.local_of(tracked[name]), dtype=self.dtype) if s is None else s
+            for name, s in sums.items()
+        }
+        ranks.sum_in_place(s for name, s in sums.items() if not ranks.is_sharded(tracked[name]))
         for name, total in sums.items():
             if name not in self._values:
-                self._values[name] = torch.zeros_like(total)
-            value = self._values[name] = self._values[name].to(total.device)
+                self._values[name] = ranks.sharded_like(torch.zeros_like(total), tracked[name])
+            whole = self._values[name] = self._values[name].to(total.device)
+            value = ranks.local_of(whole)
             value.mul_(self.beta2).add_(total.to(value.dtype), alpha=(1 - self.beta2) / examples)
             self._steps[name] = self._steps.get(name, 0) + 1
 

@@ -211,6 +211,33 @@ class Shards:
                     if not placement.is_shard():
                         dist.all_reduce(sums[name], group=parameter.device_mesh.get_group(dim))
 
+    def gather_once(self) -> None:
+        """Gather every group that never was at work, so that its parameters are known, and shard it again; all processes together."""
+        if all(hasattr(p, "_unsharded_param") for g in self.groups for p in g.group.fsdp_params):
+            return
+        with torch._C.DisableTorchFunction():
+            for module in _sharded_modules(self.model):
+                module.unshard()
+                module.reshard()
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Inside, gradients are not reduced, and those that were accumulated before are put aside; inside `watched`."""
+        members = [p for g in self.groups for p in g.group.fsdp_params]
+        before = [(p, p.unsharded_accumulated_grad, p._unsharded_param.grad) for p in members]
+        flags = [g.group.reduce_grads for g in self.groups]
+        for g in self.groups:
+            g.group.reduce_grads = False
+        for p in members:
+            p.unsharded_accumulated_grad = p._unsharded_param.grad = None
+        try:
+            yield
+        finally:
+            for g, flag in zip(self.groups, flags, strict=True):
+                g.group.reduce_grads = flag
+            for p, accumulated, gradient in before:
+                p.unsharded_accumulated_grad, p._unsharded_param.grad = accumulated, gradient
+
     def reshard(self) -> None:
         """Shard what a forward pass without a backward pass left gathered."""
         _reshard(self.model)
@@ -221,19 +248,21 @@ class Shards:
         gathering: Callable[[Group], None],
         entered: Callable[[Group, list[tuple[Tensor, Tensor]]], None],
         through: Callable[[Group], None],
+        reduced: bool = False,
     ) -> Iterator[None]:
-        """Inside, gradients are not reduced, and the caller is told when a group is at work.
+        """Inside, gradients are not reduced (unless told so), and the caller is told when a group is at work.
 
         Args:
             gathering: called before a group is gathered from all processes.
             entered: called when a group's forward pass begins, with the inputs and the tensors that stand for them, so that
                 the end of the backward pass is noticed.
             through: called when a group's backward pass is through, while its parameters are still gathered.
+            reduced: whether gradients are reduced as usual, and parameters stay gathered as usual.
         """
         before = [(g.group, g.group.reduce_grads) for g in self.groups]
         try:
             for g in self.groups:
-                g.group.reduce_grads = False
+                g.group.reduce_grads = g.group.reduce_grads and reduced
                 for name in ("wait_for_unshard", "reshard"):
                     setattr(g.group, name, _unseen(getattr(g.group, name)))
                 g.group.unshard = _unseen(_telling(g, gathering, g.group.unshard))
@@ -241,11 +270,12 @@ class Shards:
                 g.group.post_backward = _unseen(_telling(g, through, g.group.post_backward))
             yield
         finally:
-            for group, reduced in before:
-                group.reduce_grads = reduced
+            for group, flag in before:
+                group.reduce_grads = group.reduce_grads if reduced else flag
                 for name in ("unshard", "wait_for_unshard", "reshard", "_register_post_backward_hook", "post_backward"):
                     group.__dict__.pop(name, None)
-            _reshard(self.model)
+            if not reduced:
+                _reshard(self.model)
 
 
 class WholeSums(dict[str, Tensor]):

@@ -15,7 +15,7 @@ gradients that are on their way anyway. What differs from a measurement:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType
@@ -37,7 +37,7 @@ from .reductions import REDUCTIONS, counts_positions, factor_of
 from .rules import Broadcast, Dense, Piece, Rule, Squares, add_squares
 from .sums import Sums
 
-__all__ = ["Proven", "Step"]
+__all__ = ["Proven", "Step", "StepPass", "apart", "weighted_rows"]
 
 REDUCED = Other("reduced")
 """A number that is a sum over examples, or made of such numbers."""
@@ -95,8 +95,9 @@ class Step:
         self.refused: dict[str, str] = {}
         self.problem, self.finite = "", True
         self.passes = 0
-        self.current: _StepPass | None = None
-        self.last: _StepPass | None = None
+        self.current: StepPass | None = None
+        self.last: StepPass | None = None
+        self._made: list[StepPass] = []
         self._watch = _StepWatch(self)
 
     def __enter__(self) -> Step:
@@ -113,6 +114,9 @@ class Step:
         self._eager.__exit__(None, None, None)
         self._hook.remove()
         self.current = self.last = None
+        for one in self._made:
+            one.release()
+        self._made.clear()
         if exception[0] is None and not self.passes and not self.problem:
             self.problem = "no backward pass of the model was made: call model(...) and loss.backward() inside"
 
@@ -134,7 +138,11 @@ class Step:
             return
         batch = Batch(None, args, kwargs, None, shapes[0][0])
         with torch._C.DisableTorchFunction():
-            self.current = _StepPass(self.model, batch, self.parameters, self.proven.guess)
+            self.current = self._new_pass(batch)
+            self._made.append(self.current)
+
+    def _new_pass(self, batch: Batch) -> StepPass:
+        return StepPass(self.model, batch, self.parameters, self.proven.guess)
 
     def backward(self, loss: Tensor, gradient: Tensor | None, **settings: Any) -> None:
         """Make the user's backward pass and take its squares on the way."""
@@ -173,13 +181,10 @@ class Step:
         self._take(one, known)
 
     @torch.no_grad()
-    def _take(self, one: _StepPass, known: set[str]) -> None:
+    def _take(self, one: StepPass, known: set[str]) -> None:
         factor = one.factor() if self.factor is None else self.factor
         if factor is None:
-            self.problem = (
-                "the loss is a sum of several parts with different factors, so that the loss of an example is not known: give "
-                "step(factor=...), or reduce them together"
-            )
+            self.problem = one.DIFFERENT_FACTORS
             return
         self.refused.update(one.refused)
         self.passes += 1
@@ -197,7 +202,7 @@ class Step:
             else:
                 self.sums[name] = total.mul_(factor**-2)
 
-    def _forget_guess(self, one: _StepPass) -> None:
+    def _forget_guess(self, one: StepPass) -> None:
         if one.guessed:
             self.proven.guess = False
 
@@ -245,11 +250,12 @@ class _Reduction:
     """Where the loss sums over examples: what it sums, by which factor, and the gradient that arrives."""
 
     inputs: list[tuple[Tensor, Examples]]
+    output: Tensor | None
     factor: float
     arrived: list[Tensor] = field(default_factory=list)
 
 
-class _StepPass(Pass):
+class StepPass(Pass):
     """The forward pass of one (micro-)batch and its backward pass.
 
     Attributes:
@@ -259,14 +265,26 @@ class _StepPass(Pass):
         finite: Whether what arrived at the loss, and at the parameters where they were proven, is finite.
     """
 
-    def __init__(self, model: nn.Module, batch: Batch, parameters: Mapping[str, Tensor], guess: bool):
-        super().__init__(model, _OBJECTIVE, batch, parameters, guess=guess)
+    DIFFERENT_FACTORS = (
+        "the loss is a sum of several parts with different factors, so that the loss of an example is not known: give "
+        "step(factor=...), or reduce them together"
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        batch: Batch,
+        parameters: Mapping[str, Tensor],
+        guess: bool,
+        gathered: Iterable[Tensor] | None = None,
+    ):
+        super().__init__(model, _OBJECTIVE, batch, parameters, guess=guess, gathered=gathered)
         self.refused: dict[str, str] = {}
         self.evident: set[str] = set()
         self.spoiled, self.positions, self.finite = "", False, True
         self._flat: dict[int, tuple[Tensor, torch.Size, Examples]] = {}
         self.reductions: list[_Reduction] = []
-        self._weights: Tensor | None = None
+        self.weights: Tensor | None = None
         self._wanted: dict[str, Tensor | None] = {}
         self._passing = False
         for tensor, apart in batch.tensors():
@@ -337,7 +355,7 @@ class _StepPass(Pass):
             else:
                 return None
         output = func(*_replaced(args, instead), **_replaced(kwargs, instead))
-        reduction = _Reduction(inputs, factor)
+        reduction = _Reduction(inputs, output, factor)
         output.register_hook(lambda g: reduction.arrived.append(g.detach()) if self._in_backward else None)
         self.reductions.append(reduction)
         self.positions = self.positions or counts_positions(name, first, state)
@@ -405,8 +423,8 @@ class _StepPass(Pass):
         output = super()._captured(output, uses, after)
         for source in {id(s): s for s in new}.values():
             if id(source) in self._behind:
-                # Before the gradient goes on, and the graph behind it is freed.
-                source.register_hook(partial(self._pass_on, source))
+                # Before the gradient goes on, and the graph behind it is freed. By its key: the hook must not hold its own tensor.
+                source.register_hook(partial(self._pass_on, id(source)))
         return output
 
     def _refuse(self, source: Tensor, reason: str) -> None:
@@ -426,12 +444,7 @@ class _StepPass(Pass):
 
     def weighted(self, loss: Tensor, gradient: Tensor | None) -> dict[str, Tensor | None]:
         """Return Σ_n r_n g_n for every parameter, by a backward pass with the loss of example n multiplied by r_n."""
-        generator = torch.Generator().manual_seed(self.examples)
-        weights = self._weights = torch.rand(self.examples, generator=generator, dtype=torch.float64) + 0.5
-        inputs = [pair for reduction in self.reductions for pair in reduction.inputs]
-        found = torch.autograd.grad(loss, [t for t, _ in inputs], gradient, retain_graph=True, allow_unused=True)
-        used = [(t, g * _rows(weights, g, state)) for (t, state), g in zip(inputs, found, strict=True) if g is not None]
-        outputs, columns = [t for t, _ in used], [g for _, g in used]
+        outputs, columns = weighted_rows(self, loss, gradient)
         arrived = torch.autograd.grad(
             outputs, list(self.parameters.values()), columns, retain_graph=True, allow_unused=True
         )
@@ -442,7 +455,7 @@ class _StepPass(Pass):
         self.sums = Sums(self.parameters, dtype)
         self._wanted = expected or {}
         if expected is None:
-            self._weights = None
+            self.weights = None
         else:
             self.bounds = {}
         for use in self._uses:
@@ -460,12 +473,13 @@ class _StepPass(Pass):
             self._add(name, self._pending.pop(key), squares)
 
     @torch.no_grad()
-    def _pass_on(self, source: Tensor, _: Tensor) -> None:
+    def _pass_on(self, key: int, _: Tensor) -> None:
         """Send each example's gradient of what was made of parameters on to the parameters."""
-        pieces = None if self._passing or not self._in_backward else self._pending.pop(id(source), None)
+        pieces = None if self._passing or not self._in_backward else self._pending.pop(key, None)
         if pieces is None:
             return
-        names = sorted(self._behind[id(source)][1])
+        source, behind = self._behind[key]
+        names = sorted(behind)
         found: dict[str, list[Tensor]] = {name: [] for name in names}
         self._passing = True
         for n in range(self.examples):
@@ -495,11 +509,29 @@ class _StepPass(Pass):
         self.sums = {name: total for name, total in self.sums.items() if name not in self.refused}
         self._wanted.clear()
 
+    def release(self) -> None:
+        """Let go of the graph, whose hooks hold this pass: neither would ever be freed."""
+        self._in_backward = False
+        for reduction in self.reductions:
+            reduction.inputs.clear()
+            reduction.output = None
+        for held in (
+            self.reductions,
+            self._flat,
+            self._behind,
+            self._uses,
+            self._pending,
+            self._detached,
+            self._wanted,
+        ):
+            held.clear()
+        self.sums, self.bounds = {}, None
+
     def _add(self, name: str, pieces: list[Piece], squares: Squares | None) -> None:
         if name in self.refused:
             self._wanted.pop(name, None)
-        elif self._weights is not None:
-            self._compare(name, pieces, self._weights)
+        elif self.weights is not None:
+            self._compare(name, pieces, self.weights)
         elif len(pieces) == 1:
             pieces[0].add_squares(self.sums[name], squares)
         else:
@@ -518,7 +550,7 @@ class _StepPass(Pass):
         arrived = torch.zeros_like(own) if arrived is None else arrived.to_dense().to(own.dtype)
         bounds = (self.bounds or {}).pop(name, None)
         bound = total_of(bounds, own) if bounds else one_by_one
-        wrong = max(_apart(given, arrived, bound), _apart(own.sqrt(), one_by_one.sqrt(), bound))
+        wrong = max(apart(given, arrived, bound), apart(own.sqrt(), one_by_one.sqrt(), bound))
         if not bool(arrived.isfinite().all()):
             self.finite = False
         elif not wrong <= tolerance_of(self.types):
@@ -538,13 +570,23 @@ class _StepPass(Pass):
         return high if high - low <= 1e-5 * max(abs(high), abs(low)) else None
 
 
+def weighted_rows(one: StepPass, loss: Tensor, gradient: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+    """Return what the loss sums over examples, and its gradients with those of example n multiplied by r_n, which the pass keeps."""
+    generator = torch.Generator().manual_seed(one.examples)
+    weights = one.weights = torch.rand(one.examples, generator=generator, dtype=torch.float64) + 0.5
+    inputs = [pair for reduction in one.reductions for pair in reduction.inputs]
+    found = torch.autograd.grad(loss, [t for t, _ in inputs], gradient, retain_graph=True, allow_unused=True)
+    used = [(t, g * _rows(weights, g, state)) for (t, state), g in zip(inputs, found, strict=True) if g is not None]
+    return [t for t, _ in used], [g for _, g in used]
+
+
 def _rows(weights: Tensor, g: Tensor, state: Examples) -> Tensor:
     """Return a number for each example, against the rows of a gradient."""
     rows = weights.to(g.device, g.dtype).repeat_interleave(state.inner)
     return rows.view([-1 if d == state.dim else 1 for d in range(g.dim())])
 
 
-def _apart(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
+def apart(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
     """Return the largest difference, each relative to the root of its bound, or of a typical one."""
     if not ours.numel():
         return 0.0
