@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -226,7 +226,8 @@ def merge_folders(
         SquisherError: With one sentence on what is wrong; nothing is then left behind.
     """
     check_choice("method", method, METHODS)
-    _check_options(method, importances, base_importance, sizes, base_size, normalize, coefficients, keep)
+    settings = _Settings(method, sizes, base_size, keep, scale, normalize, floor, missing, exclude, dtype)
+    settings.check(importances, base_importance, coefficients)
     if importances and len(importances) != len(models):
         raise SquisherError(
             f"There are {len(models)} models and {len(importances)} importances: give --importance once per model."
@@ -247,33 +248,7 @@ def merge_folders(
         check_weights(imps, opened, labels, any_weights)
     if own is not None and base_weights is not None:
         check_weights([own], [base_weights], [base_label or "the base"], any_weights)
-    common: dict[str, Any] = {"exclude": exclude, "dtype": dtype}
-    weighting = {"scale": scale, "missing": missing}
-    merged: Merged
-    if method == "average":
-        merged = average(opened, given, **common)
-    elif method == "fisher":
-        merged = fisher(opened, imps, given, normalize=normalize, floor=floor, **weighting, **common)
-    elif base_weights is None:
-        raise SquisherError(f"{method} needs --base: the model that the others started from.")
-    elif method == "ubgm":
-        size = 1.0 if base_size is None else base_size
-        merged = ubgm(base_weights, opened, own, imps, given, sizes, size, delta=floor, **weighting, **common)
-    elif method == "ota":
-        kept = 1.0 if not keep else keep[0] if len(keep) == 1 else keep
-        merged = ota(base_weights, opened, imps, kept, floor=floor, **weighting, **common)
-    else:
-        merged = task_arithmetic(base_weights, opened, given, **common)
-    options = {
-        "scale": scale if method in _WEIGHTED and scale != "auto" else None,
-        "normalize": normalize,
-        "floor": floor if method in _WEIGHTED and floor != "relative" else None,
-        "exclude": exclude,
-        "sizes": None if not sizes else ", ".join(f"{s:g}" for s in sizes),
-        "base size": base_size,
-        "keep": None if not keep else ", ".join(f"{k:g}" for k in keep),
-        "dtype": dtype,
-    }
+    merged = settings.merge(opened, imps, given, base_weights, own)
     report = Report(
         method=method,
         models=labels,
@@ -281,7 +256,7 @@ def merge_folders(
         importances=[described(imp) for imp in imps],
         base=base_label,
         base_importance=None if own is None else described(own),
-        options={key: value for key, value in options.items() if value is not None},
+        options=settings.shown(),
         merged=len(merged.merged),
         kept=merged.kept,
         averaged=merged.averaged,
@@ -305,28 +280,86 @@ def merge_folders(
     return report
 
 
-def _check_options(
-    method: str,
-    importances: Sequence[Path],
-    base_importance: Path | None,
-    sizes: Sequence[float] | None,
-    base_size: float | None,
-    normalize: str | None,
-    coefficients: Sequence[float] | None,
-    keep: Sequence[float] | None,
-) -> None:
-    unused = {
-        "--importance": bool(importances) and method not in _WEIGHTED,
-        "--normalize": normalize is not None and method != "fisher",
-        "--base-importance": base_importance is not None and method != "ubgm",
-        "--size": bool(sizes) and method != "ubgm",
-        "--base-size": base_size is not None and method != "ubgm",
-        "--coefficient": bool(coefficients) and method == "ota",
-        "--keep": bool(keep) and method != "ota",
-    }
-    for option, wrong in unused.items():
-        if wrong:
-            raise SquisherError(f"{option} has no meaning for {method}.")
+class _Settings(NamedTuple):
+    """How to merge, as `merge_folders` was asked to."""
+
+    method: str
+    sizes: Sequence[float] | None
+    base_size: float | None
+    keep: Sequence[float] | None
+    scale: str
+    normalize: str | None
+    floor: str
+    missing: str
+    exclude: str | None
+    dtype: str | None
+
+    def check(
+        self, importances: Sequence[Path], base_importance: Path | None, coefficients: Sequence[float] | None
+    ) -> None:
+        """Refuse options that have no meaning for the method."""
+        unused = {
+            "--importance": bool(importances) and self.method not in _WEIGHTED,
+            "--normalize": self.normalize is not None and self.method != "fisher",
+            "--base-importance": base_importance is not None and self.method != "ubgm",
+            "--size": bool(self.sizes) and self.method != "ubgm",
+            "--base-size": self.base_size is not None and self.method != "ubgm",
+            "--coefficient": bool(coefficients) and self.method == "ota",
+            "--keep": bool(self.keep) and self.method != "ota",
+        }
+        for option, wrong in unused.items():
+            if wrong:
+                raise SquisherError(f"{option} has no meaning for {self.method}.")
+
+    def merge(
+        self,
+        models: Sequence[Mapping[str, Tensor]],
+        importances: Sequence[Importance],
+        coefficients: Sequence[float],
+        base: Mapping[str, Tensor] | None,
+        base_importance: Importance | None,
+    ) -> Merged:
+        """Return the merged weights, lazily."""
+        common: dict[str, Any] = {"exclude": self.exclude, "dtype": self.dtype}
+        weighting: dict[str, Any] = {**common, "scale": self.scale, "missing": self.missing}
+        if self.method == "average":
+            return average(models, coefficients, **common)
+        if self.method == "fisher":
+            return fisher(models, importances, coefficients, normalize=self.normalize, floor=self.floor, **weighting)
+        if base is None:
+            raise SquisherError(f"{self.method} needs --base: the model that the others started from.")
+        if self.method == "ubgm":
+            size = 1.0 if self.base_size is None else self.base_size
+            return ubgm(
+                base,
+                models,
+                base_importance,
+                importances,
+                coefficients,
+                self.sizes,
+                size,
+                delta=self.floor,
+                **weighting,
+            )
+        if self.method == "ota":
+            keep = 1.0 if not self.keep else self.keep[0] if len(self.keep) == 1 else self.keep
+            return ota(base, models, importances, keep, floor=self.floor, **weighting)
+        return task_arithmetic(base, models, coefficients, **common)
+
+    def shown(self) -> dict[str, Any]:
+        """Return what a report says of it: what is not the default."""
+        weighted = self.method in _WEIGHTED
+        options = {
+            "scale": self.scale if weighted and self.scale != "auto" else None,
+            "normalize": self.normalize,
+            "floor": self.floor if weighted and self.floor != "relative" else None,
+            "exclude": self.exclude,
+            "sizes": None if not self.sizes else ", ".join(f"{s:g}" for s in self.sizes),
+            "base size": self.base_size,
+            "keep": None if not self.keep else ", ".join(f"{k:g}" for k in self.keep),
+            "dtype": self.dtype,
+        }
+        return {key: value for key, value in options.items() if value is not None}
 
 
 def _open(
