@@ -16,12 +16,11 @@ import torch
 from torch import Tensor
 
 from .errors import NamingError, SquisherError, check_choice
-from .importance import Importance, on_common_scale
+from .importance import Importance, on_common_scale, without
 from .names import align
 from .storage.tensors import (
     CHUNK,
     chunks_of,
-    name_pattern,
     numel_of,
     one_thread,
 )
@@ -51,8 +50,7 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
     """
     check_choice("by", by, BY)
     whole = importance if isinstance(importance, Importance) else Importance(importance)
-    if exclude is not None:
-        whole = _without(whole, exclude)
+    whole = without(whole, exclude)
     if by == "full":
         return whole
     names = [name for name in whole if numel_of(whole, name) and not (by == "row" and _is_bias(name))]
@@ -200,11 +198,6 @@ def _pair(a: Tensor, b: Tensor, metric: str) -> tuple[np.ndarray, np.ndarray]:
 def _common(a: Mapping[str, Tensor], b: Mapping[str, Tensor], exclude: str | None) -> dict[str, str]:
     advice = "Leave out what tasks do not share (heads) with exclude, or embed by tensor first."
     return align(a, b, ("one task's importance", "the other's"), exclude=exclude, both=True, advice=advice)
-
-
-def _without(importance: Importance, exclude: str) -> Importance:
-    pattern = name_pattern(exclude)
-    return importance.restrict(lambda name: pattern is None or pattern.search(name) is None)
 
 
 def _is_bias(name: str) -> bool:

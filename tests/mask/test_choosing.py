@@ -123,6 +123,8 @@ def test_without_their_sizes_they_are_warned_about_or_refused():
         assert mask.top_k(importance(absent=ABSENT), 0.5).kept == 350
     with pytest.raises(SquisherError, match=r"'head\.bias'.*model="):
         mask.top_k(importance(absent=ABSENT), 0.5, always="head")
+    with pytest.raises(NamingError, match="regular expression"):
+        mask.top_k(importance(absent=ABSENT), 0.5, always="(", model=Net())
     with pytest.raises(NamingError, match=r"'head\.bias'.*the model"):
         mask.top_k(importance(absent=ABSENT), 0.5, model={"body.weight": torch.zeros(1)})
 

@@ -188,6 +188,8 @@ def test_what_does_not_fit():
         prune.channels(model, fisher, IMAGE, heads={"query": 2})
     with pytest.raises(SquisherError, match="does not run on the example input"):
         prune.channels(model, fisher, torch.randn(2, 7))
+    with pytest.raises(NamingError, match="regular expression"):
+        prune.channels(model, fisher, IMAGE, exclude="(")
     kept = prune.channels(model, fisher, IMAGE, sparsity=0.5, scope="tensor", exclude="^one$")
     assert kept.one.out_channels == 8
     assert kept.two.out_channels == 6

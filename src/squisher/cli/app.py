@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 import traceback
 import warnings
@@ -38,7 +37,6 @@ __all__ = [
     "print_json",
     "progress_bar",
     "whole",
-    "without",
 ]
 
 app = typer.Typer(
@@ -139,21 +137,6 @@ def open_importance(path: Path) -> Importance:
     from ..integrations.model_folders import open_importance as opened
 
     return opened(path)
-
-
-def without(importance: Importance, exclude: str | None) -> Importance:
-    """Return an importance without the parameters whose names match a regular expression.
-
-    Raises:
-        SquisherError: It is no regular expression, or nothing is left.
-    """
-    if exclude is None:
-        return importance
-    try:
-        pattern = re.compile(exclude)
-    except re.error as error:
-        raise SquisherError(f"--exclude {exclude!r} is not a regular expression: {error}.") from error
-    return importance.restrict(lambda name: not pattern.search(name))
 
 
 def distinct_names(files: list[Path]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import SquisherError, check_choice
-from .app import LOOK, Json, Plot, app, console, distinct_names, open_importance, print_json, progress_bar, without
+from .app import LOOK, Json, Plot, app, console, distinct_names, open_importance, print_json, progress_bar
 
 if TYPE_CHECKING:
     from ..importance import Importance
@@ -29,6 +29,7 @@ def compare(
 ) -> None:
     """Compare two importances: rank correlation, scale, and overlap of the largest entries."""
     from ..analysis.agreement import compare as measure
+    from ..importance import without
     from ..report import compare_json, compare_tables
 
     first, second = _scaled([without(open_importance(file), exclude) for file in (a, b)], scale)

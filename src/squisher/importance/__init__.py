@@ -7,7 +7,7 @@ embed, consolidate). The scale rule lives here, once: `Importance.as_fisher` and
 from __future__ import annotations
 
 from .checks import check_values, structure_hash
-from .combining import checked, on_common_scale, tied_in
+from .combining import checked, on_common_scale, tied_in, without
 from .core import FILE_NAME, Importance, load
 from .facts import Absence, Level, Naming, Pollution, Reason, RunFacts, Spoiler
 from .provenance import Provenance
@@ -29,4 +29,5 @@ __all__ = [
     "on_common_scale",
     "structure_hash",
     "tied_in",
+    "without",
 ]

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ..errors import ScaleError, SquisherError, check_choice
 from ..names import align
-from ..storage.tensors import CHUNK, Computed
+from ..storage.tensors import CHUNK, Computed, name_pattern
 from .checks import Checked
 from .core import Importance
 from .provenance import scale_differences
 
-__all__ = ["Mean", "Spread", "checked", "on_common_scale", "tied_in", "with_shares"]
+__all__ = ["Mean", "Spread", "checked", "on_common_scale", "tied_in", "with_shares", "without"]
 
 
 def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "auto") -> list[Mapping[str, Tensor]]:
@@ -58,6 +58,16 @@ def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "a
 def checked(importance: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return an importance as it is, and a plain mapping so that NaN, infinite and negative values are refused on reading."""
     return importance if isinstance(importance, Importance) else Checked(importance)
+
+
+def without(importance: Importance, exclude: str | None) -> Importance:
+    """Return an importance without the parameters in whose names a regular expression finds something.
+
+    Raises:
+        NamingError: It is not a regular expression, or nothing is left.
+    """
+    pattern = name_pattern(exclude)
+    return importance if pattern is None else importance.restrict(lambda name: not pattern.search(name))
 
 
 def tied_in(importances: Sequence[Mapping[str, Tensor]]) -> dict[str, str]:

@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..storage import hub, safetensors
 from ..storage.codecs import CODECS, Encoded, check_codec, decoded
-from ..storage.tensors import CHUNK, chunks_of, dtype_of, numel_of, shape_of
+from ..storage.tensors import CHUNK, chunks_of, dtype_of, name_pattern, numel_of, shape_of
 from .checks import check_all, check_values, checked_dtype, short, tensors_only
 from .provenance import KINDS, Codec, Provenance, fisher_factor
 
@@ -232,10 +232,8 @@ class Importance(Mapping[str, Tensor]):
         if callable(pattern):
             names = [name for name in self if pattern(name)]
         else:
-            try:
-                names = [name for name in self if re.search(pattern, name)]
-            except re.error as error:
-                raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
+            wanted = pattern if isinstance(pattern, re.Pattern) else name_pattern(pattern)
+            names = [name for name in self if wanted is None or wanted.search(name)]
         if not names:
             raise NamingError(f"No parameter name matches {pattern!r}; there are {', '.join(self._names[:4])}, ….")
         kept = set(names)

@@ -20,7 +20,7 @@ from ..importance import Importance, checked, structure_hash
 from ..names import check_known, live_tensors
 from ..order import choose, reverse
 from ..storage import safetensors
-from ..storage.tensors import CHUNK, LazyTensors, chunks_of, dtype_of, shape_of
+from ..storage.tensors import CHUNK, LazyTensors, chunks_of, dtype_of, name_pattern, shape_of
 
 __all__ = ["Mask", "load", "pack", "top_k"]
 
@@ -66,9 +66,12 @@ def top_k(
     if not shapes and not sharded:
         raise SquisherError("A mask needs an importance with at least one tensor, but this one is empty.")
     values = checked(importance)
-    absent = _absent_shapes(importance, always, model)
+    pattern = name_pattern(always)
+    absent = _absent_shapes(importance, pattern, model)
     shapes |= absent
-    kept = _matching(always, shapes, sharded)
+    kept = frozenset(name for name in shapes if pattern is not None and pattern.search(name))
+    if pattern is not None and not kept and not sharded:
+        raise NamingError(f"always={always!r} matches no parameter; there are {', '.join(list(shapes)[:4])}, ….")
     unranked = [name for name in absent if name not in kept]
     sizes = {name: math.prod(shape) for name, shape in shapes.items()}
     total = torch.tensor([sum(sizes.values())])
@@ -96,33 +99,21 @@ def top_k(
     )
 
 
-def _matching(always: str | None, names: Mapping[str, Any], sharded: bool) -> frozenset[str]:
-    if always is None:
-        return frozenset()
-    try:
-        found = frozenset(name for name in names if re.search(always, name))
-    except re.error as error:
-        raise SquisherError(f"always={always!r} is not a regular expression: {error}.") from error
-    if not found and not sharded:
-        raise NamingError(f"always={always!r} matches no parameter; there are {', '.join(list(names)[:4])}, ….")
-    return found
-
-
 def _absent_shapes(
-    importance: Mapping[str, Tensor], always: str | None, model: nn.Module | Mapping[str, Tensor] | None
+    importance: Mapping[str, Tensor], always: re.Pattern[str] | None, model: nn.Module | Mapping[str, Tensor] | None
 ) -> dict[str, tuple[int, ...]]:
     """Return the shapes of parameters that were trainable and have no importance."""
     listed = importance.provenance.absent if isinstance(importance, Importance) else {}
     trainable = [name for name, why in listed.items() if name not in importance and why.trained]
     if always is not None:  # a parameter that is to be trained now counts, whatever it was before
-        trainable += [name for name in listed if name not in (*importance, *trainable) and re.search(always, name)]
+        trainable += [name for name in listed if name not in (*importance, *trainable) and always.search(name)]
     if not trainable:
         return {}
     if model is None:
-        wanted = [name for name in trainable if always is not None and re.search(always, name)]
-        if wanted:
+        wanted = [name for name in trainable if always is not None and always.search(name)]
+        if wanted and always is not None:
             raise SquisherError(
-                f"always={always!r} asks for {wanted[0]!r}, which has no importance ({listed[wanted[0]]}), so its size is "
+                f"always={always.pattern!r} asks for {wanted[0]!r}, which has no importance ({listed[wanted[0]]}), so its size is "
                 "not known. Give model= (a module or its weights; --model on the command line)."
             )
         warnings.warn(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-import re
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from ..errors import NamingError, SquisherError, check_choice
 from ..importance import checked
 from ..names import align, check_known, live_parameters, live_tensors
+from ..storage.tensors import name_pattern
 from .hugging_face import heads_of
 from .unstructured import SCOPES, check_score
 
@@ -84,6 +84,7 @@ def channels(
         import torch_pruning
     except ImportError as error:
         raise SquisherError("prune.channels needs Torch-Pruning: pip install 'torch-squisher[prune]'.") from error
+    pattern = name_pattern(exclude)
     smaller = copy.deepcopy(model)
     values = gradients if score == "orthoreg" else None if importance is None else checked(importance)
     modules = dict(smaller.named_modules())
@@ -98,7 +99,7 @@ def channels(
     head_counts = {modules[name]: count for name, count in heads.items()}
     scorer = _Scorer(smaller, values, score, minimum, seed, head_counts, torch_pruning)
     before, last = _outputs(smaller, example_input, "The model does not run on the example input: {}")
-    ignored = [*last, *(m for name, m in modules.items() if exclude is not None and name and re.search(exclude, name))]
+    ignored = [*last, *(m for name, m in modules.items() if pattern is not None and name and pattern.search(name))]
     try:
         pruner = torch_pruning.pruner.BasePruner(
             smaller,

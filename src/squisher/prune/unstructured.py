@@ -20,7 +20,7 @@ from ..errors import SquisherError, check_choice
 from ..importance import checked, tied_in
 from ..names import align, live_parameters
 from ..order import Source, choose, per_source
-from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, numel_of, shape_of, tied_names
+from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
 
 __all__ = ["Pruned", "Scores", "check_score", "fits", "keep_pattern", "parse_pattern", "scores", "weights"]
 
@@ -203,10 +203,7 @@ def _fitted(
     parameters: set[str] | None,
 ) -> Mapping[str, Tensor]:
     """Return the importance under the names of the weights, without what is excluded; without one, the weights themselves."""
-    try:
-        left_out = re.compile(exclude) if exclude is not None else None
-    except re.error as error:
-        raise SquisherError(f"exclude={exclude!r} is not a regular expression: {error}.") from error
+    left_out = name_pattern(exclude)
     names: dict[str, str] = {}
     if importance is None:
         for name in stored:
