@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 import squisher
 from squisher.cli import app
-from squisher.errors import SquisherError
+from squisher.errors import SquisherError, SquisherWarning
 from squisher.importance.weights import check_weights, content_of, match
 
 
@@ -177,3 +177,13 @@ def test_a_measured_fisher_belongs_to_its_model(trained):
     imp = squisher.fisher(model, [(torch.randn(8, 6), torch.randint(0, 3, (8,)))])
     assert match(imp, trained["a"][0]).same is True
     assert match(imp, trained["b"][0]).same is False
+
+
+def test_ewc_tells_of_other_weights(trained):
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    model.load_state_dict(trained["a"][0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        squisher.EWC(model).consolidate(trained["a"][1])
+    with pytest.warns(SquisherWarning, match="other weights than the model has now: 4 of 4"):
+        squisher.EWC(model).consolidate(trained["b"][1])

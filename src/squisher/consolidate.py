@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from .errors import NamingError, ScaleError, SquisherError, SquisherWarning, check_choice
 from .importance import Importance, checked, on_common_scale
+from .importance.weights import match
 from .names import align, live_tensors
 from .storage.tensors import name_pattern, numel_of
 
@@ -116,6 +117,7 @@ class EWC:
         """
         scaled = self._on_scale(importance, scale)
         names = self._matched(scaled)
+        self._warn_of_other_weights(importance, names)
         total = 0.0
         new_weight, new_centre, constant = dict(self._weight), dict(self._centre), self._constant
         for name, source in names.items():
@@ -336,6 +338,17 @@ class EWC:
         if self._first is not None and isinstance(importance, Importance):
             return on_common_scale([self._first, importance], scale)[1]
         return checked(importance)
+
+    def _warn_of_other_weights(self, importance: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
+        own = match(importance, {source: self._parameters[name].detach() for name, source in names.items()})
+        if own.same is False:
+            warnings.warn(
+                f"The importance was made with other weights than the model has now: {len(own.differing)} of {own.compared} tensors "
+                f"compared differ, {own.differing[0]} for example. EWC holds parameters where they are now: load the weights that "
+                "it belongs to first, or take the importance of these.",
+                SquisherWarning,
+                stacklevel=3,
+            )
 
     def _warn_if_exploding(self, total: float, importance: Mapping[str, Tensor]) -> None:
         if self.totals and self.totals[-1] > 0 and total > GROWTH * self.totals[-1]:
