@@ -479,15 +479,15 @@ MODELS = {
     "in place": _in_place,
     "parametrization": _parametrized,
     "relative bias": _relative_bias,
+    "lstm": lambda: (Hidden(nn.LSTM), (torch.randn(N, 3, 5), _labels())),
+    "gru": lambda: (Hidden(nn.GRU), (torch.randn(N, 3, 5), _labels())),
+    "embedding bag": lambda: _sequential(nn.EmbeddingBag(9, 5), nn.Linear(5, 4), inputs=torch.randint(0, 9, (N, 6))),
 }
 """Everything in these has a rule."""
 
 PARTLY = {
     "bare parameters": _bare,
-    "lstm": lambda: (Hidden(nn.LSTM), (torch.randn(N, 3, 5), _labels())),
-    "gru": lambda: (Hidden(nn.GRU), (torch.randn(N, 3, 5), _labels())),
     "experts": lambda: (Experts(), (torch.randn(N, 5, 6), _labels())),
-    "embedding bag": lambda: _sequential(nn.EmbeddingBag(9, 5), nn.Linear(5, 4), inputs=torch.randint(0, 9, (N, 6))),
     "bilinear": lambda: (
         Apply(lambda s, x: s.b(x, x.cos()), b=nn.Bilinear(5, 5, 4)),
         (torch.randn(N, 5), _labels()),

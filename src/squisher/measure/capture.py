@@ -27,6 +27,7 @@ from .examples import (
     broadcasts,
     replaced,
     tensors_in,
+    why_unknown,
 )
 from .following import Following, Watch, is_random
 from .graph import NEEDING_NO_VALUES, leaves_behind, operations_behind
@@ -239,7 +240,7 @@ class Pass(Following):
 
         def after(t: Tensor) -> tuple[State, str]:
             state = self._state_after(name, args, kwargs, t, look)
-            return state, f"{name} moves or mixes the rows of examples" if state is UNKNOWN else ""
+            return state, why_unknown(name) if state is UNKNOWN else ""
 
         if uses:
             output = self._captured(output, uses, after)

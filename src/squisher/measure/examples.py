@@ -28,6 +28,7 @@ __all__ = [
     "replaced",
     "state_after",
     "tensors_in",
+    "why_unknown",
 ]
 
 
@@ -124,6 +125,11 @@ def state_after(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output
         RuntimeError,
     ):  # arguments in a form that is not known here
         return UNKNOWN
+
+
+def why_unknown(name: str) -> str:
+    """Return the reason why rows cannot be followed through an operation."""
+    return f"{name} moves or mixes the rows of examples" if name in _RULES else f"{name} is an operation without a rule"
 
 
 def broadcasts(

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .examples import SHARED, UNKNOWN, Examples, Look, State, argument, place_after, state_after, tensors_in
-from .rules import multi_head_attention, supports
+from .rules import in_steps, multi_head_attention, supports
 
 __all__ = ["Following", "Watch", "is_random", "looks_only", "name_of"]
 
@@ -274,4 +274,8 @@ class Watch(TorchFunctionMode):
             if supports(arguments):
                 with self:  # inside a mode's own handler it is off
                     return multi_head_attention(**arguments)
+        steps = in_steps(name, args, kwargs)
+        if steps is not None:
+            with self:
+                return steps()
         return self.one.call(func, name, args, kwargs)

@@ -18,6 +18,7 @@ from .convolution import CONVOLUTION, ConvolutionPiece
 from .linear import LINEAR, Outer, join_outer, outer_squares
 from .lookup import LOOKUP, Rows, join_rows
 from .norm import BROADCAST, Broadcast, Dense
+from .recurrent import in_steps
 
 __all__ = [
     "OPERATIONS",
@@ -29,6 +30,7 @@ __all__ = [
     "Squares",
     "add_squares",
     "examples_of",
+    "in_steps",
     "multi_head_attention",
     "supports",
 ]
