@@ -66,7 +66,7 @@ class ConvolutionPiece:
 
     def _unfolding_pays(self, total: Tensor) -> bool:
         positions = self.g[0, 0].numel()
-        return total.numel() >= 1 << 19 and positions <= 64
+        return total.numel() >= 1 << 19 and positions <= 16
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """Return the gradient of one example, in full."""
