@@ -23,6 +23,8 @@ class Hub:
         self.objects: dict[str, bytes] = {}
         self.messages: list[str] = []
         self.private: dict[str, bool] = {}
+        self.gated: set[str] = set()
+        self.cut: list[int] = []  # bytes after which the next downloads break off
         self.address = ""
 
     def put(self, repo, **files):
@@ -63,6 +65,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
+    def refused(self, status, code):
+        self.answer(status, {"error": code}, {"X-Error-Code": code, "X-Error-Message": code})
+
     def missing(self, code, text):
         self.answer(404, {"error": text}, {"X-Error-Code": code, "X-Error-Message": text})
 
@@ -81,6 +86,10 @@ class Handler(BaseHTTPRequestHandler):
     def commit_of(self, repo, revision):
         if repo not in self.hub.repositories:
             return self.missing("RepoNotFound", "Repository not found")
+        if self.hub.private.get(repo) and self.headers.get("Authorization") != "Bearer hf_test":
+            return self.refused(401, "RepoNotFound")
+        if repo in self.hub.gated:
+            return self.refused(403, "GatedRepo")
         sha = self.hub.sha(repo, revision)
         if sha is None:
             return self.missing("RevisionNotFound", "Invalid rev id")
@@ -125,7 +134,17 @@ def resolve(handler, _, repo, revision, file):
         if file not in content:
             return handler.missing("EntryNotFound", "Entry not found")
         headers = {"X-Repo-Commit": sha, "ETag": f'"{_oid(content[file])}"', "Accept-Ranges": "bytes"}
-        handler.answer(body=content[file], headers=headers)
+        first = re.fullmatch(r"bytes=(\d+)-", handler.headers.get("Range") or "")
+        body, status = content[file], 200
+        if first:
+            start, whole = int(first[1]), len(body)
+            body, status = body[start:], 206
+            headers["Content-Range"] = f"bytes {start}-{whole - 1}/{whole}"
+        if handler.command == "GET" and handler.hub.cut:
+            handler.answer(status, body[: handler.hub.cut.pop()], headers, length=len(body))
+            handler.close_connection = True
+            return None
+        handler.answer(status, body, headers)
 
 
 def preupload(handler, body, repo, revision):

@@ -172,9 +172,11 @@ def test_refusals(hub, monkeypatch):
         squisher.extract("hf://owner/name")
     with pytest.raises(FileError, match=r"hf://owner/name holds no squisher\.safetensors"):
         squisher.load("hf://owner/name")
-    with pytest.raises(FileError, match="hf://no/such cannot be fetched: 404"):
+    with pytest.raises(
+        FileError, match="hf://no/such cannot be fetched: there is no repository no/such, or it is private"
+    ):
         squisher.extract("hf://no/such")
-    with pytest.raises(FileError, match="hf://owner/name@v9 cannot be fetched"):
+    with pytest.raises(FileError, match="hf://owner/name@v9 cannot be fetched: owner/name has no revision v9"):
         squisher.load("hf://owner/name@v9")
     for wrong in ("hf://name", "hf://a/b@c/../../etc", "hf://a b/c"):
         with pytest.raises(SquisherError, match="not an address on the Hub"):
@@ -182,6 +184,45 @@ def test_refusals(hub, monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(SquisherError, match=r"torch-squisher\[hf\]"):
         squisher.extract("hf://owner/name")
+
+
+def test_a_revision(hub, tmp_path):
+    for k in range(2):
+        put_importance(hub, "o/a", importance(k), tmp_path)
+    commits = [hub.repositories["o/a"][k - 2] for k in range(2)]
+    assert commits[0] != commits[1]
+    for back in (2, 1):
+        sha = f"{len(hub.repositories['o/a']) - back:040x}"
+        assert torch.equal(squisher.load(f"hf://o/a@{sha}")["0.weight"], importance(2 - back)["0.weight"])
+    assert torch.equal(squisher.load("hf://o/a")["0.weight"], importance(1)["0.weight"])
+
+
+def test_private_and_gated(hub, tmp_path, monkeypatch):
+    put_importance(hub, "o/a", importance(0), tmp_path)
+    hub.private["o/a"] = True
+    assert set(squisher.load("hf://o/a")) == set(importance(0))
+    monkeypatch.setenv("HF_TOKEN", "hf_wrong")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "another cache"))
+    with pytest.raises(FileError, match="no repository o/a, or it is private.*hf auth login"):
+        squisher.load("hf://o/a")
+    hub.private.clear()
+    hub.gated.add("o/a")
+    with pytest.raises(FileError, match="o/a is gated: agree to its terms"):
+        squisher.load("hf://o/a")
+
+
+def test_a_download_that_breaks_off(hub, tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", lambda _: None)  # the client waits before it tries again
+    put_importance(hub, "o/a", importance(0), tmp_path)
+    hub.cut = [100]
+    assert torch.equal(squisher.load("hf://o/a")["0.weight"], importance(0)["0.weight"]), "it goes on from there"
+    assert hub.cut == []
+    put_importance(hub, "o/b", importance(1), tmp_path)
+    hub.cut = [10] * 50
+    with pytest.raises(FileError, match="hf://o/b cannot be fetched"):
+        squisher.load("hf://o/b")
+    hub.cut = []
+    assert torch.equal(squisher.load("hf://o/b")["0.weight"], importance(1)["0.weight"]), "no half file is left"
 
 
 def test_what_is_fetched_of_every_layout():

@@ -235,7 +235,8 @@ def _asking(address: Address, write: bool = False) -> Iterator[tuple[Any, bool]]
     except Exception as error:  # whatever the network and the Hub's client come up with
         if reason:
             raise FileError(f"{address} cannot be fetched: {reason}, and it is not in the cache.") from error
-        raise FileError(f"{address} cannot be {'written' if write else 'fetched'}: {_first_line(error)}") from error
+        verb = "written" if write else "fetched"
+        raise FileError(f"{address} cannot be {verb}: {_why(huggingface_hub.errors, address, error)}") from error
     finally:
         if quiet:
             bars.enable_progress_bars()
@@ -285,6 +286,13 @@ def _some(files: list[str]) -> str:
     return ", ".join(files[:5]) + (" …" if len(files) > 5 else "")
 
 
-def _first_line(error: Any) -> str:
+def _why(errors: Any, address: Address, error: Exception) -> str:
+    """Return what to tell of an error of the Hub's client."""
+    if isinstance(error, errors.GatedRepoError):  # which is a RepositoryNotFoundError too
+        return f"{address.repo} is gated: agree to its terms on its page, and log in with `hf auth login`."
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"there is no repository {address.repo}, or it is private: look at the name, and log in with `hf auth login`."
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{address.repo} has no revision {address.revision}."
     lines = [line for line in str(error).strip().splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
