@@ -4,7 +4,9 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 
+import squisher
 import squisher.errors
 
 PACKAGE = Path(__file__).parents[1] / "src" / "squisher"
@@ -57,3 +59,26 @@ def test_every_error_is_a_squisher_error():
 def test_near_names_are_suggested_only_if_near():
     assert squisher.errors.near("wieght", ["weight", "bias"]) == " Did you mean 'weight'?"
     assert squisher.errors.near("zzz", ["weight", "bias"]) == ""
+
+
+WEIGHTS = {"a.weight": torch.ones(4, 8)}
+
+
+@pytest.mark.parametrize(
+    ("call", "noun"),
+    [
+        (lambda: squisher.merge.average(None), "models"),
+        (lambda: squisher.merge.fisher([WEIGHTS, WEIGHTS], None), "importances"),
+        (lambda: squisher.merge.task_arithmetic(None, [WEIGHTS]), "base"),
+        (lambda: squisher.merge.ota(WEIGHTS, [WEIGHTS], [WEIGHTS], keep=["half"]), "half"),
+        (lambda: squisher.prune.weights(WEIGHTS, WEIGHTS, sparsity="half"), "sparsity"),
+        (lambda: squisher.prune.weights(WEIGHTS, WEIGHTS, nm=2), "pattern"),
+        (lambda: squisher.mask.top_k(WEIGHTS, keep="half"), "keep"),
+        (lambda: squisher.mask.top_k([WEIGHTS], keep=0.5), "importance"),
+        (lambda: squisher.quantize.sensitivity(WEIGHTS, WEIGHTS, bits=4), "bits"),
+        (lambda: squisher.EWC(None), "Module"),
+    ],
+)
+def test_an_argument_of_the_wrong_type_is_one_sentence(call, noun):
+    with pytest.raises(squisher.SquisherError, match=noun):
+        call()

@@ -77,6 +77,8 @@ class EWC:
         device: torch.device | str | None = None,
         exclude: str | None = None,
     ):
+        if not isinstance(model, nn.Module):
+            raise SquisherError(f"EWC expects a torch.nn.Module, and got {type(model).__name__}.")
         if not (isinstance(strength, (int, float)) and math.isfinite(strength) and strength >= 0):
             raise SquisherError(f"strength is a number of at least 0, not {strength!r}.")
         if online is not None and not 0 < online <= 1:

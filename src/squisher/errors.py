@@ -17,6 +17,7 @@ __all__ = [
     "SquisherError",
     "SquisherWarning",
     "check_choice",
+    "check_fraction",
     "check_positive",
     "near",
 ]
@@ -85,3 +86,18 @@ def check_positive(what: str, value: Any) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise SquisherError(f"{what} is a positive number, not {value!r}.")
+
+
+def check_fraction(what: str, value: Any, of: str) -> None:
+    """Refuse what is no number from 0 to 1.
+
+    Args:
+        what: The name of the parameter or option.
+        value: What the user gave.
+        of: What it is a fraction of, for the message: "of entries to keep".
+
+    Raises:
+        SquisherError: The message says what was given.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise SquisherError(f"{what} is the fraction {of}, from 0 to 1, not {value!r}.")

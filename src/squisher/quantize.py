@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import SquisherError, check_choice
+from .errors import SquisherError, check_choice, check_positive
 from .importance import checked, tied_in
 from .names import align, check_known
 from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, one_thread, shape_of
@@ -149,6 +149,8 @@ def quantizers_of(bits: Sequence[int], group: int, scheme: str) -> dict[int, Qua
         SquisherError: The scheme, a width or the group does not exist.
     """
     check_choice("scheme", scheme, SCHEMES)
+    if not isinstance(bits, Sequence):
+        raise SquisherError(f"bits are the widths to choose from, such as (2, 3, 4, 8), not {bits!r}.")
     widths = sorted(set(bits))
     known = list(_GGML) if scheme == "llama.cpp" else list(range(2, 9))
     wrong = [b for b in widths if b not in known]
@@ -255,7 +257,8 @@ def allocate(sensitivity: Sensitivity, bits_per_weight: float) -> Plan:
     sizes = np.array([[sensitivity.sizes[name][b] for b in widths] for name in names], np.int64)
     losses = np.array([[sensitivity.losses[name][b] for b in widths] for name in names])
     numel, least = sum(sensitivity.numel.values()), int(sizes.min(1).sum())
-    if not (math.isfinite(bits_per_weight) and math.floor(bits_per_weight * numel + 1e-6) >= least):
+    check_positive("bits_per_weight", bits_per_weight)
+    if math.floor(bits_per_weight * numel + 1e-6) < least:
         raise SquisherError(
             f"bits_per_weight is {bits_per_weight}, but the smallest widths take {least / numel:.4g} already, scales included. Give a "
             "larger budget, or smaller bits."

@@ -56,7 +56,13 @@ def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "a
 
 
 def checked(importance: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return an importance as it is, and a plain mapping so that NaN, infinite and negative values are refused on reading."""
+    """Return an importance as it is, and a plain mapping so that NaN, infinite and negative values are refused on reading.
+
+    Raises:
+        SquisherError: It is no mapping.
+    """
+    if not isinstance(importance, Mapping):
+        raise SquisherError(f"An importance maps names to tensors; got a {type(importance).__name__}.")
     return importance if isinstance(importance, Importance) else Checked(importance)
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__, ranks
-from ..errors import FileError, NamingError, SquisherError, SquisherWarning, near
+from ..errors import FileError, NamingError, SquisherError, SquisherWarning, check_fraction, near
 from ..importance import Importance, checked, structure_hash
 from ..names import check_known, live_tensors
 from ..order import choose, reverse
@@ -58,14 +58,12 @@ def top_k(
     Raises:
         SquisherError: The budget is impossible, a pattern matches nothing, or values cannot be ranked.
     """
-    if not 0 <= keep <= 1:
-        raise SquisherError(f"keep is the fraction of entries to keep, from 0 to 1, not {keep}.")
-    if not 0 <= minimum <= 1:
-        raise SquisherError(f"minimum is a fraction of each tensor, from 0 to 1, not {minimum}.")
-    shapes = {name: tuple(shape_of(importance, name)) for name in importance}
+    check_fraction("keep", keep, "of entries to keep")
+    check_fraction("minimum", minimum, "of each tensor that is kept at least")
+    values = checked(importance)
+    shapes = {name: tuple(shape_of(values, name)) for name in values}
     if not shapes and not sharded:
         raise SquisherError("A mask needs an importance with at least one tensor, but this one is empty.")
-    values = checked(importance)
     pattern = name_pattern(always)
     absent = _absent_shapes(importance, pattern, model)
     shapes |= absent

@@ -66,7 +66,7 @@ def task_arithmetic(
     Raises:
         SquisherError: The models do not belong together, or an argument is not one that can be.
     """
-    used, numbers = taking_part(models, coefficients, base, negative=True)
+    used, numbers = taking_part(models, coefficients, [base], negative=True)
     models = [models[k] for k in used]
     everyone = [*models, base]
     rule = Mean([base, *models], numbers, as_work(precision))
@@ -179,7 +179,7 @@ def ubgm(
         (delta,) = as_numbers("delta", [as_number(delta)], 1, least=0.0)
     if base_importance is None and base_length:
         raise SquisherError("ubgm needs the importance of the base too; without one, pass base_size=0.")
-    used, alphas = taking_part(models, coefficients, base)
+    used, alphas = taking_part(models, coefficients, [base])
     dropped = len(used) < len(models)
     models, importances = [models[k] for k in used], [importances[k] for k in used]
     everyone, every_importance = [*models, base], list(importances)
@@ -244,12 +244,12 @@ def ota(
     """
     importances = as_many("importance", importances, models)
     floors, adds = as_floors(floor, len(models))
-    keeps = [float(k) for k in ([keep] * len(models) if isinstance(keep, (int, float)) else keep)]
+    keeps = [as_number(k) for k in ([keep] * len(models) if isinstance(keep, (int, float)) else keep)]
     if len(keeps) != len(models) or not all(0 <= k <= 1 for k in keeps):
         raise SquisherError(
             f"keep is a fraction from 0 to 1, one for all or one for each of {len(models)} models, not {keep!r}."
         )
-    used, _ = taking_part(models, None, base)
+    used, _ = taking_part(models, None, [base])
     everyone = [*models, base]
     who = [f"the importance of model {k + 1}" for k in used]
     layout = plan(everyone, exclude, numbers=used, tied=tied_in(importances))
@@ -276,7 +276,7 @@ _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloa
 def taking_part(
     models: Sequence[Weights],
     coefficients: Sequence[float] | None,
-    base: Weights | None = None,
+    base: Sequence[Weights] = (),
     *,
     negative: bool = False,
 ) -> tuple[list[int], list[float]]:
@@ -284,7 +284,7 @@ def taking_part(
     if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
         raise SquisherError("models is a list of mappings from names to tensors, one per model.")
     everyone = [(f"Model {k + 1}", model) for k, model in enumerate(models)]
-    for who, model in [*everyone, *([] if base is None else [("The base", base)])]:
+    for who, model in [*everyone, *(("The base", one) for one in base)]:
         if not isinstance(model, Mapping) or not model:
             what = "empty" if isinstance(model, Mapping) else f"a {type(model).__name__}"
             raise SquisherError(f"{who} is {what}; a mapping from names to tensors is expected, such as state_dict().")
@@ -318,8 +318,9 @@ def as_number(value: Any) -> float:
 
 def as_many(what: str, given: Sequence[Weights], models: Sequence[Weights]) -> list[Weights]:
     """Return a list with one entry per model."""
-    if isinstance(given, Mapping) or len(given) != len(models):
-        count = 1 if isinstance(given, Mapping) else len(given)
+    listed = isinstance(given, Sequence)
+    if not listed or len(given) != len(models):
+        count = len(given) if listed else 0 if given is None else 1
         raise SquisherError(f"There are {len(models)} models and {count} {what}s; give a list with one per model.")
     return list(given)
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import NamingError, SquisherError, check_choice
+from ..errors import NamingError, SquisherError, check_choice, check_fraction
 from ..importance import checked
 from ..names import align, check_known, live_parameters, live_tensors
 from ..storage.tensors import name_pattern
@@ -75,8 +75,9 @@ def channels(
         NamingError: Names or shapes of importance and model do not fit.
     """
     check_score(score, importance, ("sqrt", "orthoreg"))
-    if not 0 <= sparsity < 1:
-        raise SquisherError(f"sparsity is the fraction of channels to remove, from 0 to below 1, not {sparsity}.")
+    check_fraction("sparsity", sparsity, "of channels to remove")
+    if sparsity == 1:
+        raise SquisherError("A sparsity of 1 would remove every channel: it must be below 1.")
     check_choice("scope", scope, SCOPES)
     if score == "orthoreg" and gradients is None:
         raise SquisherError("The score orthoreg needs gradients=, the mean gradient of the loss by parameter name.")

@@ -16,7 +16,7 @@ import torch
 import torch.nn.utils.prune as torch_prune
 from torch import Tensor, nn
 
-from ..errors import SquisherError, check_choice
+from ..errors import SquisherError, check_choice, check_fraction
 from ..importance import checked, tied_in
 from ..names import align, live_parameters
 from ..order import Source, choose, per_source
@@ -72,8 +72,8 @@ def weights(
     check_choice("scope", scope, SCOPES)
     if (sparsity is None) == (nm is None):
         raise SquisherError("Give either a sparsity (0.75) or a pattern (nm='2:4'), not both and not neither.")
-    if sparsity is not None and not 0 <= sparsity <= 1:
-        raise SquisherError(f"sparsity is the fraction of weights to set to zero, from 0 to 1, not {sparsity}.")
+    if sparsity is not None:
+        check_fraction("sparsity", sparsity, "of weights to set to zero")
     owners: dict[str, list[tuple[nn.Module, str]]] = {}
     stored: Mapping[str, Tensor]
     if isinstance(model_or_weights, nn.Module):
@@ -362,7 +362,7 @@ def parse_pattern(pattern: str) -> tuple[int, int]:
     Raises:
         SquisherError: It is not of that form.
     """
-    found = re.fullmatch(r"(\d+):(\d+)", pattern.strip())
+    found = re.fullmatch(r"(\d+):(\d+)", str(pattern).strip())
     if found is None or not 0 < int(found[1]) < int(found[2]) <= 64:
         raise SquisherError(f"A pattern is written N:M with 0 < N < M ≤ 64, such as 2:4, not {pattern!r}.")
     return int(found[1]), int(found[2])
