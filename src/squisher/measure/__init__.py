@@ -297,6 +297,13 @@ def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParam
             f"There is no parameter to measure: the model has {len(live)}, and none is "
             + ("trainable; choose some with parameters=..." if wanted is None else f"chosen by parameters={wanted!r}.")
         )
+    offloaded = [p.name for p in chosen if p.parameter.is_meta]
+    if offloaded:
+        raise SquisherError(
+            f"{len(offloaded)} of the {len(chosen)} parameters to measure have no values here, {offloaded[0]!r} for example: they are on "
+            "the meta device, where a device_map leaves what it offloads to the CPU or to disk. Their gradients would be lost. Load "
+            "the model without offloading, shard it (fully_shard), or choose others with parameters=...; frozen ones may be offloaded."
+        )
     return chosen, absent
 
 

@@ -581,6 +581,7 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("matmul", "mm", "bmm", "rmatmul"), _matmul),
     **dict.fromkeys(("addmm", "baddbmm"), _addmm),
     "linear": _linear,
+    "gemm_4bit.default": _linear,  # of bitsandbytes: frozen weights, dequantised inside
     "scaled_dot_product_attention": _attention,
     "einsum": _einsum,
     **_each(

@@ -46,7 +46,8 @@ class Stream:
         return found if self.most is None else min(found, self.most)
 
     def __iter__(self) -> Iterator[tuple[Batch, Tensor, bool]]:
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        # What a device_map offloads is on the meta device between uses.
+        device = next((p.device for p in self.model.parameters() if not p.is_meta), torch.device("cpu"))
         seen = 0
         if self.most == 0:
             return
