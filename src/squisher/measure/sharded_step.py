@@ -20,7 +20,8 @@ from .batches import Batch
 from .proof import tolerance_of, total_of
 from .rules import Piece, Squares, add_squares
 from .sharded import Group, Shards, WholeSums, is_spread
-from .step import Proven, Step, StepPass, apart, weighted_rows
+from .step import Proven, Step
+from .step_pass import StepPass, apart, weighted_rows
 from .sums import Sums
 
 __all__ = ["ShardedStep"]
