@@ -269,6 +269,7 @@ def _words(found: Sequence[Comparison], judged: Sequence[Judged], folder: Path) 
     """Numbers that stand inside sentences."""
     out: dict[str, str] = {"margin": f"{MARGIN:g}"}
     for c in found:
+        out[f"{c.name}/seeds"] = str(len(c.main("fisher").keys() & c.main("squisher").keys()))
         for case, by_method in c.values.items():
             place = c.name if case in c.main_cases and len(c.main_cases) == 1 else f"{c.name}/{case}"
             for method, by_seed in by_method.items():
