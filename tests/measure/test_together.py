@@ -132,6 +132,13 @@ def _worker(rank: int, folder: str) -> None:
         fisher(_sharded("blocks"), [] if rank == 3 else [(X[:2] + rank, Y[:2])], divided=True)
     except SquisherError as error:
         results["none"] = str(error)
+    apart = _sharded("hybrid")
+    with torch.no_grad():
+        apart[0].weight.to_local().add_(rank // 2)  # the copies of the second pair
+    try:
+        fisher(apart, [(X, Y)])
+    except SquisherError as error:
+        results["copies"] = str(error)
     bad = Y[:2] + 100 * (rank == 1)
     try:
         fisher(_sharded("blocks"), [(X[:2] + rank, bad)], divided=True)
@@ -196,6 +203,7 @@ def test_positions_that_are_looked_up_once(results):
 
 def test_what_one_process_cannot_do_all_refuse(results):
     for rank, result in enumerate(results):
+        assert "Processes 0 and 2 have different models" in result["copies"]
         assert "Processes [3] were given no batch" in result["none"]
         assert ("Labels lie between" if rank == 1 else "Process 1 of 4 failed") in result["bad labels"]
 

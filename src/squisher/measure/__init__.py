@@ -125,8 +125,7 @@ def fisher(
     engine: _Engine | None = together
     noted: dict[str, Any] = {}
     count = _Count()
-    if together is None:
-        same_model(by_name)
+    same_model(by_name)
     stream = Stream(batches, model, max_examples, divided)
     kept: Unfinished | None = None
     if unfinished is not None:

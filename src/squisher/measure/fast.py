@@ -29,7 +29,7 @@ from .proof import Known, Proof, check_alone, compare, prove, recall
 from .rules import Piece
 from .sums import Sums
 
-__all__ = ["PROVEN_ANEW", "Fast"]
+__all__ = ["PROVEN_ANEW", "Fast", "left_to_the_loop"]
 
 PROVEN_ANEW = {16**k for k in range(12)}
 """The batches that are proven whatever they do, counted over all calls on an unchanged model."""
@@ -152,11 +152,26 @@ class Fast:
         return expected
 
     def _leave(self, reasons: Mapping[str, str]) -> None:
-        every = dict.fromkeys(self.parameters, reasons[""]) if "" in reasons else dict(reasons)
-        if self.strict:
-            listed = "; ".join(f"{name}: {reason}" for name, reason in list(every.items())[:5])
-            raise SquisherError(
-                f"method='fast' cannot do {len(every)} of {len(self.parameters)} parameters ({listed}). Use method='auto', "
-                "which leaves such batches to the loop, or choose other parameters with parameters=..."
-            )
-        self.left.update(every)
+        self.left.update(left_to_the_loop(reasons, self.parameters, self.strict))
+
+
+def left_to_the_loop(reasons: Mapping[str, str], parameters: Iterable[str], strict: bool) -> dict[str, str]:
+    """Return why each parameter is left to the loop.
+
+    Args:
+        reasons: by parameter, or under "" for all of them.
+        parameters: their names.
+        strict: whether none may be.
+
+    Raises:
+        SquisherError: if one is and none may be.
+    """
+    names = list(parameters)
+    every = dict.fromkeys(names, reasons[""]) if "" in reasons else dict(reasons)
+    if strict:
+        listed = "; ".join(f"{name}: {reason}" for name, reason in list(every.items())[:5])
+        raise SquisherError(
+            f"method='fast' cannot do {len(every)} of {len(names)} parameters ({listed}). Use method='auto', "
+            "which leaves such batches to the loop, or choose other parameters with parameters=..."
+        )
+    return every

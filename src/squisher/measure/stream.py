@@ -89,7 +89,7 @@ class Stream:
 
 
 def same_model(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse processes that have different models, whose Fishers would be averaged.
+    """Refuse processes that have different models, whose Fishers would be averaged; of sharded ones, those with copies of a shard.
 
     Raises:
         SquisherError: on all processes.
@@ -97,16 +97,28 @@ def same_model(parameters: Mapping[str, Tensor]) -> None:
     if ranks.is_alone():
         return
     digest = hashlib.sha256()
+    places: dict[Any, None] = {}
     for name, parameter in parameters.items():
         digest.update(name.encode())
-        _mark(digest, [parameter])
-    marks = ranks.gather(digest.hexdigest())
-    if len(set(marks)) > 1:
-        other = next(k for k, mark in enumerate(marks) if mark != marks[0])
-        raise SquisherError(
-            f"Processes 0 and {other} have different models: names, shapes or values of the parameters differ. Load the same weights "
-            "everywhere."
-        )
+        _mark(digest, [ranks.local_of(parameter)])
+        places[_place(parameter)] = None
+    # Who holds the same shards has the same places.
+    marks = ranks.gather((tuple(places), digest.hexdigest()))
+    first = {place: k for k, (place, _) in reversed(list(enumerate(marks)))}
+    for other, (place, mark) in enumerate(marks):
+        if mark != marks[first[place]][1]:
+            raise SquisherError(
+                f"Processes {first[place]} and {other} have different models: names, shapes or values of the parameters differ. Load "
+                "the same weights everywhere."
+            )
+
+
+def _place(parameter: Any) -> tuple[int, ...]:
+    """Return which shard of a parameter this process holds: its position along the dimensions of the mesh that shard it."""
+    if not ranks.is_sharded(parameter):
+        return ()
+    where = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
+    return tuple(at for at, placement in where if placement.is_shard())
 
 
 def _mark(digest: Any, tensors: Iterable[Tensor]) -> None:

@@ -20,7 +20,7 @@ from .. import ranks
 from ..errors import SquisherError
 from .batches import Batch
 from .capture import Obstacle, Pass
-from .fast import PROVEN_ANEW
+from .fast import PROVEN_ANEW, left_to_the_loop
 from .likelihood import Objective, Outputs, compared_with_own
 from .loop import requiring
 from .proof import Difference, Probe, compare, difference_of, differing, interaction, tolerance_of, total_of, two_of
@@ -230,13 +230,7 @@ class Together:
             self.proven.setdefault(t.program, set()).update(evident & t.captured)
 
     def _leave(self, reasons: Mapping[str, str]) -> None:
-        every = dict.fromkeys(self.parameters, reasons[""]) if "" in reasons else dict(reasons)
-        if self.strict:
-            listed = "; ".join(f"{name}: {reason}" for name, reason in list(every.items())[:5])
-            raise SquisherError(
-                f"method='fast' cannot do {len(every)} of {len(self.parameters)} parameters ({listed}). Use method='auto'."
-            )
-        self.left.update(every)
+        self.left.update(left_to_the_loop(reasons, self.parameters, self.strict))
 
     # -- the proof ---------------------------------------------------------------------------------------------------------
 
