@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from squisher.errors import FileError
+from squisher.recycle.formats.model_source import pinned
 from squisher.recycle.states import Entry, OptimizerState
-from squisher.recycle.weights import pinned
 from squisher.storage.folders import open_weights
 
 TENSORS = {"b": torch.zeros(2, 3), "a": torch.zeros(4), "c": torch.zeros(1, 2)}

@@ -21,10 +21,10 @@ from ..storage.tensors import LazyTensors
 from .assembly import assemble
 from .formats.registry import read_source
 from .live import Tracked, from_optimizers, from_tracker, unwrapped
-from .naming.candidates import candidates_of_module
+from .naming.candidates import candidates_of_module, given_names, matching
 from .naming.frozen import with_earlier
 from .naming.hf_rules import trainer_rules
-from .naming.solver import RULES, given_names, matching, resolve
+from .naming.solver import RULES, resolve
 from .optimizers.accumulators import GIVEN_BETA2, rows_of_class
 from .optimizers.quantized import check_precision
 from .states import (

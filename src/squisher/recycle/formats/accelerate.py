@@ -10,10 +10,9 @@ from pathlib import Path
 from ...errors import FileError
 from ...importance import RunFacts
 from ...storage.folders import Weights, open_weights
-from ..naming.solver import matching
+from ..naming.candidates import matching
 from ..states import Candidate, Found, OptimizerState, Options
-from ..weights import pinned, sorted_by_name
-from .model_source import with_model
+from .model_source import pinned, sorted_by_name, with_model
 from .torch_file import candidates_of, read_torch_file
 from .trainer import optimizer_file
 

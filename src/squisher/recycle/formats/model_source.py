@@ -1,7 +1,8 @@
-"""What `--model` names: a folder with a config.json, or a torch weight file, which keeps the order of its module."""
+"""Weights that may name a state: what `--model` says (a config.json, a torch file in module order), or a file beside the state."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -17,10 +18,10 @@ from ..naming.hf_model import MissingPackage, built_by, meta_model
 from ..naming.laws import Law, derived_laws
 from ..naming.partitions import sorted_as_text
 from ..naming.transformers4 import in_file_order, in_order_of_version_4
-from ..states import Found, Options
+from ..states import Candidate, Found, OptimizerState, Options
 from .torch_file import candidates_of
 
-__all__ = ["laws_of", "model_candidates", "with_model"]
+__all__ = ["laws_of", "model_candidates", "pinned", "sorted_by_name", "with_model"]
 
 
 def with_model(found: Found, options: Options) -> Found:
@@ -107,3 +108,34 @@ def _registered_before(
         return None
     pairs = [(order, one) for order, one in zip(orders, found, strict=True) if order is not None]
     return (how, [one._replace(parameters=order) for order, one in pairs]) if len(pairs) == len(found) else None
+
+
+def pinned(optimizer: OptimizerState, weights: Sequence[Weights]) -> list[tuple[str, Sequence[Candidate]]]:
+    """For each file whose shapes alone say which tensor an entry is: its tensors in the optimizer's order.
+
+    Args:
+        optimizer: Its entries in its own order.
+        weights: Files whose order says nothing.
+    """
+    sources: list[tuple[str, Sequence[Candidate]]] = []
+    shapes = [entry.shape for entry in optimizer.entries]
+    for one in weights:
+        count = Counter(tuple(tensor.shape) for tensor in one.tensors.values())
+        names = {tuple(tensor.shape): name for name, tensor in one.tensors.items()}
+        if len(set(shapes)) == len(shapes) and all(shape is not None and count[shape] == 1 for shape in shapes):
+            order = [
+                Candidate(names[shape], shape, weight=one.tensors[names[shape]])
+                for shape in shapes
+                if shape is not None
+            ]
+            sources.append((f"{one.label}, in which every shape occurs once", order))
+    return sources
+
+
+def sorted_by_name(weights: Weights, state: str) -> NamingError:
+    """Return what to say where only a file that sorts its names is beside an optimizer's state."""
+    return NamingError(
+        f"{weights.label} sorts its tensors by name, and several have the same shape, so it cannot tell which is which in "
+        f"{state}. Give the model with --model: a folder with its config.json, or its state_dict() saved with torch.save, "
+        "which keeps the order; or the names in the optimizer's order with --names."
+    )

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import FileError, NamingError
 from ...storage.tensors import Block, Blocks
 from ...storage.torch_files import Record, StoredTensor, Verified, read
-from ..naming.solver import clean_names
+from ..naming.candidates import clean_names
 from ..optimizers.accumulators import step_of
 from ..states import Candidate, Found, Options
 from .model_source import with_model

@@ -13,7 +13,7 @@ from ...importance import RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import LazyTensors, TensorSource, tied_names
 from ...storage.torch_files import Record, StoredTensor, find_weights, is_in_backward, is_optimizer, read, walk
-from ..naming.solver import clean_names
+from ..naming.candidates import clean_names
 from ..optimizers.quantized import decoded
 from ..states import Candidate, Entry, Found, OptimizerState
 

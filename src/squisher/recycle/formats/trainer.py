@@ -18,8 +18,7 @@ from ..naming.hf_model import MissingPackage, adapted_model, built_by, meta_mode
 from ..naming.hf_rules import galore_rule
 from ..optimizers.accumulators import step_of
 from ..states import Candidate, Found, OptimizerState, Options
-from ..weights import pinned, sorted_by_name
-from .model_source import laws_of, model_candidates, with_model
+from .model_source import laws_of, model_candidates, pinned, sorted_by_name, with_model
 from .torch_file import candidates_of, read_torch_file
 from .training_args import facts_of, target_modules, training_args
 

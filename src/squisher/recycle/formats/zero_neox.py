@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import FileError
 from ...storage.tensors import Joined, Slice
 from ...storage.torch_files import StoredTensor, Verified, read
-from ..naming.solver import clean_names
+from ..naming.candidates import clean_names
 from ..states import Entry
 
 __all__ = ["neox_parameters"]

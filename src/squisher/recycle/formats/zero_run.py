@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import FileError, NoAccumulatorError
 from ...importance import Absence, Pollution, Reason, RunFacts
 from ...storage.torch_files import Record, StoredTensor, read
-from ..naming.solver import clean_names, recorded_name
+from ..naming.candidates import clean_names, recorded_name
 from ..states import Candidate
 from .training_args import facts_of, training_args
 

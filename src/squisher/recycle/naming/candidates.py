@@ -1,23 +1,42 @@
-"""The parameters of a module, running or on the meta device, under the names that its weight file has."""
+"""The parameters of a module, running or on the meta device, under the names that its weight file has, or that are given."""
 
 from __future__ import annotations
 
+import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...errors import NamingError
-from ...names import LiveParameter, live_parameters
+from ...errors import FileError, NamingError, SquisherWarning
+from ...names import LiveParameter, adapter_file_name, live_parameters
 from ...storage.folders import Weights
+from ...storage.json_files import parse_json
 from ...storage.tensors import TensorSource
 from ..states import Candidate, Piece
 
-__all__ = ["Candidates", "candidates_of_module", "loose", "surplus"]
+__all__ = [
+    "GIVE_OTHERS",
+    "Candidates",
+    "candidates_of_module",
+    "check_known",
+    "clean_names",
+    "given_names",
+    "loose",
+    "matching",
+    "no_duplicates",
+    "recorded_name",
+    "surplus",
+]
+
+GIVE_OTHERS = "Give the names in the optimizer's order, which is that of its groups."
 
 
 class Candidates(NamedTuple):
@@ -197,3 +216,103 @@ class _ViewsOnly(TorchDispatchMode):
         if func is torch.ops.aten.clone.default:
             return torch.ops.aten.alias.default(args[0])
         return func(*args, **(kwargs or {}))
+
+
+# -- names that somebody wrote down -----------------------------------------------------------------------------------------
+
+
+def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
+    """Names by the user: a sequence, or a file with one name a line or a JSON list.
+
+    Raises:
+        FileError: The file cannot be read or holds something else.
+    """
+    if not isinstance(names, (str, os.PathLike)):
+        return list(names)
+    path = Path(names)
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise FileError(f"Cannot read the names in {path}: {reason}.") from error
+    if not text.lstrip().startswith("["):
+        return [line.strip() for line in text.splitlines() if line.strip()]
+    listed = parse_json(text, f"{path}, which starts like a JSON list of names,")
+    if not all(isinstance(name, str) for name in listed):
+        raise FileError(f"{path} must be a JSON list of strings: the names in the optimizer's order.")
+    return listed
+
+
+def matching(candidates: Sequence[Candidate], pattern: str) -> list[Candidate]:
+    """Return the candidates whose name, in the weight file or in the running model, a regular expression finds.
+
+    Raises:
+        NamingError: It is not a regular expression.
+    """
+    try:
+        search = re.compile(pattern).search
+    except re.error as error:
+        raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
+    return [c for c in candidates if any(map(search, (c.name, c.live_name or c.name, *(p.name for p in c.pieces))))]
+
+
+_ANYWHERE = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+
+def clean_names(names: Sequence[str]) -> list[str]:
+    """Names without what wrappers add: `_orig_mod.` and the like anywhere, `module.` where every name begins with it.
+
+    Raises:
+        NamingError: Two names become the same.
+    """
+    clean = [_ANYWHERE.sub("", name) for name in names]
+    while clean and all(name.startswith("module.") for name in clean):
+        clean = [name.removeprefix("module.") for name in clean]
+    no_duplicates(clean, "after the names of wrappers are removed")
+    return clean
+
+
+_ADAPTER = re.compile(r"\.(?:lora_\w+\.[^.]+\.weight$|lora_embedding_[AB]\.[^.]+$|modules_to_save\.)")
+
+
+def recorded_name(live_name: str) -> str:
+    """Return the name in the weight file of a parameter that was recorded in the running model: PEFT drops the adapter's own name."""
+    return adapter_file_name(live_name) if _ADAPTER.search(live_name) else live_name
+
+
+def no_duplicates(names: Sequence[str], when: str) -> None:
+    """Refuse a name that stands for two parameters.
+
+    Raises:
+        NamingError: One does.
+    """
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            raise NamingError(
+                f"The parameter name {name!r} appears twice {when}; every parameter needs a name of its own."
+            )
+        seen.add(name)
+
+
+def check_known(given: Sequence[str], known: Collection[str]) -> None:
+    """Refuse names of which some are parameters of the source and others are not; warn where none is.
+
+    Raises:
+        NamingError: Some are unknown.
+    """
+    unknown = [name for name in given if name not in known]
+    if not known or not unknown:
+        return
+    if len(unknown) < len(given):
+        near = get_close_matches(unknown[0], known, 1)
+        raise NamingError(
+            f"{len(unknown)} of the {len(given)} given names are no parameters of the source, for example {unknown[0]!r}"
+            f"{f'; it has {near[0]!r}' if near else ''}. {GIVE_OTHERS}"
+        )
+    warnings.warn(
+        f"None of the given names ({given[0]!r}, …) is a parameter of the source, which has {min(known)!r}: neither "
+        "shapes nor values could be checked.",
+        SquisherWarning,
+        stacklevel=2,
+    )

@@ -10,25 +10,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 import re
-import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from difflib import get_close_matches
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ...errors import FileError, NamingError, SquisherWarning
+from ...errors import NamingError
 from ...importance import Level, Naming
-from ...names import adapter_file_name
-from ...storage.json_files import parse_json
 from ..states import Candidate, OptimizerState
+from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
 from .evidence import Evidence, weigh
 from .laws import Law
 from .layers import Exchange, exchanged_layers
 from .partitions import sorted_as_text, ways
 
-__all__ = ["RULES", "Rule", "Solution", "clean_names", "given_names", "matching", "recorded_name", "resolve"]
+__all__ = ["RULES", "Rule", "Solution", "resolve"]
 
 Source = tuple[str, Sequence[Candidate]]
 
@@ -261,75 +256,6 @@ def _recorded(optimizer: OptimizerState, recorded: Sequence[str], sources: Seque
     return Solution([fits[0] + name for name in names], [Naming(Level.RECORDED, f"inside {fits[0][:-1]}")] * len(names))
 
 
-def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
-    """Names by the user: a sequence, or a file with one name a line or a JSON list.
-
-    Raises:
-        FileError: The file cannot be read or holds something else.
-    """
-    if not isinstance(names, (str, os.PathLike)):
-        return list(names)
-    path = Path(names)
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
-        raise FileError(f"Cannot read the names in {path}: {reason}.") from error
-    if not text.lstrip().startswith("["):
-        return [line.strip() for line in text.splitlines() if line.strip()]
-    listed = parse_json(text, f"{path}, which starts like a JSON list of names,")
-    if not all(isinstance(name, str) for name in listed):
-        raise FileError(f"{path} must be a JSON list of strings: the names in the optimizer's order.")
-    return listed
-
-
-def matching(candidates: Sequence[Candidate], pattern: str) -> list[Candidate]:
-    """Return the candidates whose name, in the weight file or in the running model, a regular expression finds.
-
-    Raises:
-        NamingError: It is not a regular expression.
-    """
-    try:
-        search = re.compile(pattern).search
-    except re.error as error:
-        raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
-    return [c for c in candidates if any(map(search, (c.name, c.live_name or c.name, *(p.name for p in c.pieces))))]
-
-
-_ANYWHERE = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-
-
-def clean_names(names: Sequence[str]) -> list[str]:
-    """Names without what wrappers add: `_orig_mod.` and the like anywhere, `module.` where every name begins with it.
-
-    Raises:
-        NamingError: Two names become the same.
-    """
-    clean = [_ANYWHERE.sub("", name) for name in names]
-    while clean and all(name.startswith("module.") for name in clean):
-        clean = [name.removeprefix("module.") for name in clean]
-    _no_duplicates(clean, "after the names of wrappers are removed")
-    return clean
-
-
-_ADAPTER = re.compile(r"\.(?:lora_\w+\.[^.]+\.weight$|lora_embedding_[AB]\.[^.]+$|modules_to_save\.)")
-
-
-def recorded_name(live_name: str) -> str:
-    """Return the name in the weight file of a parameter that was recorded in the running model: PEFT drops the adapter's own name."""
-    return adapter_file_name(live_name) if _ADAPTER.search(live_name) else live_name
-
-
-def _no_duplicates(names: Sequence[str], when: str) -> None:
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            raise NamingError(
-                f"The parameter name {name!r} appears twice {when}; every parameter needs a name of its own."
-            )
-        seen.add(name)
-
-
 def _checked_given(
     optimizer: OptimizerState, given: Sequence[str], sources: Sequence[Source], laws: Callable[[], Sequence[Law]]
 ) -> Solution:
@@ -338,47 +264,24 @@ def _checked_given(
             f"{len(given)} names were given, but the optimizer has {len(optimizer.entries)} parameters (groups of "
             f"{', '.join(map(str, optimizer.group_sizes))}). Give one name each, in the optimizer's order."
         )
-    _no_duplicates(given, "among the given ones")
+    no_duplicates(given, "among the given ones")
     known = {c.name: c for _, candidates in sources for c in candidates}
-    _known_names(given, {c.live_name or c.name for c in known.values()} | known.keys())
+    check_known(given, {c.live_name or c.name for c in known.values()} | known.keys())
     for k, (name, entry) in enumerate(zip(given, optimizer.entries, strict=True)):
         c = known.get(name)
         if c is not None and entry.shape is not None and not c.pieces and c.shape != entry.shape:
             raise NamingError(
                 f"The given names contradict the file: parameter {k} of the optimizer has the shape {entry.shape}, but "
-                f"{name!r} has {c.shape}. {_GIVE_OTHERS}"
+                f"{name!r} has {c.shape}. {GIVE_OTHERS}"
             )
     evidence = _weighed(optimizer, sources, laws)
     wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
     if wrong:
-        raise NamingError(_contradicted(given, _GIVEN, evidence, wrong, _GIVE_OTHERS))
+        raise NamingError(_contradicted(given, _GIVEN, evidence, wrong, GIVE_OTHERS))
     exchange = _exchanged(optimizer, sources, given)
     if exchange is not None:
-        raise NamingError(_other_layers(_GIVEN, exchange, _GIVE_OTHERS))
+        raise NamingError(_other_layers(_GIVEN, exchange, GIVE_OTHERS))
     return Solution(list(given), [Naming(Level.GIVEN)] * len(given))
-
-
-def _known_names(given: Sequence[str], known: Collection[str]) -> None:
-    """Refuse names of which some are parameters of the source and others are not; warn where none is.
-
-    Raises:
-        NamingError: Some are unknown.
-    """
-    unknown = [name for name in given if name not in known]
-    if not known or not unknown:
-        return
-    if len(unknown) < len(given):
-        near = get_close_matches(unknown[0], known, 1)
-        raise NamingError(
-            f"{len(unknown)} of the {len(given)} given names are no parameters of the source, for example {unknown[0]!r}"
-            f"{f'; it has {near[0]!r}' if near else ''}. {_GIVE_OTHERS}"
-        )
-    warnings.warn(
-        f"None of the given names ({given[0]!r}, …) is a parameter of the source, which has {min(known)!r}: neither "
-        "shapes nor values could be checked.",
-        SquisherWarning,
-        stacklevel=2,
-    )
 
 
 # -- conventions -------------------------------------------------------------------------------------------------------
@@ -436,7 +339,6 @@ _WHAT_SETTLES_IT = (
 
 
 _GIVEN = "the names that were given"
-_GIVE_OTHERS = "Give the names in the optimizer's order, which is that of its groups."
 
 
 def _nothing_fits(optimizer: OptimizerState, sources: Sequence[Source], settles: str) -> str:
