@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from squisher import tracker as averaging
-from squisher.tracker import all_finite, average_squares_
+from squisher.tracker import averages as averaging
+from squisher.tracker.averages import all_finite, average_squares_
 
 SHAPES = [(), (1,), (0,), (7,), (5, 3), (2, 0, 4), (3, 4, 2, 2)]
 
