@@ -6,7 +6,8 @@ python -m benchmarks.codecs sentences [--data DIR]    what applications lose, on
 python -m benchmarks.codecs masks [--seeds 5]         what rank1 does to masks from noisy importances, on the perceptron
 python -m benchmarks.codecs speed [--size 3e8]        write, read and merge an importance of this many entries
 
-Each writes its own part of results/codecs.json; what applications lose is written as it comes, and a second call goes on from there.
+Each writes its own part of results/codecs.json; rows are written as they come, and what applications lose goes on where it was
+stopped.
 The fine-tunes are small: an encoder (MiniLM, 22.7M parameters) on film reviews, a language model (SmolLM2, 135M parameters) on the same
 reviews as text, a convolutional network that learns five other classes of CIFAR-10.
 """
@@ -40,14 +41,13 @@ FILE = harness.RESULTS / "codecs.json"
 # -- fidelity ----------------------------------------------------------------------------------------------------------
 
 
-def fidelity(data: Path, only: str | None) -> list[dict[str, Any]]:
-    """One row a model, point of training and codec."""
-    rows = []
+def fidelity(data: Path, only: str | None) -> Iterator[dict[str, Any]]:
+    """Yield one row a model, point of training and codec."""
     for name, (points, train) in FINE_TUNES.items():
         for steps, importance in train(data, points) if only in (None, name) else ():
-            rows += [{"model": name, "steps": steps, **row} for row in compared(importance)]
-            print(name, steps, flush=True)
-    return rows
+            for row in compared(importance):
+                print(name, steps, row, flush=True)
+                yield {"model": name, "steps": steps, **row}
 
 
 def compared(importance: squisher.Importance) -> Iterator[dict[str, Any]]:
@@ -266,9 +266,13 @@ def main() -> None:
     elif options.part == "masks":
         write([row for seed in range(options.seeds) for row in masks(seed)])
     elif options.part == "fidelity":
-        kept = [row for row in rows if options.only not in (None, row["model"])]  # the other fine-tunes stay
-        found = [*kept, *fidelity(options.data, options.only)]
-        write(sorted(found, key=lambda row: ([*FINE_TUNES].index(row["model"]), row["steps"])))
+        order = [*FINE_TUNES]
+        rows = [
+            row for row in rows if row["model"] in order and options.only not in (None, row["model"])
+        ]  # others stay
+        for row in fidelity(options.data, options.only):
+            rows = sorted([*rows, row], key=lambda row: (order.index(row["model"]), row["steps"]))
+            write(rows)
     else:
         write(speed(int(options.size), options.rounds))
 

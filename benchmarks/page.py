@@ -301,6 +301,7 @@ PARTS = {
     "docs/file-format.md": {
         "codec fidelity": codec_fidelity,
         "codec applications": lambda: codec_applications("digits"),
+        "codec applications sentences": lambda: codec_applications("sentences"),
         "codec masks": codec_masks,
         "codec speed": codec_speed,
     },
