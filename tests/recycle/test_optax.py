@@ -116,6 +116,11 @@ def test_a_momentum_alone_is_refused(name):
         squisher.extract(OPTAX / f"{name}.msgpack")
 
 
+def test_prodigy_is_refused_by_name():
+    with pytest.raises(NoAccumulatorError, match="a state of optax's prodigy"):
+        squisher.extract(OPTAX / "prodigy.msgpack", bias_correction=False)
+
+
 def test_one_value_per_tensor_is_refused():
     with pytest.raises(NoAccumulatorError, match="not a value per weight"):
         squisher.extract(OPTAX / "novograd.msgpack", beta2=0.25)

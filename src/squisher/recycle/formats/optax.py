@@ -71,6 +71,11 @@ def _found(tree: Tree, path: Path, options: Options) -> Found:
             f"{path} holds only a moving average of the gradient (under {moments[0] or 'its root'!r}: lion, sgd with momentum or the "
             "like), whose square is not the average of the squares. Train with optax.adamw."
         )
+    if any({"exp_avg_sq", "estim_lr"} <= node.keys() for _, node, _ in _walk(tree, (), {})):
+        raise NoAccumulatorError(
+            f"{path} holds a state of optax's prodigy, which squares the gradient times its own estimate of the learning rate, with a new "
+            "estimate at every step. Train with optax.adamw."
+        )
     raise FileError(
         f"{path} holds no optax state with a squared gradient (nu, sum_of_squares or v_row): save the optimizer state too, not "
         "only the parameters."
