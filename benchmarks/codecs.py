@@ -1,6 +1,6 @@
 """What a codec costs: how far decoded values are from the exact ones, what applications lose, sizes and times.
 
-python -m benchmarks.codecs fidelity [--data DIR]     three fine-tunes, three points of each; needs transformers for two of them
+python -m benchmarks.codecs fidelity [--data DIR]     fine-tunes, three points of each; needs transformers for three of them
 python -m benchmarks.codecs digits [--seeds 5]        what applications lose, on a perceptron (`codec_uses`)
 python -m benchmarks.codecs sentences [--data DIR]    what applications lose, on an encoder; needs transformers
 python -m benchmarks.codecs masks [--seeds 5]         what rank1 does to masks from noisy importances, on the perceptron
@@ -9,7 +9,8 @@ python -m benchmarks.codecs speed [--size 3e8]        write, read and merge an i
 Each writes its own part of results/codecs.json; rows are written as they come, and what applications lose goes on where it was
 stopped.
 The fine-tunes are small: an encoder (MiniLM, 22.7M parameters) on film reviews, a language model (SmolLM2, 135M parameters) on the same
-reviews as text, a convolutional network that learns five other classes of CIFAR-10.
+reviews as text, a GPT of 1.8M parameters that goes on with another part of Shakespeare, a convolutional network that learns five other
+classes of CIFAR-10.
 """
 
 from __future__ import annotations
@@ -110,6 +111,30 @@ def cnn(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Imp
     yield from trained(model, loss_on(False), points, 3e-4)
 
 
+def gpt(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
+    """The second half of Shakespeare, after a start on the first."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    text = (data / "tinyshakespeare" / "input.txt").read_text("utf-8")
+    letters = sorted(set(text))
+    tokens = torch.tensor([letters.index(letter) for letter in text])
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(letters), n_positions=64, n_embd=192, n_layer=4, n_head=6))
+    generator = torch.Generator().manual_seed(0)
+
+    def loss_on(part: Tensor) -> Callable[[int], Tensor]:
+        def loss(_: int) -> Tensor:
+            starts = torch.randint(len(part) - 65, (8,), generator=generator)
+            batch = torch.stack([part[k : k + 64] for k in starts])
+            return model(batch, labels=batch).loss
+
+        return loss
+
+    half = len(tokens) // 2
+    list(trained(model, loss_on(tokens[:half]), (100,), 1e-3))
+    yield from trained(model, loss_on(tokens[half:]), points, 3e-4)
+
+
 def smollm2(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
     """Film reviews as text to go on with, on the pretrained language model."""
     import transformers
@@ -154,7 +179,12 @@ def reviews(data: Path) -> list[dict[str, Any]]:
         return [json.loads(line) for line in lines]
 
 
-FINE_TUNES = {"CNN": ((16, 64, 192), cnn), "SmolLM2": ((4, 12, 32), smollm2), "MiniLM": ((8, 24, 64), minilm)}
+FINE_TUNES = {
+    "CNN": ((16, 64, 192), cnn),
+    "language model": ((16, 64, 192), gpt),
+    "SmolLM2": ((4, 12, 32), smollm2),
+    "MiniLM": ((8, 24, 64), minilm),
+}
 
 
 # -- speed -------------------------------------------------------------------------------------------------------------

@@ -355,8 +355,8 @@ def _scale(importance: Importance) -> Iterator[Diagnosis]:
 
 _CODEC_ADVICE = {
     "log8": "Every application takes it as it is.",
-    "rank1": "Rows and columns have their totals, single entries are off by about a third. Merging, masks, embedding and "
-    "consolidation take it at little cost; for pruning use log8 or the exact file.",
+    "rank1": "Rows and columns have their totals, single entries are off by about a third. Merging, embedding and "
+    "consolidation take it at little cost; for pruning and masks log8 or the exact file is safer.",
 }
 
 
