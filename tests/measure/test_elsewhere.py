@@ -41,7 +41,7 @@ def data() -> list[tuple[Tensor, Tensor]]:
 def test_the_result_is_the_same_and_where_it_was_asked_for(
     monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr("squisher.measure.Elsewhere", Recorded)
+    monkeypatch.setattr("squisher.measure.walk.Elsewhere", Recorded)
     Recorded.largest = 0
     model = network().double()
     here = squisher.fisher(model, data(), dtype=torch.float64, **settings)

@@ -1,40 +1,31 @@
 """model + data -> Importance: the Fisher diagonal, measured.
 
-`fisher` walks the data. What is squared is decided in `likelihood`, how gradients are found one example at a time in `loop`
+`fisher` walks the data (`walk`). What is squared is decided in `likelihood`, how gradients are found one example at a time in `loop`
 (the definition) and all at once in `fast` (which proves itself against the loop), and both for sharded models in `together`.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import nullcontext
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .. import ranks
 from ..errors import NamingError, SquisherError, near
-from ..guard import as_it_was, eager_original, refuse_batch_statistics
+from ..guard import eager_original, refuse_batch_statistics
 from ..importance import Absence, Importance, Level, Naming, Reason, structure_hash
 from ..importance.weights import content_of
 from ..names import LiveParameter, live_parameters
-from ..ranks import is_sharded, local_of, sharded_like
-from .batches import Batch
-from .fast import Fast
-from .joint import Joint
-from .likelihood import Objective, compared_with_own
-from .loop import Loop
-from .proof import check_alone
+from .likelihood import Objective
 from .request import objective_for
-from .sharded import copies_of, is_spread
-from .stream import Stream, same_model
-from .sums import Elsewhere, Sums
-from .together import Together
+from .sharded import is_spread
+from .stream import Stream
 from .unfinished import Unfinished
+from .walk import Walk
 
 __all__ = ["fisher"]
 
@@ -102,33 +93,19 @@ def fisher(
     Raises:
         SquisherError: if a batch, the model's outputs or a setting do not fit.
     """
-    if method not in ("auto", "fast", "loop"):
-        raise SquisherError(f"method={method!r} is not known; expected 'auto', 'fast' or 'loop'.")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype == torch.float16:
-        raise SquisherError(f"dtype={dtype} cannot hold squared gradients; use torch.float32, float64 or bfloat16.")
-    if max_examples is not None and max_examples < 1:
-        raise SquisherError(f"max_examples={max_examples}: expected a positive number or None.")
-    if not isinstance(model, nn.Module):
-        raise SquisherError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
+    _check(model, method, dtype, max_examples)
     model = eager_original(model)
-    spread_out = is_spread(model)
+    spread_out = is_spread(model)  # before its parameters are looked at: what is whole after a pass is sharded again
     objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift)
     chosen, absent = _choose(model, parameters)
     if not eval_mode and per == "example":
         refuse_batch_statistics(model, "Use eval_mode=True, put it into evaluation mode, or use per='batch'.")
     by_name: dict[str, Tensor] = {p.name: p.parameter for p in chosen}
-    place = None if accumulate_on is None else _device(accumulate_on, spread_out)
-    partial = Sums({name: local_of(p) for name, p in by_name.items()}, dtype, place)
-    adding = partial if place is None else Elsewhere(partial)
-    spread = _Spread(by_name, spread_out) if standard_error else None
-    together = Together(model, objective, by_name, per, method, shift, standard_error) if spread_out else None
-    engine: _Engine | None = together
-    noted: dict[str, Any] = {}
-    count = _Count()
-    same_model(by_name)
-    stream = Stream(batches, model, max_examples, divided)
-    kept: Unfinished | None = None
+    device = None if accumulate_on is None else _device(accumulate_on, spread_out)
+    kept = None
     if unfinished is not None:
+        if standard_error or not ranks.is_alone():
+            raise SquisherError("unfinished=... is for one process, and without standard_error.")
         settings = {
             "likelihood": _name_of(objective),
             "labels": labels,
@@ -143,85 +120,16 @@ def fisher(
             "eval_mode": eval_mode,
             "shift": objective.shift,
         }
-        if standard_error or not ranks.is_alone():
-            raise SquisherError("unfinished=... is for one process, and without standard_error.")
         kept = Unfinished(unfinished, {**settings, "max_examples": max_examples}, by_name)
-        kept.fill(partial)
-    failure: BaseException | None = None
-    batch, index = None, None
-    try:
-        with (
-            as_it_was(model, eval_mode),
-            nullcontext() if together is None else together.ready(),
-            nullcontext() if kept is None else kept.listening(),
-        ):
-            for batch, index, mine in stream:
-                if kept is not None and kept.is_done(count.examples, (t for t, _ in batch.tensors())):
-                    count.examples += batch.size
-                    continue
-                if mine:
-                    if engine is None:
-                        objective, noted = compared_with_own(model, objective, batch, shift)
-                        engine = _engine(method, per, model, objective, by_name)
-                        if kept is not None:
-                            engine.reached.update(kept.reached)
-                        if isinstance(engine, Loop) and per == "example" and batch.several_inputs():
-                            whole = objective.outputs(model, batch).values.detach()
-                            check_alone(model, objective, batch, whole, interacting=False)
-                    units = engine.add(adding, batch, index)
-                    if isinstance(adding, Elsewhere):
-                        adding.finish()
-                    count.units += units
-                    if spread is not None:
-                        spread.add(partial, units, together.totals if together is not None else None)
-                count.examples += batch.size
-                if kept is not None and engine is not None:
-                    coverage = _merged([kept.coverage, engine.coverage], engine.reached)
-                    kept.keep(partial, count.examples, count.units + kept.units, engine.reached, coverage, noted)
-                if progress is not None:
-                    progress(count.examples, stream.total)
-            if together is not None:
-                together.finish(partial, batch, index)
-                noted = together.noted
-    except (Exception, KeyboardInterrupt) as error:
-        if together is not None:
-            raise  # the others know
-        failure = error
-    ranks.agree(failure)
-    stream.check()
-    if divided:
-        count.examples = sum(ranks.gather(count.examples))
-    if not count.examples:
-        raise SquisherError("There are no batches: nothing was measured. An iterator can be used once only.")
-    if kept is not None:
-        kept.check_end(count.examples)
-        noted = {**kept.noted, **noted}
-        count.units += kept.units
-    reached = set[str]().union(*ranks.gather(set(kept.reached if kept else ()) | set(engine.reached if engine else ())))
-    before = [] if kept is None else [kept.coverage]
-    coverage = _merged([*before, *ranks.gather({} if engine is None else engine.coverage)], reached)
-    units = sum(ranks.gather(count.units))
-    if not units:
-        raise SquisherError("No position counts: every label is -100 or masked, so there is nothing to measure.")
-    if not reached:
-        raise SquisherError(
-            "No gradient reached any of the parameters: the model runs under torch.no_grad, detaches what it returns, or does not "
-            "use them."
-        )
-    sums = partial.complete()
-    ranks.sum_in_place(s for name, s in sums.items() if not is_sharded(by_name[name]))
-    if together is not None:
-        together.shards.sum_copies(sums)
-    relative = spread.relative(sums, units) if spread is not None else None
-    with torch.no_grad():
-        # As examples are counted, also where tokens are the unit: what a mean is over is in `unit`.
-        values = {name: sharded_like(s.div_(units).to(dtype), by_name[name]) for name, s in sums.items()}
+    walk = Walk(model, objective, by_name, per, method, shift, dtype, device, standard_error, kept)
+    walk.over(Stream(batches, model, max_examples, divided), eval_mode, progress)
+    values, errors = walk.means(dtype)
     return Importance(
         values,
         kind="fisher",
-        estimator={"labels": labels, "per": per, "draws": draws, "likelihood": _name_of(objective), **noted},
-        unit=objective.unit,
-        examples=count.examples,
+        estimator={"labels": labels, "per": per, "draws": draws, "likelihood": _name_of(objective), **walk.noted},
+        unit=objective.unit,  # what the mean is over
+        examples=walk.examples,
         dtype_of_source=_dtypes(by_name.values()),
         absent=absent,
         tied={alias: p.name for p in chosen for alias in p.aliases},
@@ -231,34 +139,22 @@ def fisher(
             "structure": structure_hash({p.name: tuple(p.parameter.shape) for p in live_parameters(model)}),
             "content": content_of({p.name: p.parameter for p in chosen}),
         },
-        coverage=coverage,
-        standard_error=relative,
-        tokens=units if objective.unit == "token" else None,
+        coverage=walk.coverage,
+        standard_error=errors,
+        tokens=walk.units if objective.unit == "token" else None,
         seed=seed if labels == "sampled" else None,
     )
 
 
-class _Engine(Protocol):
-    @property
-    def coverage(self) -> dict[str, Any]: ...
-
-    @property
-    def reached(self) -> set[str]: ...
-
-    def add(self, sums: Sums, batch: Batch, index: Tensor) -> int: ...
-
-
-class _Count:
-    examples = 0
-    units = 0
-
-
-def _engine(method: str, per: str, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor]) -> _Engine:
-    if method == "loop":
-        return Loop(model, objective, parameters, per)
-    if per == "batch":
-        return Joint(model, objective, parameters)
-    return Fast(model, objective, parameters, strict=method == "fast")
+def _check(model: Any, method: str, dtype: Any, max_examples: int | None) -> None:
+    if method not in ("auto", "fast", "loop"):
+        raise SquisherError(f"method={method!r} is not known; expected 'auto', 'fast' or 'loop'.")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype == torch.float16:
+        raise SquisherError(f"dtype={dtype} cannot hold squared gradients; use torch.float32, float64 or bfloat16.")
+    if max_examples is not None and max_examples < 1:
+        raise SquisherError(f"max_examples={max_examples}: expected a positive number or None.")
+    if not isinstance(model, nn.Module):
+        raise SquisherError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
 
 
 def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParameter], dict[str, Absence]]:
@@ -325,54 +221,3 @@ def _dtypes(parameters: Iterable[Tensor]) -> str:
 
 def _name_of(objective: Objective) -> str:
     return objective.likelihood if isinstance(objective.likelihood, str) else "function"
-
-
-def _merged(coverages: list[dict[str, Any]], reached: Collection[str]) -> dict[str, Any]:
-    """Return one coverage for all processes: what any of them left to the loop is named, and what none reached."""
-    whole: dict[str, Any] = {}
-    for coverage in coverages:
-        for key, value in coverage.items():
-            whole[key] = {**whole.get(key, {}), **value} if isinstance(value, dict) else value
-    if "unused" in whole:
-        whole["unused"] = {name: why for name, why in whole["unused"].items() if name not in reached}
-    return whole
-
-
-class _Spread:
-    """Relative standard error of each parameter's total, from the differences between batches.
-
-    With batch means m_k over n_k units and F = Σ n_k m_k / N, the variance of F is about K/(K−1) Σ (n_k/N)² (m_k − F)². Only
-    sums over batches are kept, so that processes can add theirs.
-    """
-
-    def __init__(self, parameters: Mapping[str, Tensor], spread_out: bool):
-        self.names, self.spread_out = list(parameters), spread_out
-        # Shards add up, copies of a shard count together, and what every process holds whole counts once.
-        self.share = torch.tensor(
-            [1 / copies_of(p) if is_sharded(p) else float(ranks.rank() == 0) for p in parameters.values()]
-        )
-        self.before = torch.zeros(len(self.names), dtype=torch.float64)
-        self.sums = torch.zeros(4, len(self.names), dtype=torch.float64)  # K, Σ n², Σ n·(n m), Σ (n m)²
-
-    def add(self, sums: Mapping[str, Tensor], units: int, totals: Mapping[str, Tensor] | None = None) -> None:
-        """Note a batch: how the sums have grown since the last one, or what it added to each parameter."""
-        if totals is None:
-            now = self._totals(sums)
-            part, self.before = now - self.before, now
-        else:
-            zero = torch.zeros((), dtype=torch.float64)
-            part = torch.stack([totals.get(name, zero).cpu() for name in self.names])
-        self.sums += torch.stack([torch.ones_like(part), torch.full_like(part, units**2), units * part, part**2])
-
-    def relative(self, sums: Mapping[str, Tensor], units: int) -> dict[str, float | None]:
-        self.sums = torch.stack(ranks.gather(self.sums)).sum(0)
-        total = self._totals(sums)
-        mean = total / units
-        batches, squares, cross, parts = self.sums
-        spread = (parts - 2 * mean * cross + mean**2 * squares).clamp(min=0)
-        error = (batches / (batches - 1) * spread).sqrt() / total
-        return {n: float(e) if math.isfinite(e) else None for n, e in zip(self.names, error.tolist(), strict=True)}
-
-    def _totals(self, sums: Mapping[str, Tensor]) -> Tensor:
-        totals = torch.stack([sums[name].sum(dtype=torch.float64).cpu() for name in self.names])
-        return torch.stack(ranks.gather(totals * self.share)).sum(0) if self.spread_out else totals

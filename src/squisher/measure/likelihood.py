@@ -407,7 +407,7 @@ def compared_with_own(
         warnings.warn(
             f"{name} computes its own loss with labels that lie {near[0]} behind the outputs, where {shift} was expected of its name: "
             f"shift={near[0]} is used.",
-            stacklevel=4,
+            stacklevel=7,
         )
         return dataclasses.replace(objective, shift=near[0]), {"shift": near[0]}
     reason = (
@@ -418,7 +418,7 @@ def compared_with_own(
     warnings.warn(
         f"{name} returns the loss {loss:.4g} for the first examples, and the likelihood '{objective.likelihood}' that is measured gives "
         f"{found.get(shift, float('nan')):.4g}: {reason}.",
-        stacklevel=4,
+        stacklevel=7,
     )
     return objective, {"own_loss": loss, "measured_loss": found.get(shift)}
 
