@@ -57,6 +57,12 @@ def folder_of(kind, folder):
             intermediate_size=24, max_position_embeddings=32, tie_word_embeddings=True, pad_token_id=0,
         )  # fmt: skip
         model = transformers.LlamaForCausalLM(config)
+    elif kind == "experts":
+        config = transformers.MixtralConfig(
+            vocab_size=len(WORDS), hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+            intermediate_size=24, num_local_experts=3, num_experts_per_tok=2, max_position_embeddings=32, pad_token_id=0,
+        )  # fmt: skip
+        model = transformers.MixtralForCausalLM(config)
     else:
         config = transformers.GPT2Config(vocab_size=len(WORDS), n_embd=16, n_layer=2, n_head=2, n_positions=32)
         model = transformers.GPT2LMHeadModel(config)
@@ -176,6 +182,10 @@ def test_shards_need_several_processes_and_whole_folders(tmp_path, data):
     done = torchrun(*arguments)
     assert done.returncode == 1
     assert "'classifier.weight'" in done.stderr
+    folder_of("experts", tmp_path / "model")
+    done = torchrun(*arguments)
+    assert done.returncode == 1
+    assert "mlp.experts.gate_up_proj" in done.stderr
     assert not (tmp_path / "out.safetensors").exists()
 
 

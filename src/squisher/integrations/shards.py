@@ -58,6 +58,12 @@ def load_shards(folder: Path, config: Any, build: Callable[..., nn.Module], devi
             "several precisions are not done. Save it in float32, or leave --shard out."
         )
     stored = candidates_of_module(model, weights, frozen_too=True).parameters
+    cut = next((c for c in stored if c.pieces), None)
+    if cut is not None:
+        raise SquisherError(
+            f"{cut.live_name!r} is one parameter here and {len(cut.pieces)} tensors in {weights.label} (experts), and shards are not "
+            "written in such pieces. Leave --shard out, or use squisher.fisher and torch.distributed.checkpoint in Python."
+        )
     same = [names for names in _names(model).values() if len(names) > 1]
     _shard(model)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
@@ -127,20 +133,16 @@ def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
 
 
 def _fill(parameter: Any, candidate: Candidate, weights: Weights) -> None:
-    """Read this process's rows of a parameter, which may be stored in several pieces."""
+    """Read this process's rows of a parameter."""
+    source = weights.tensors.get(candidate.name)
+    if source is None:
+        raise FileError(
+            f"{weights.label} has no tensor {candidate.name!r}, which the model needs. Load it without --shard."
+        )
     local, shape = parameter.to_local(), parameter.shape
-    mesh, rows = parameter.device_mesh, -(-shape[0] // parameter.device_mesh.size())
-    width = shape[1:].numel()
-    first = min(shape[0], mesh.get_local_rank() * rows) * width
-    last = first + local.numel()
-    pieces = [(p.name, p.start, p.shape) for p in candidate.pieces] or [(candidate.name, 0, candidate.shape)]
-    flat = local.view(-1)
-    for name, start, form in pieces:
-        source = weights.tensors.get(name)
-        if source is None:
-            raise FileError(f"{weights.label} has no tensor {name!r}, which the model needs. Load it without --shard.")
-        low, high = max(first, start), min(last, start + torch.Size(form).numel())
-        _read(source, low - start, high - start, flat[low - first : high - first] if high > low else flat[:0])
+    rows = -(-shape[0] // parameter.device_mesh.size())
+    first = min(shape[0], parameter.device_mesh.get_local_rank() * rows) * shape[1:].numel()
+    _read(source, first, first + local.numel(), local.view(-1))
 
 
 def _read(source: TensorSource, start: int, stop: int, out: Tensor) -> None:
