@@ -31,7 +31,8 @@ UNRELATED = (
 )
 WORTH = 3.0  # standard deviations that an exchange of two layers must gain to be tried
 UNITS = 16  # fewer cannot tell anything
-_ROWS, _COLUMNS = 256, 1024  # of a tensor that are looked at
+_ROWS, _COLUMNS = 256, 1024  # of a matrix that are looked at
+_WHOLE = 1 << 20  # elements that are read at once sooner than row by row
 
 
 class Exchange(NamedTuple):
@@ -144,12 +145,12 @@ def _sizes(source: Any, square: bool) -> list[Array]:
     inner = math.prod(shape[2:])
     rows, columns = shape[0], math.prod(shape[1:])
     width = min(columns, _COLUMNS * inner)
-    chosen = range(rows) if rows <= _ROWS else np.linspace(0, rows - 1, _ROWS).round().astype(int).tolist()
-    if isinstance(source, Tensor) or not getattr(source, "is_contiguous", True):
+    chosen = range(rows) if rows <= _ROWS or columns == 1 else np.linspace(0, rows - 1, _ROWS).round().astype(int)
+    if isinstance(source, Tensor) or not getattr(source, "is_contiguous", True) or rows * columns <= _WHOLE:
         whole = (source if isinstance(source, Tensor) else source.load()).detach().reshape(rows, columns)
         block = numbers(whole[list(chosen), :width])
     else:
-        block = np.stack([numbers(source.read_flat(k * columns, k * columns + width)) for k in chosen])
+        block = np.stack([numbers(source.read_flat(int(k) * columns, int(k) * columns + width)) for k in chosen])
     block = block.astype(np.float64) ** (2 if square else 1)
     sizes = [block.mean(1)] if len(shape) == 1 else [block.mean(1), block.mean(0).reshape(-1, inner).mean(1)]
     return [_ranks(size) for size in sizes]
