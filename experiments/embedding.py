@@ -17,10 +17,10 @@ computes. "(equal traces)": every task's importance is first divided by its sum;
 thing, instead of Task2Vec's distance. "random order" is what no ranking at all would give.
 
 A weakness of this stand-in: all sources train for 1,000 steps, whatever their size, so that small ones are fitted to the last
-example. The empirical Fisher's trace then differs by a factor of millions between tasks and mostly tells the size of the data
-(`traces` in the results of a new run: the rank correlation with the size is above .9 on every seed), which Task2Vec's distance sees. What
-it says of Fisher against Squisher is therefore an artefact in part. The committed run is older and has neither these traces nor the
-variants "(equal traces)" and "(cosine)".
+example. The empirical Fisher's trace then differs by a factor of millions between tasks and mostly tells the size of the data (a new
+run writes down both, as `traces`), which Task2Vec's distance sees. What it says of Fisher against Squisher is therefore an artefact in
+part. The committed run is older and has neither these traces nor the variants "(equal traces)" and "(cosine)". It is one draw of a noisy
+procedure: when all sources were trained again with the same seeds, most rankings came out different.
 
 Three granularities: one number a tensor (the paper's wording; but a perceptron's body has only four tensors, BERT two
 hundred), a row (Task2Vec), or all entries. "row" was chosen as the main one before the first run. Nothing is tuned.
