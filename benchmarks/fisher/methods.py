@@ -266,7 +266,7 @@ def curvlinops(case: Case, model: nn.Module) -> Run:
 
 OURS: dict[str, Callable[[Case, nn.Module], Run]] = {
     "squisher data": ours(),
-    "squisher data, again": ours(again=True),
+    "squisher data again": ours(again=True),
     "squisher sampled": ours(labels="sampled"),
     "squisher exact": ours(labels="exact"),
     "squisher per batch": ours(labels="sampled", per="batch"),

@@ -326,7 +326,7 @@ class WholeSums(dict[str, Tensor]):
         for name in self.shards.plain:
             value = self._weighted(name)
             if value is not None:
-                self.target[name].add_(value)
+                self.target[name].add_(value.to(self.target[name].device))
 
     @torch.no_grad()
     def _weighted(self, name: str) -> Tensor | None:

@@ -249,7 +249,8 @@ class Together:
         two, index = batch.select(chosen), index[chosen]
         objective = self.objective if callable(self.objective.likelihood) else Probe.of(self.objective)
         local = {name: p.to_local() if name not in self.shards.plain else p for name, p in self.parameters.items()}  # type: ignore[attr-defined]
-        scratch = sums if not sums else Sums(local, torch.float32)
+        # Later proofs have sums of their own, in host memory: a device that holds a shard may have no room for a second one.
+        scratch = sums if not sums else Sums(local, torch.float32, torch.device("cpu"))
         try:
             alone = self._proven(scratch, objective, two, index, owner)
         finally:
@@ -286,7 +287,7 @@ class Together:
 
     def _bounds(self, found: Sums, bounds: dict[str, list[Piece]], names: set[str], here: bool) -> dict[str, Tensor]:
         """Reduce what rounding is measured by into shards, one parameter at a time."""
-        totals = Sums(found.parameters, torch.float32)
+        totals = Sums(found.parameters, torch.float32, found.device)
         whole = WholeSums(self.shards, totals, float(here))
         for group in self.shards.groups:
             for name in (n for n in group.members if n in names):
@@ -295,7 +296,8 @@ class Together:
                 whole.flush(group, [name])
         for name in self.shards.plain:
             if here and name in names:
-                totals[name].add_(total_of(bounds.pop(name, []), totals[name]))
+                total = total_of(bounds.pop(name, []), self.shards.plain[name].detach().float())
+                totals[name].add_(total.to(totals[name].device))
         return totals
 
     def _run_once(self, batch: Batch) -> None:
