@@ -41,6 +41,16 @@ def fisher_steady() -> str:
     return _table(["method", *MODELS.values()], [[m, *(cells.get((m, n), "") for n in MODELS)] for m in methods])
 
 
+def fisher_again() -> str:
+    """A first call on a model beside a later one, with the spread of the turns."""
+    rows = []
+    for r in read("fisher_again")["results"]:
+        call = "a later call" if r["method"].endswith("again") else "the first call"
+        spread = f"{r['lowest']:.2f} to {r['highest']:.2f}"
+        rows.append([MODELS[r["model"]], call, str(r["batches"]), f"{r['ratio']:.2f}×", spread])
+    return _table(["network", "call", "batches", "× plain", "lowest to highest"], rows)
+
+
 def fisher_memory() -> str:
     """Peak extra memory of ours relative to plain training's."""
     results = [r for r in read("fisher")["results"] if r["method"].startswith("squisher") and "memory_ratio" in r]
@@ -308,6 +318,7 @@ PARTS = {
     "docs/how-it-is-fast.md": {
         "fisher": fisher,
         "fisher steady": fisher_steady,
+        "fisher again": fisher_again,
         "fisher memory": fisher_memory,
         "fisher growth": fisher_growth,
         "merge": merge,
