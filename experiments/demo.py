@@ -56,21 +56,24 @@ def recycle(out: Path) -> None:
     print(f"Test accuracy {accuracy:.1%}. The optimizer already holds the Squisher; it only needs to be saved.")
     checkpoint, recycled, real = out / "checkpoint.pt", out / "squisher.safetensors", out / "fisher.safetensors"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, checkpoint)
-    command("extract", checkpoint, "--out", recycled, "--batch-size", str(BATCH))
+    command("extract", checkpoint, "--out", recycled, "--batch-size", str(BATCH), "--overwrite")
     print(
         f"\nThe real thing, for comparison: the Fisher of all {len(train_set)} examples, labels as the network sees them."
     )
     squisher.fisher(model, train_set.batches(128), labels="exact").save(real)
     command("compare", recycled, real)
-    command("report", recycled, real, "--out", out / "report.html")
+    command("report", recycled, real, "--out", out / "report.html", "--overwrite")
+
+
+def small_settings() -> list[str]:
+    """Return the settings that run on what ships with the project; the others need data."""
+    return [name for name in SETTINGS if "quick" in importlib.import_module(f"experiments.{name}").CONFIGS]
 
 
 def six_settings(out: Path, jobs: int) -> None:
     """Runs the settings that are not done yet, and shows them side by side."""
     start = time.perf_counter()
-    for setting in SETTINGS:
-        if "quick" not in importlib.import_module(f"experiments.{setting}").CONFIGS:
-            continue  # it needs more than what ships with the project
+    for setting in small_settings():
         execute(setting, "quick", seeds=None, data=None, out=out, jobs=jobs, say=lambda line: None)
         print(f"{setting}: done after {time.perf_counter() - start:.0f} s", flush=True)
     found = comparisons(out, "quick")
