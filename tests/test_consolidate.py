@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import squisher
-from squisher import consolidate
-from squisher.consolidate import EWC, strength_like
+from squisher.consolidate import EWC, arithmetic, strength_like
 from squisher.errors import NamingError, ScaleError, SquisherError, SquisherWarning
 from squisher.importance import Importance
 
@@ -65,10 +64,10 @@ def test_the_penalty_is_the_sum_over_tasks_in_value_and_gradient():
     assert all(torch.allclose(a.float(), b, rtol=1e-4, atol=1e-5) for a, b in zip(wanted, found, strict=True))
 
 
-@pytest.mark.parametrize("piece", [consolidate.BLOCK, 7])
+@pytest.mark.parametrize("piece", [arithmetic.BLOCK, 7])
 @pytest.mark.parametrize("settings", [{}, {"dtype": torch.float64}, {"device": "cpu"}])
 def test_add_gradient_adds_what_autograd_would(settings, piece, monkeypatch):
-    monkeypatch.setattr(consolidate, "BLOCK", piece)
+    monkeypatch.setattr(arithmetic, "BLOCK", piece)
     model = network()
     ewc = EWC(model, strength=3.0, **settings)
     tasks(model, ewc)

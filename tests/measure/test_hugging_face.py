@@ -113,8 +113,8 @@ def test_equals_the_loop(name, labels):
 def test_losses_are_those_of_the_model(name):
     """The summed log-likelihood that is squared is the model's own loss times what it was divided by."""
     transformers = pytest.importorskip("transformers")
+    from squisher.measure import objective_for
     from squisher.measure.batches import parse
-    from squisher.measure.request import objective_for
 
     torch.manual_seed(0)
     model, batch, _ = MODELS[name](transformers)

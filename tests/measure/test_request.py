@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from squisher.errors import SquisherError
-from squisher.measure.request import objective_for
+from squisher.measure import objective_for
 
 
 class _Config:

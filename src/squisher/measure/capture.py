@@ -29,8 +29,7 @@ from .examples import (
     tensors_in,
     why_unknown,
 )
-from .following import Following, Watch, is_random
-from .graph import NEEDING_NO_VALUES, leaves_behind, operations_behind
+from .following import NEEDING_NO_VALUES, Following, Watch, is_random, leaves_behind, operations_behind
 from .likelihood import Objective, Outputs
 from .rules import (
     OPERATIONS,

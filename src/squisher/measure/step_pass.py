@@ -19,10 +19,9 @@ from torch import Tensor, nn
 from .batches import Batch
 from .capture import Pass
 from .examples import SHARED, UNKNOWN, Examples, Look, Other, State, replaced, tensors_in
-from .following import is_random
+from .following import REDUCTIONS, counts_positions, factor_of, is_random
 from .likelihood import Objective
 from .proof import tolerance_of, total_of
-from .reductions import REDUCTIONS, counts_positions, factor_of
 from .rules import Broadcast, Dense, Piece, Rule, Squares, add_squares
 from .sums import Sums
 

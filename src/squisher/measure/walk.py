@@ -14,14 +14,13 @@ from .. import ranks
 from ..errors import SquisherError
 from ..guard import as_it_was
 from ..ranks import is_sharded, local_of, sharded_like
-from .batches import Batch
+from .batches import Batch, Stream, same_model
 from .fast import Fast
 from .joint import Joint
 from .likelihood import Objective, compared_with_own
 from .loop import Loop
 from .proof import check_alone
 from .sharded import copies_of, is_spread
-from .stream import Stream, same_model
 from .sums import Elsewhere, Sums
 from .together import Together
 from .unfinished import Unfinished

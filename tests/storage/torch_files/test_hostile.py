@@ -482,7 +482,7 @@ def test_views_of_very_old_files() -> None:
 
 
 def test_a_pickle_longer_than_the_first_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("squisher.storage.torch_files.containers.FIRST_WINDOW", 64)
+    monkeypatch.setattr("squisher.storage.torch_files.FIRST_WINDOW", 64)
     data = saved({"text": "x" * 5000, "v": torch.arange(3.0)}, _use_new_zipfile_serialization=False)
     assert pickles.read(ByteRange.of_bytes(data))["v"].load().tolist() == [0, 1, 2]
 

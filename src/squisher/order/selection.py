@@ -1,4 +1,4 @@
-"""Everything that needs an order, in bounded memory: top-k, ranks, and on how few entries a sum rests.
+"""The k-th largest of many scores and the choice of exactly k, in bounded memory.
 
 Non-negative floats are ordered as the integers that their bits spell. The k-th largest is found digit by digit: one pass
 over all scores counts the upper 16 bits, which names the bin that holds the k-th largest; the next pass counts the next 16
@@ -12,9 +12,7 @@ the first source and its lowest flat index first, so that exactly k are chosen a
     chosen = Selection(kth)
     masks = {name: torch.cat([chosen(chunk) for chunk in chunks()]) for name, chunks in sources.items()}
 
-`choose` does the same with budgets: sources that are always kept, and a minimum for each. `spearman` and `median` are
-definitions; `Rounded` gives the same of values rounded to the upper 16 bits of their float32 (a relative resolution of 2⁻⁷),
-of which a histogram of 32,768 bins holds all ranks. `concentration` answers from the same bins.
+`choose` does the same with budgets: sources that are always kept, and a minimum for each.
 
 Keys are handled by numpy, because torch would share even a chunk of a megabyte among threads, which stalls on a machine
 that has other work to do; and as integers, so that denormals are ordered exactly, whatever the processor does with them.
@@ -33,12 +31,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from . import ranks
-from .errors import SquisherError
+from .. import ranks
+from ..errors import SquisherError
 
 __all__ = [
-    "BINS", "Choice", "Held", "Rounded", "Selection", "Source", "Threshold", "bins_of", "choose", "concentration", "median", "middles",
-    "per_source", "ratios", "reverse", "spearman", "threshold", "thresholds", "total",
+    "BINS", "DIGIT", "DIGITS", "INFINITY", "Choice", "Keys", "Selection", "Source", "Threshold", "bins_of", "checked", "choose", "keys_of", "middles",
+    "per_source", "reverse", "threshold", "thresholds",
 ]  # fmt: skip
 
 
@@ -62,8 +60,8 @@ _SIGNLESS = {32: np.uint32(0x7FFFFFFF), 64: np.uint64(0x7FFFFFFFFFFFFFFF)}
 
 _NEEDS = {torch.bfloat16: 16, torch.float16: 32, torch.float32: 32, torch.float64: 64}
 
-_DIGIT = 16  # bits
-_DIGITS = 1 << _DIGIT  # different ones
+DIGIT = 16  # bits
+DIGITS = 1 << DIGIT  # different ones
 
 
 def bits_of(chunk: Tensor, name: str) -> int:
@@ -211,19 +209,19 @@ def thresholds(
     # For each k the bits known so far and the number of scores above them; k = 0 asks for nothing more.
     found = {k: _descend(counts, 0, 0, k) for k in ks if k}
     here = {prefix: mine for prefix, _ in found.values()}
-    shift = width - _DIGIT
+    shift = width - DIGIT
     while shift and finest > 16 and found:
-        shift -= _DIGIT
+        shift -= DIGIT
         prefixes = {prefix: row for row, prefix in enumerate(here)}
-        all_mine = torch.zeros(len(prefixes), _DIGITS, dtype=torch.int64)
+        all_mine = torch.zeros(len(prefixes), DIGITS, dtype=torch.int64)
         for name, chunks in sources.items():
             for chunk in chunks():
                 keys = keys_of(chunk, width)
                 keys = keys if clean else checked(keys, width, name)
-                upper = keys >> keys.dtype.type(shift + _DIGIT)
+                upper = keys >> keys.dtype.type(shift + DIGIT)
                 for prefix, row in prefixes.items():
                     inside = keys[np.flatnonzero(upper == prefix)]
-                    _count((inside >> keys.dtype.type(shift)) & keys.dtype.type(_DIGITS - 1), all_mine[row])
+                    _count((inside >> keys.dtype.type(shift)) & keys.dtype.type(DIGITS - 1), all_mine[row])
         all_counts = gather(all_mine.flatten()).view_as(all_mine)
         rows = {k: prefixes[prefix] for k, (prefix, _) in found.items()}
         found = {k: _descend(all_counts[rows[k]], prefix, above, k) for k, (prefix, above) in found.items()}
@@ -235,7 +233,7 @@ def thresholds(
             results.append(Threshold(math.inf, 0, 0, 0, total, INFINITY[width], width))
             continue
         prefix, above = found[k]
-        key, equal = prefix << shift, int(here[prefix][prefix & (_DIGITS - 1)])
+        key, equal = prefix << shift, int(here[prefix][prefix & (DIGITS - 1)])
         results.append(Threshold(value_of(key, width), above, k - above, equal, total, key, width))
     return results
 
@@ -244,7 +242,7 @@ def _first_digit(
     sources: Mapping[str, Source], width: int, gather: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, int, bool]:
     """Count the upper 16 bits: over all processes, in this one; the bits that the finest dtype needs; whether no -0.0 is here."""
-    mine = torch.zeros(_DIGITS + 3, dtype=torch.int64)
+    mine = torch.zeros(DIGITS + 3, dtype=torch.int64)
     problem: SquisherError | None = None
     finest, clean = 16, True
     try:
@@ -256,35 +254,35 @@ def _first_digit(
                 stored = keys_of(chunk, width)
                 keys = checked(stored, width, name)
                 clean &= keys is stored
-                _count(keys >> keys.dtype.type(width - _DIGIT), mine[:_DIGITS])
+                _count(keys >> keys.dtype.type(width - DIGIT), mine[:DIGITS])
             if finest > width:
                 break
     except SquisherError as found:
         problem = found
     # A process that raised at once would leave the others waiting for its sums.
-    mine[_DIGITS:] = torch.tensor([finest >= 32, finest >= 64, problem is not None])
+    mine[DIGITS:] = torch.tensor([finest >= 32, finest >= 64, problem is not None])
     both = gather(mine.clone())
     if problem is not None:
         raise problem
-    if both[_DIGITS + 2]:
+    if both[DIGITS + 2]:
         raise SquisherError("Another process found scores that cannot be ranked; its message says which.")
-    finest = 64 if both[_DIGITS + 1] else 32 if both[_DIGITS] else 16
-    return both[:_DIGITS], mine[:_DIGITS], finest, clean
+    finest = 64 if both[DIGITS + 1] else 32 if both[DIGITS] else 16
+    return both[:DIGITS], mine[:DIGITS], finest, clean
 
 
 def _descend(counts: Tensor, prefix: int, above: int, k: int) -> tuple[int, int]:
     """Return the prefix that holds the k-th largest score, and how many lie above it, from the counts of the next digit."""
     from_top = counts.flip(0).cumsum(0)
     place = int(torch.searchsorted(from_top, k - above))
-    if place == _DIGITS:
+    if place == DIGITS:
         raise SquisherError(CHANGED)
     above += int(from_top[place - 1]) if place else 0
-    return (prefix << _DIGIT) | (_DIGITS - 1 - place), above
+    return (prefix << DIGIT) | (DIGITS - 1 - place), above
 
 
 def _count(digits: Keys, into: Tensor) -> None:
     """Add to the counts how often each digit occurs; a small chunk is not worth a whole histogram of its own."""
-    if digits.size < _DIGITS // 4:
+    if digits.size < DIGITS // 4:
         np.add.at(into.numpy(), digits, 1)
     else:
         # Digits fit an int32 either way, and one of 64 bits is not shared among threads.
@@ -484,228 +482,3 @@ def _watched(sources: Mapping[str, Source], total: int, progress: Progress | Non
         return chunks
 
     return {name: watch(source) for name, source in sources.items()}
-
-
-_SMALLEST = torch.finfo(torch.float32).tiny  # below are denormals, which count as 0 in ratios
-_LARGEST = torch.finfo(torch.float32).max
-
-
-def spearman(x: Tensor, y: Tensor) -> float:
-    """Rank correlation with mid-ranks for ties; nan where there is nothing, or a side is constant."""
-    if not x.numel():
-        return math.nan
-    _, bins_x, counts_x = x.unique(return_inverse=True, return_counts=True)
-    _, bins_y, counts_y = y.unique(return_inverse=True, return_counts=True)
-    ranks_x, ranks_y = centred_ranks(counts_x), centred_ranks(counts_y)
-    return correlation(float(torch.dot(ranks_x[bins_x], ranks_y[bins_y])), ranks_x, ranks_y, counts_x, counts_y)
-
-
-def centred_ranks(counts: Tensor) -> Tensor:
-    """Return the mid-rank of each distinct value (or bin), from how often each occurs; mean 0, within ±½."""
-    counts = counts.double()
-    number = counts.sum()
-    return (counts.cumsum(0) - counts / 2 - number / 2) / number.clamp(min=1)
-
-
-def correlation(cross: float, ranks_x: Tensor, ranks_y: Tensor, counts_x: Tensor, counts_y: Tensor) -> float:
-    """Return the correlation, from the sum of products of ranks and how often each rank occurs; nan where a side is constant."""
-    spread = float((counts_x * ranks_x.square()).sum()) * float((counts_y * ranks_y.square()).sum())
-    return max(-1.0, min(1.0, cross / math.sqrt(spread))) if spread > 0 else math.nan
-
-
-class Rounded:
-    """Spearman and median ratio of rounded values: `count` everything, then `cross` everything once more."""
-
-    def __init__(self) -> None:
-        self._counts = torch.zeros(3, BINS, dtype=torch.int64)  # of a, of b, of a/b
-        self._ranks: tuple[Tensor, Tensor] | None = None
-        self._cross = 0.0
-        self.totals = (0.0, 0.0)
-
-    def count(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Make the first pass: how often each rounded value and each rounded ratio occurs, and both sums."""
-        for x, y in pairs:
-            for row, values in enumerate((x, y, ratios(x, y))):
-                self._counts[row] += torch.bincount(bins_of(values), minlength=BINS)
-            self.totals = (self.totals[0] + total(x), self.totals[1] + total(y))
-
-    def include(self, other: Rounded) -> None:
-        """Add what another one has counted."""
-        self._counts += other._counts
-        self.totals = (self.totals[0] + other.totals[0], self.totals[1] + other.totals[1])
-
-    def packed(self) -> Rounded:
-        """Return itself in less memory, to wait for the second pass: most bins are empty."""
-        self._counts = self._counts.to_sparse()
-        return self
-
-    def cross(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Make the second pass: the products of the ranks, which are known now."""
-        if self._ranks is None:
-            self._counts = self._counts.to_dense()
-            self._ranks = centred_ranks(self._counts[0]), centred_ranks(self._counts[1])
-        for x, y in pairs:
-            of_x, of_y = self._ranks[0].index_select(0, bins_of(x)), self._ranks[1].index_select(0, bins_of(y))
-            self._cross += float(torch.dot(of_x, of_y))
-
-    def spearman(self) -> float:
-        """Rank correlation with mid-ranks; nan where there is nothing, or all rounded values of a side are equal."""
-        if self._ranks is None:
-            return math.nan
-        return correlation(self._cross, *self._ranks, self._counts[0], self._counts[1])
-
-    def median_ratio(self) -> float:
-        """Return the middle of the bin that holds the median; nan where there is no ratio."""
-        counts = self._counts[2]
-        number = int(counts.sum())
-        if not number:
-            return math.nan
-        middle = torch.searchsorted(counts.cumsum(0), torch.tensor([(number + 1) // 2, number // 2 + 1]))
-        low, high = middles()[middle].tolist()
-        return math.sqrt(low) * math.sqrt(high)
-
-
-def ratios(x: Tensor, y: Tensor) -> Tensor:
-    """Return x/y where both are more than denormals; clipped to what a float32 can hold."""
-    both = (x >= _SMALLEST) & (y >= _SMALLEST)
-    return (x[both].double() / y[both].double()).clamp_(_SMALLEST, _LARGEST)
-
-
-def median(values: Tensor) -> float:
-    """Return the middle value, or the geometric mean of the two middle ones, so that it inverts with its values."""
-    number = values.numel()
-    if not number:
-        return math.nan
-    low, high = (float(values.kthvalue(place).values) for place in ((number + 1) // 2, number // 2 + 1))
-    return math.sqrt(low) * math.sqrt(high)
-
-
-def total(values: Tensor) -> float:
-    """Return the sum, in float64."""
-    return float(values.sum(dtype=torch.float64))
-
-
-@dataclass(frozen=True)
-class Held:
-    """What the largest `k` values hold.
-
-    Attributes:
-        k: How many there are.
-        share: Their share of the total.
-        rest: The sum of all others, summed from the smallest up.
-        threshold: The smallest of the k; infinity for k = 0.
-    """
-
-    k: int
-    share: float
-    rest: float
-    threshold: float
-
-
-def concentration(
-    sources: Mapping[str, Source], ks: Sequence[int] = (), shares: Sequence[float] = ()
-) -> tuple[list[Held], list[Held]]:
-    """Return what the largest values of several sources hold together; exact, in two passes; float64 is rounded to float32.
-
-    The first pass counts and sums the values by their upper 16 bits. Each question then ends within one bin, and the second
-    pass counts the lower 16 bits in these few.
-
-    Args:
-        sources: For each name, a callable that gives non-negative values as flat chunks.
-        ks: Numbers of values: what do the largest k hold?
-        shares: Of the total, each above 0 and at most 1: how many values, the largest first, hold as much?
-
-    Returns:
-        An answer for each k, and an answer for each share.
-
-    Raises:
-        SquisherError: A value is negative, NaN or infinite, or all are 0.
-    """
-    counts, sums = np.zeros(BINS, np.int64), np.zeros(BINS)
-    for keys in _finite_keys(sources):
-        upper = keys >> np.uint32(_DIGIT)
-        counts += np.bincount(upper, minlength=BINS)
-        sums += np.bincount(upper, weights=keys.view(np.float32), minlength=BINS)
-    total = math.fsum(sums)
-    if not total > 0:
-        raise SquisherError("All values are 0, so no entry holds more than another.")
-    around = _Around(counts, sums, total)
-    bins_of_k = [int(np.flatnonzero(around.count_above < k)[0]) if k else None for k in ks]
-    goals = [share * total for share in shares]
-    bins_of_goal = [int(np.flatnonzero((around.sum_above < goal) & (sums > 0))[0]) for goal in goals]
-    fine = _fine(sources, {b for b in (*bins_of_k, *bins_of_goal) if b is not None})
-    return (
-        [
-            Held(0, 0.0, total, math.inf) if b is None else around.held_by(k, b, *fine[b])
-            for k, b in zip(ks, bins_of_k, strict=True)
-        ],
-        [around.holding(goal, b, *fine[b]) for goal, b in zip(goals, bins_of_goal, strict=True)],
-    )
-
-
-class _Around:
-    """What lies above and below each bin, and where a question ends within one."""
-
-    def __init__(self, counts: Keys, sums: Keys, total: float) -> None:
-        self.count_above = np.concatenate([[0], np.cumsum(counts[::-1])])[:-1][::-1]
-        self.sum_above = np.concatenate([[0.0], np.cumsum(sums[::-1])])[:-1][::-1]
-        self.sum_below = np.concatenate([[0.0], np.cumsum(sums)])[:-1]
-        self.total = total
-
-    def held_by(self, k: int, number: int, values: Keys, counts: Keys) -> Held:
-        """Return the k largest, the last of which is in this bin."""
-        left = k - int(self.count_above[number])
-        place = int(np.searchsorted(np.cumsum(counts), left))
-        return self._held(number, place, left - int(counts[:place].sum()), values, counts)
-
-    def holding(self, goal: float, number: int, values: Keys, counts: Keys) -> Held:
-        """Return the fewest that hold `goal`, the last of which is in this bin."""
-        upto = float(self.sum_above[number]) + np.cumsum(values * counts)
-        place = min(int(np.searchsorted(upto, goal)), int((values > 0).sum()) - 1)
-        before = float(upto[place - 1]) if place else float(self.sum_above[number])
-        some = min(int(counts[place]), max(1, math.ceil((goal - before) / float(values[place]))))
-        return self._held(number, place, some, values, counts)
-
-    def _held(self, number: int, place: int, some: int, values: Keys, counts: Keys) -> Held:
-        value, ties = float(values[place]), int(counts[place])
-        held = float(self.sum_above[number]) + float(np.dot(values[:place], counts[:place])) + some * value
-        after = float(np.dot(values[place + 1 :], counts[place + 1 :]))
-        rest = float(self.sum_below[number]) + after + (ties - some) * value
-        k = int(self.count_above[number]) + int(counts[:place].sum()) + some
-        return Held(k, 1.0 if rest == 0 else min(1.0, held / self.total), rest, value)
-
-
-def _finite_keys(sources: Mapping[str, Source]) -> Iterator[Keys]:
-    for name, chunks in sources.items():
-        for chunk in chunks():
-            keys = checked(keys_of(chunk, 32), 32, name)
-            if keys.size and int(keys.max()) == INFINITY[32]:
-                raise SquisherError(f"The values of {name!r} are infinite in places and cannot be summed.")
-            yield keys
-
-
-def _fine(sources: Mapping[str, Source], bins: set[int]) -> dict[int, tuple[Keys, Keys]]:
-    """Return the values of some bins from the largest down, and how often each occurs."""
-    slots = np.full(BINS, -1, np.int64)
-    for slot, number in enumerate(sorted(bins)):
-        slots[number] = slot
-    counts = np.zeros(len(bins) * _DIGITS, np.int64)
-    held: list[Keys] = []
-    waiting = 0
-    for keys in _finite_keys(sources):
-        slot = slots[keys >> _DIGIT]
-        chosen = slot >= 0
-        held.append(slot[chosen] * _DIGITS + (keys[chosen] & 0xFFFF).astype(np.int64))
-        waiting += held[-1].size
-        if waiting > counts.size:  # counting costs as much as the counts are long
-            counts += np.bincount(np.concatenate(held), minlength=counts.size)
-            held.clear()
-            waiting = 0
-    if held:
-        counts += np.bincount(np.concatenate(held), minlength=counts.size)
-    found = {}
-    for slot, number in enumerate(sorted(bins)):
-        own = counts[slot * _DIGITS : (slot + 1) * _DIGITS]
-        lower = np.flatnonzero(own)[::-1]
-        found[number] = ((np.uint32(number << 16) | lower.astype(np.uint32)).view(np.float32).astype(float), own[lower])
-    return found

@@ -1,0 +1,25 @@
+"""Everything that needs an order, in bounded memory: top-k, ranks, and on how few entries a sum rests.
+
+`selection` finds the k-th largest score and chooses exactly k; `statistics` has rank correlation, medians and concentration.
+"""
+
+from .selection import (
+    BINS,
+    Choice,
+    Selection,
+    Source,
+    Threshold,
+    bins_of,
+    choose,
+    middles,
+    per_source,
+    reverse,
+    threshold,
+    thresholds,
+)
+from .statistics import Held, Rounded, concentration, median, ratios, spearman, total
+
+__all__ = [
+    "BINS", "Choice", "Held", "Rounded", "Selection", "Source", "Threshold", "bins_of", "choose", "concentration", "median", "middles",
+    "per_source", "ratios", "reverse", "spearman", "threshold", "thresholds", "total",
+]  # fmt: skip
