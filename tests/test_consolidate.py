@@ -329,3 +329,36 @@ def test_it_is_shown_in_one_line():
     ewc = EWC(nn.Linear(2, 3), strength=10.0)
     ewc.consolidate({"weight": torch.ones(3, 2)})
     assert repr(ewc) == "EWC(strength 10: 1 tasks, 1 tensors, 6 values held)"
+
+
+def test_a_run_that_stopped_in_its_first_task_goes_on():
+    resumed = EWC(network())
+    resumed.load_state_dict(EWC(network(), strength=3.0).state_dict())
+    assert (resumed.strength, resumed.tasks, resumed.penalty().item()) == (3.0, 0, 0.0)
+
+
+def test_a_resumed_run_still_refuses_another_scale():
+    model = network()
+    ewc = EWC(model)
+    ewc.consolidate(importance_of(model, 0, kind="squisher"))  # no batch size: on no scale of its own
+    resumed = EWC(model)
+    resumed.load_state_dict(torch.load(_saved(ewc.state_dict()), weights_only=True))
+    for one in (ewc, resumed):
+        with pytest.raises(ScaleError):
+            one.consolidate(importance_of(model, 1, kind="fisher", unit="example"))
+        one.consolidate(importance_of(model, 1, kind="squisher"))
+
+
+def test_frozen_parameters_stay_where_they_are():
+    model = network()
+    ewc = EWC(model, strength=3.0)
+    tasks(model, ewc, 1)
+    model[0].weight.requires_grad_(False)
+    before = model[0].weight.detach().clone()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
+    ewc.add_gradient_()
+    assert model[0].weight.grad is None
+    optimizer.step()
+    ewc.pull_(optimizer)
+    assert torch.equal(model[0].weight, before)
+    assert model[0].bias.grad is not None

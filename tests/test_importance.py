@@ -557,3 +557,12 @@ def test_standard_errors_shrink_with_the_number_of_parts():
     parts = [Importance({"w": (3 + torch.randn(4000)).clamp(min=0)}) for _ in range(25)]
     error = Importance.standard_errors(parts, "equal")["w"]
     assert float(error.mean()) == pytest.approx(1 / 5, rel=0.05)
+
+
+def test_sums_of_another_importance_do_not_speak_for_new_values(tmp_path):
+    example().save(tmp_path / "old.safetensors")
+    old = load(tmp_path / "old.safetensors")
+    new = Importance({name: 3 * values for name, values in old.items()}, **old.provenance.to_dict())
+    expected = {name: values.double().sum().item() for name, values in new.items()}
+    assert {row.name: row.total for row in new.top(None)} == pytest.approx(expected)
+    assert squisher.embed.embedding(new)["a.bias"].item() == pytest.approx(expected["a.bias"] / 5)

@@ -93,7 +93,7 @@ def make(
     entries = {}
     stored: dict[str, _Difference] = {}
     for name, one in found.items():
-        if one.inside:
+        if one.inside or (one.new and not one.outside):  # a new tensor may be empty
             stored[name] = one
             entries[name] = {
                 "encoding": "whole" if one.whole else "indices",

@@ -347,3 +347,20 @@ def test_data_parallel_processes_stay_together_and_within_the_mask():
         kept = masks.get(name, torch.zeros(p.shape, dtype=torch.bool))
         assert torch.equal(a[~kept], before[name][~kept])
         torch.testing.assert_close(a, p.detach(), rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_any_layout_are_masked():
+    layer = nn.Linear(3, 2)
+    layer.weight.grad = torch.ones(3, 2).t()  # before the hooks, and not contiguous
+    kept = torch.eye(2, 3, dtype=torch.bool)
+    with mask.train_only(layer, torch.optim.SGD(layer.parameters(), lr=0.1), {"weight": kept}):
+        assert torch.equal(layer.weight.grad, kept.float())
+    for share in (torch.ones(4, 2, dtype=torch.bool), torch.eye(4, 2, dtype=torch.bool)):
+        table = nn.Embedding(4, 2, sparse=True)
+        before = table.weight.detach().clone()
+        optimizer = mask.compact(table, {"weight": share}, torch.optim.SGD, lr=0.1)
+        table(torch.tensor([1])).sum().backward()
+        optimizer.step()
+        moved = torch.zeros(4, 2)
+        moved[1] = 0.1
+        assert torch.equal(table.weight, before - moved * share)

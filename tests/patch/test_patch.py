@@ -217,3 +217,9 @@ def test_places_beyond_32_bits(size):
     assert (chunk[0], chunk[999]) == (8, 9)
     before = torch.zeros(1000)
     assert patch._changed(before, start - 1000, places, torch.tensor([7.0, 8.0, 9.0])) is before
+
+
+def test_new_tensors_may_be_empty(tmp_path):
+    base = {"same": torch.ones(3), "shrunk": torch.ones(3)}
+    tuned = {"same": torch.ones(3), "shrunk": torch.zeros(0), "new": torch.zeros(2, 0)}
+    check(base, tuned, tmp_path / "patch.safetensors")

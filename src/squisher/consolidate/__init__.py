@@ -30,10 +30,11 @@ GROWTH = 1000.0
 
 @dataclass(frozen=True)
 class _Scale:
-    """The scale of the tasks so far: means per unit, or numbers as they were stored."""
+    """The scale of the tasks so far: means per unit, or numbers as they were stored; then what the first one says of itself."""
 
     as_fisher: bool
     unit: str | None = None
+    first: dict[str, Any] | None = None
 
 
 class EWC:
@@ -90,7 +91,6 @@ class EWC:
         self._centre: dict[str, Tensor] = {}  # θ̄
         self._constant = 0.0  # what the sum over tasks has beyond the parabola around θ̄, without ½·strength
         self._scale: _Scale | None = None
-        self._first: Importance | None = None
         self._steps = StepsTaken()
 
     def __repr__(self) -> str:
@@ -156,6 +156,8 @@ class EWC:
         call `penalty()` inside `torch.no_grad()`.
         """
         for parameter, weight, centre in self._held():
+            if not parameter.requires_grad:  # with a gradient, even of zeros, an optimizer would let its weights decay
+                continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             add_force_(parameter.grad, parameter.detach(), weight, centre, self.strength)
@@ -213,7 +215,7 @@ class EWC:
         pulls = []
         for parameter, weight, centre in self._held():
             group = group_of.get(id(parameter))
-            if group is None:
+            if group is None or not parameter.requires_grad:
                 continue
             below = denominator(optimizer, group, parameter) if metric == "adam" else None
             if metric == "plain" or below is not None:
@@ -289,7 +291,7 @@ class EWC:
             raise SquisherError(
                 "This is not the state of an EWC: it needs the keys " + ", ".join(sorted(expected)) + "."
             )
-        names = self._matched(state["weight"])
+        names = self._matched(state["weight"]) if state["weight"] else {}  # before the first task nothing is held
         self.strength, self.online, self.tasks = state["strength"], state["online"], state["tasks"]
         self.totals, self._constant = list(state["totals"]), state["constant"]
         self._scale = None if state["scale"] is None else _Scale(**state["scale"])
@@ -319,10 +321,10 @@ class EWC:
             return checked(importance)
         if self._scale is None or self.tasks == 0:
             converted = on_common_scale([importance], scale)[0]
-            self._first = _without_tensors(importance) if isinstance(importance, Importance) else None
+            first = importance.provenance.to_dict() if isinstance(importance, Importance) else None
             p = converted.provenance if isinstance(converted, Importance) else None
             per_unit = p is not None and (p.per_unit or p.kind == "fisher")
-            self._scale = _Scale(as_fisher=per_unit, unit=p.unit if p is not None and per_unit else None)
+            self._scale = _Scale(True, p.unit) if p is not None and per_unit else _Scale(False, first=first)
             return converted
         if self._scale.as_fisher:
             converted = on_common_scale([importance], "as_fisher")[0]
@@ -330,8 +332,8 @@ class EWC:
             if self._scale.unit != unit:
                 raise ScaleError(f"Earlier tasks are per {self._scale.unit}, this one is per {unit}.")
             return converted
-        if self._first is not None and isinstance(importance, Importance):
-            return on_common_scale([self._first, importance], scale)[1]
+        if self._scale.first is not None and isinstance(importance, Importance):
+            return on_common_scale([_without_tensors(self._scale.first), importance], scale)[1]
         return checked(importance)
 
     def _warn_of_other_weights(self, importance: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
@@ -356,9 +358,9 @@ class EWC:
             )
 
 
-def _without_tensors(importance: Importance) -> Importance:
+def _without_tensors(provenance: Mapping[str, Any]) -> Importance:
     """Return what is known of an importance, without its memory."""
-    return Importance({"none": torch.zeros(0)}, **{**importance.provenance.to_dict(), "sum": {}, "sum_of_squares": {}})
+    return Importance({"none": torch.zeros(0)}, **provenance)
 
 
 def strength_like(importance: Mapping[str, Tensor], fisher: Mapping[str, Tensor], strength: float) -> float:

@@ -79,6 +79,8 @@ class Importance(Mapping[str, Tensor]):
         if isinstance(tensors, dict):
             tensors = {name: tensor.detach() for name, tensor in tensors_only(tensors)}
             check_all(tensors)
+            # Taken over with another importance's provenance, its sums would speak for values that they are not of.
+            provenance = {key: value for key, value in provenance.items() if key not in ("sum", "sum_of_squares")}
         self._tensors = tensors
         self._names = tuple(tensors)
         self._factor = 1.0

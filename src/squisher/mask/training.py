@@ -71,9 +71,9 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
     frozen = [part for part in kept if not part.whole]
     removers: list[Callable[[], None]] = []
     for part in frozen:
-        if part.parameter.grad is not None:  # it came before the hook
-            mask_gradient(part, part.parameter.grad)
-        hook = part.parameter.register_post_accumulate_grad_hook(masking_hook(part))
+        masked = masking_hook(part)
+        masked(part.parameter)  # for a gradient that came before the hook
+        hook = part.parameter.register_post_accumulate_grad_hook(masked)
         removers.append(hook.remove)
     steps = _Restoring([part for part in frozen if id(part.parameter) in held])
     removers.append(inner.register_step_pre_hook(steps.before).remove)
@@ -200,10 +200,10 @@ class _Compact:
         self._all, self._moving = every, moving
         self._hooks = []
         for part in every:
-            if part.parameter.grad is not None:
-                mask_gradient(part, part.parameter.grad)
+            masked = masking_hook(part)
+            masked(part.parameter)  # for a gradient that came before the hook
             if not part.whole:
-                self._hooks.append(part.parameter.register_post_accumulate_grad_hook(masking_hook(part)))
+                self._hooks.append(part.parameter.register_post_accumulate_grad_hook(masked))
 
     def release(self) -> None:
         """Remove the hooks from the model; all gradients are whole again."""
@@ -219,7 +219,7 @@ class _Compact:
         with torch.no_grad():
             for part, vector in self._moving:
                 gradient = part.parameter.grad
-                vector.grad = None if gradient is None else gradient.view(-1)[part.indices]
+                vector.grad = None if gradient is None else gradient.to_dense().reshape(-1)[part.indices]
                 vector.copy_(part.parameter.view(-1)[part.indices])  # weights may have been loaded meanwhile
         self._inner_step()
         with torch.no_grad():
