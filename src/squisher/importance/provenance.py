@@ -8,16 +8,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import FileError, ScaleError, SquisherError, check_choice, check_positive
 from ..order import spearman
-from ..storage.codecs import Encoded
 from ..storage.safetensors import WIDEST, rounded
 from .facts import UNITS, Absence, Naming, Pollution, RunFacts
+
+if TYPE_CHECKING:
+    from ..storage.codecs import Encoded
 
 __all__ = ["KINDS", "Codec", "Provenance", "fisher_factor", "scale_differences"]
 

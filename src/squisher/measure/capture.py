@@ -207,7 +207,7 @@ class Pass(Following):
 
     def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation. Its output is marked with where the examples are, and captured if it uses a parameter."""
-        tensors = list(tensors_in((args, kwargs)))
+        tensors = tensors_in((args, kwargs))
         states = {id(t): self._state(t) for t in tensors}
         self.random = self.random or is_random(name, args, kwargs)
         if name == "setitem":

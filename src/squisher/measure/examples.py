@@ -9,7 +9,7 @@ not known here, and whatever gathers, sorts or packs rows, makes the output `UNK
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -52,16 +52,18 @@ UNKNOWN = Other("unknown")
 State = Examples | Other
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """All tensors in nested lists, tuples and mappings."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for v in value:
-            yield from tensors_in(v)
-    elif isinstance(value, dict):
-        for v in value.values():
-            yield from tensors_in(v)
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return all tensors in nested lists, tuples and mappings, in order."""
+    found, left = [], [value]
+    while left:
+        item = left.pop()
+        if isinstance(item, Tensor):
+            found.append(item)
+        elif isinstance(item, (list, tuple)):
+            left.extend(reversed(item))
+        elif isinstance(item, dict):
+            left.extend(reversed(item.values()))
+    return found
 
 
 def replaced(value: Any, instead: Mapping[int, Tensor]) -> Any:
@@ -136,7 +138,7 @@ def broadcasts(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look
 ) -> tuple[tuple[int, ...] | None, State]:
     """Return the shape that the arguments are broadcast to, and where the examples will be in it; (None, UNKNOWN) for other operations."""
-    tensors = list(tensors_in((args, kwargs)))
+    tensors = tensors_in((args, kwargs))
     rule = _RULES.get(name)
     if rule in (_pointwise, _where, _dropout):
         shapes = [tuple(t.shape) for t in tensors]
@@ -347,7 +349,7 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output:
 
 def _einsum(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
     equation = args[0].replace(" ", "")
-    operands = list(tensors_in(args[1:]))
+    operands = tensors_in(args[1:])
     if "->" not in equation or "." in equation:
         return UNKNOWN
     inputs, result = equation.split("->")
@@ -432,7 +434,7 @@ def _gathered(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: 
     """Gather and scatter along a dimension that is not the examples'; all tensors have the same dimensions."""
     t = _first(args, kwargs)
     dim = argument(args, kwargs, 2 if name == "take_along_dim" else 1, "dim", None)
-    tensors = list(tensors_in((args, kwargs)))
+    tensors = tensors_in((args, kwargs))
     found = {look(o) for o in tensors} - {SHARED}
     if dim is None or len(found) != 1 or not isinstance(state := found.pop(), Examples) or dim % t.dim() == state.dim:
         return UNKNOWN

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .examples import SHARED, UNKNOWN, Examples, Look, State, argument, place_after, state_after, tensors_in
+from .examples import SHARED, UNKNOWN, Examples, State, argument, place_after, state_after, tensors_in
 from .rules import in_steps, multi_head_attention, supports
 
 __all__ = [
@@ -159,6 +159,8 @@ class Following:
         escaped: whether something may depend on the examples in a way that is not followed (a number that Python saw).
     """
 
+    _state_after = staticmethod(state_after)  # overridden by the pass of a training step
+
     def __init__(self, examples: int, known: Iterable[Tensor]):
         self.examples = examples
         self.random = self.escaped = False
@@ -201,13 +203,8 @@ class Following:
         if id(t) not in self._known:
             self._marks[id(t)] = (weakref.ref(t), t._version, state, reason)
 
-    def _state_after(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look
-    ) -> State:
-        return state_after(name, args, kwargs, output, look)
-
     def _finish(self, output: Any, name: str, after: Any) -> Any:
-        results = list(tensors_in(output))
+        results = tensors_in(output)
         if (
             not results and output is not None and name != "op.bool"
         ):  # which only chooses between operations that are seen

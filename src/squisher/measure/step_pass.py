@@ -84,7 +84,7 @@ class StepPass(Pass):
     def call(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation; see `Pass.call`. What sums over the examples is kept as part of the loss."""
         if self.reductions:
-            tensors = list(tensors_in((args, kwargs)))
+            tensors = tensors_in((args, kwargs))
             if any(self.is_reduced(t) for t in tensors):
                 mixing = [t for t in tensors if t.requires_grad and self._state(t) not in (REDUCED, SHARED)]
                 state = UNKNOWN if mixing else REDUCED

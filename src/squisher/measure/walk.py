@@ -93,7 +93,7 @@ class Walk:
                 nullcontext() if self._together is None else self._together.ready(),
                 nullcontext() if self.kept is None else self.kept.listening(),
             ):
-                self._over(stream, progress)
+                self._measure(stream, progress)
         except (Exception, KeyboardInterrupt) as error:
             if self._together is not None:
                 raise  # the others know
@@ -102,14 +102,21 @@ class Walk:
         stream.check()
         self._combine(stream.divided)
 
-    def _over(self, stream: Stream, progress: Callable[[int, int | None], None] | None) -> None:
+    def _measure(self, stream: Stream, progress: Callable[[int, int | None], None] | None) -> None:
         batch, index = None, None
         for batch, index, mine in stream:
             if self.kept is not None and self.kept.is_done(self.examples, (t for t, _ in batch.tensors())):
                 self.examples += batch.size
                 continue
             if mine:
-                self._add(batch, index)
+                if self._engine is None:
+                    self._engine = self._first(batch)
+                units = self._engine.add(self._adding, batch, index)
+                if isinstance(self._adding, Elsewhere):
+                    self._adding.finish()
+                self.units += units
+                if self._spread is not None:
+                    self._spread.add(self.sums, units, None if self._together is None else self._together.totals)
             self.examples += batch.size
             if self.kept is not None and self._engine is not None:
                 reached = self._engine.reached
@@ -121,16 +128,6 @@ class Walk:
         if self._together is not None:
             self._together.finish(self.sums, batch, index)
             self.noted = self._together.noted
-
-    def _add(self, batch: Batch, index: Tensor) -> None:
-        if self._engine is None:
-            self._engine = self._first(batch)
-        units = self._engine.add(self._adding, batch, index)
-        if isinstance(self._adding, Elsewhere):
-            self._adding.finish()
-        self.units += units
-        if self._spread is not None:
-            self._spread.add(self.sums, units, None if self._together is None else self._together.totals)
 
     def _first(self, batch: Batch) -> _Engine:
         """Choose the engine, with the first batch at hand."""

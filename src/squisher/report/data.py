@@ -102,7 +102,7 @@ def _pairs(subjects: Sequence[Subject]) -> list[tuple[Subject, Subject]]:
 
 def _pair(a: Subject, b: Subject, progress: Progress | None) -> dict[str, Any]:
     told = _as(f"comparing {a.name} and {b.name}", progress)
-    return {"a": a.name, "b": b.name, **_or_sentence(lambda: agreement_of(a.importance, b.importance, told))}
+    return {"a": a.name, "b": b.name, **_or_sentence(agreement_of, a.importance, b.importance, told)}
 
 
 # -- one importance ----------------------------------------------------------------------------------------------------
@@ -116,7 +116,7 @@ def _one(subject: Subject, progress: Progress | None) -> dict[str, Any]:
         provenance["model"] = {key: value for key, value in provenance["model"].items() if key != "content"}
     places = [place(row.name) for row in health.rows]
     totals = health.totals
-    depth, budget = depth_of(health), _or_sentence(lambda: _budget(importance, totals.numel))
+    depth, budget = depth_of(health), _or_sentence(_budget, importance, totals.numel)
     return {
         "name": subject.name,
         "in_words": in_words(importance.provenance),
@@ -132,7 +132,7 @@ def _one(subject: Subject, progress: Progress | None) -> dict[str, Any]:
         "depth": depth,
         "budget": budget,
         "answer": answer(depth, budget),
-        "model": None if subject.weights is None else _or_sentence(lambda: on_model(importance, subject.weights or {})),
+        "model": None if subject.weights is None else _or_sentence(on_model, importance, subject.weights),
     }
 
 
@@ -209,11 +209,12 @@ def _counted(diagnoses: Sequence[dict[str, Any]]) -> str:
     return ", ".join(told) or "none"
 
 
-def _or_sentence(compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _or_sentence(compute: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Return what a function computes, or the message of its error under "error"."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SquisherWarning)  # the diagnoses say it
-            return compute()
+            return compute(*args)
     except FileError:
         raise
     except SquisherError as error:

@@ -37,9 +37,12 @@ class FileStamp:
 
     def __init__(self, path: str, file: io.FileIO, info: os.stat_result) -> None:
         self.path = path
-        self._key = self._key_of(info)
+        self._key = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
+        self._head: bytes | None = None
+        if time.time_ns() - info.st_mtime_ns < _YOUNG:
+            file.seek(0)
+            self._head = hashlib.sha256(file.read(_HEAD)).digest()
         _stamps.add(self)
-        self._head = self._head_of(file) if self._is_young(info) else None
 
     def check(self, file: io.FileIO) -> None:
         """Compare an open file with what it was.
@@ -48,10 +51,11 @@ class FileStamp:
             FileError: It is another file, or was written to.
         """
         info = os.fstat(file.fileno())
-        same = self._key_of(info) == self._key
+        same = (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns) == self._key
         if same and self._head is not None:
-            same = self._head_of(file) == self._head
-            if not self._is_young(info):
+            file.seek(0)
+            same = hashlib.sha256(file.read(_HEAD)).digest() == self._head
+            if time.time_ns() - info.st_mtime_ns >= _YOUNG:
                 self._head = None
         if not same:
             size = f", and has {info.st_size} bytes instead of {self._key[2]}" if info.st_size != self._key[2] else ""
@@ -63,19 +67,6 @@ class FileStamp:
     def is_of(self, info: os.stat_result) -> bool:
         """Return whether it is of this file, changed or not."""
         return self._key[:2] == (info.st_dev, info.st_ino)
-
-    @staticmethod
-    def _key_of(info: os.stat_result) -> tuple[int, int, int, int]:
-        return info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns
-
-    @staticmethod
-    def _is_young(info: os.stat_result) -> bool:
-        return time.time_ns() - info.st_mtime_ns < _YOUNG
-
-    @staticmethod
-    def _head_of(file: io.FileIO) -> bytes:
-        file.seek(0)
-        return hashlib.sha256(file.read(_HEAD)).digest()
 
 
 _stamps: WeakSet[FileStamp] = WeakSet()

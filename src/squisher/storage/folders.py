@@ -79,7 +79,9 @@ def open_weights(path: Path) -> Weights | None:
     """
     if os.path.isdir(path):
         file = next((path / name for name in _IN_FOLDER if os.path.isfile(path / name)), None)
-        return None if file is None else open_weights(file)
+        if file is None:
+            return None
+        path = file
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         lazy = safetensors.open_safetensors(path)
         return Weights(path.name, {name: lazy.source(name) for name in lazy}, False)

@@ -68,14 +68,15 @@ def dtype_of(tensors: Mapping[str, Tensor], name: str) -> torch.dtype:
 
 
 def chunks_of(tensors: Mapping[str, Tensor], name: str, size: int = CHUNK) -> Iterator[Tensor]:
-    """Yield one tensor of any mapping in flat chunks on the CPU, in order; memory is bounded by a chunk for a lazy one.
+    """Return one tensor of any mapping in flat chunks on the CPU, in order; memory is bounded by a chunk for a lazy one.
 
-    A tensor that is spread over processes is gathered first: all of them must ask for it at the same time.
+    A tensor that is sharded over processes is gathered first: all of them must ask for it at the same time.
     """
     chunks = getattr(tensors, "chunks", None)
-    if callable(chunks):
-        yield from chunks(name, size)
-        return
+    return cast(Iterator[Tensor], chunks(name, size)) if callable(chunks) else _chunks(tensors, name, size)
+
+
+def _chunks(tensors: Mapping[str, Tensor], name: str, size: int) -> Iterator[Tensor]:
     tensor = _tensor(tensors, name)
     if tensor.is_meta or tensor.is_quantized or tensor.layout != torch.strided:
         what = "on the meta device" if tensor.is_meta else "quantised" if tensor.is_quantized else "sparse"
@@ -214,7 +215,7 @@ class LazyTensors(Mapping[str, Tensor]):
         self.metadata = dict(metadata or {})
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._source(name).load()
+        return self.source(name).load()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._sources)
@@ -230,15 +231,15 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of one tensor, without reading it."""
-        return torch.Size(self._source(name).shape)
+        return torch.Size(self.source(name).shape)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the data type of one tensor, without reading it."""
-        return self._source(name).dtype
+        return self.source(name).dtype
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield the tensor in flat chunks of at most `size` elements, in order."""
-        source = self._source(name)
+        source = self.source(name)
         chunks = getattr(source, "chunks", None)  # of a source that keeps something from one chunk to the next
         if callable(chunks):
             yield from chunks(size)
@@ -249,9 +250,6 @@ class LazyTensors(Mapping[str, Tensor]):
 
     def source(self, name: str) -> TensorSource:
         """Return where one tensor lies."""
-        return self._source(name)
-
-    def _source(self, name: str) -> TensorSource:
         try:
             return self._sources[name]
         except KeyError:
