@@ -11,7 +11,7 @@ from torch import nn
 
 import squisher
 from squisher.errors import NamingError, SquisherError
-from squisher.names import align, check_known, find, live_tensors
+from squisher.names import align, check_known, find, live_tensors, shared
 
 CALLED = ("the importance", "the model")
 
@@ -122,3 +122,10 @@ class _Lazy(Mapping):
 
     def __len__(self):
         return len(self._held)
+
+
+def test_shared_names_have_one_shape_everywhere():
+    first = {"c": torch.zeros(2), "a": torch.zeros(2), "b": torch.zeros(3)}
+    assert shared([first]) == ["c", "a", "b"]
+    assert shared([first, {"a": torch.ones(2), "b": torch.ones(1), "c": torch.ones(2)}]) == ["c", "a"]
+    assert shared([first, {"a": torch.ones(2)}, {"c": torch.ones(2)}]) == []

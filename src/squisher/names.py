@@ -7,7 +7,7 @@ not, and which names come near. The parameters of a live module go by the names 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ __all__ = [
     "find",
     "live_parameters",
     "live_tensors",
+    "shared",
 ]
 
 Names = tuple[str, str]
@@ -103,6 +104,16 @@ def find(name: str, others: Collection[str], tied: Mapping[str, str] | None = No
                 same.add(new)
                 waiting.append(new)
     return None
+
+
+def shared(mappings: Sequence[Mapping[str, Tensor]]) -> list[str]:
+    """Return the names that all mappings have with one shape, in the order of the first; reads no data."""
+    first, *others = mappings
+    return [
+        name
+        for name in first
+        if all(name in other and shape_of(other, name) == shape_of(first, name) for other in others)
+    ]
 
 
 def check_known(names: Iterable[str], others: Collection[str], called: Names, advice: str = "") -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import __version__
 from .errors import FileError, NamingError, SquisherError, near
-from .names import align, check_known
+from .names import align, check_known, check_like, shared
 from .storage import safetensors
 from .storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, dtype_of, numel_of, shape_of
 
@@ -80,8 +80,8 @@ def make(
         SquisherError: Something differs outside the mask; the message says how much.
         NamingError: Names, shapes or types do not fit.
     """
-    _check_names(base, tuned, mask)
-    found, hashes = _compare(base, tuned, mask, progress)
+    same = _matched(base, tuned, mask)
+    found, hashes = _compare(base, tuned, same, mask, progress)
     outside = {name: one.outside for name, one in found.items() if one.outside}
     if outside and not drop_outside:
         worst = max(outside, key=lambda name: outside[name])
@@ -124,24 +124,27 @@ class _Difference:
     whole: bool = False
 
 
-def _check_names(base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> None:
+def _matched(base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> set[str]:
+    """Return the names of the tensors to be compared entry by entry; the others are stored whole."""
     if not any(name in base for name in tuned):
         example = next(iter(tuned), "")
         raise NamingError(f"No tensor of the tuned model is in the base, for example {example!r}.{near(example, base)}")
     for name in tuned:
         safetensors.check_dtype(name, dtype_of(tuned, name))
-        if name in base and dtype_of(tuned, name) != dtype_of(base, name):
-            raise NamingError(
-                f"{name!r} is {dtype_of(base, name)} in the base and {dtype_of(tuned, name)} in the tuned model: every entry "
-                "would differ. Convert one of them first."
-            )
+    same = shared([tuned, base])
+    for name in same:
+        check_like(
+            base, name, tuned, name, ("the base", "the tuned model"), dtypes=True, advice="Every entry would differ."
+        )
     if mask:
         align(mask, tuned, ("the mask", "the tuned model"))
+    return set(same)
 
 
 def _compare(
     base: Mapping[str, Tensor],
     tuned: Mapping[str, Tensor],
+    same: Collection[str],
     mask: Mapping[str, Tensor] | None,
     progress: Progress | None,
 ) -> tuple[dict[str, _Difference], dict[str, str]]:
@@ -155,7 +158,7 @@ def _compare(
     for name in tuned:
         one = found[name] = _Difference()
         size = numel_of(tuned, name)
-        if name not in base or shape_of(base, name) != shape_of(tuned, name):
+        if name not in same:
             one.new = one.whole = True
             allowed = mask is None or name in mask
             one.inside, one.outside = (size, 0) if allowed else (0, size)

@@ -143,7 +143,7 @@ def test_what_does_not_fit(tmp_path):
     path = tmp_path / "p.safetensors"
     with pytest.raises(NamingError, match="No tensor of the tuned model is in the base"):
         patch.make(base, {"x": torch.zeros(1)}, path)
-    with pytest.raises(NamingError, match="float32 in the base and torch.float16 in the tuned"):
+    with pytest.raises(NamingError, match="float32 in the base and float16 in the tuned"):
         patch.make(base, {**tuned, "a": tuned["a"].half()}, path)
     with pytest.raises(NamingError, match="The mask has 'x'"):
         patch.make(base, tuned, path, mask={**masks, "x": torch.ones(1, dtype=torch.bool)})

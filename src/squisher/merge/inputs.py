@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, check_choice, near
 from ..importance import Absence, Importance, checked, on_common_scale, tied_in
-from ..names import check_like, find
+from ..names import check_like, find, shared
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
 
 __all__ = ["Graded", "Plan", "graded", "matched", "plan"]
@@ -273,6 +273,7 @@ def plan(
     pattern = name_pattern(exclude)
     first, others = models[0], models[1:]
     aliases = _aliases(models, tied or {})
+    same = set(shared(models))
     merged, copied, kept, unasked = [], [], {}, []
     for name in first:
         if name in aliases:
@@ -282,11 +283,11 @@ def plan(
         elif dtype_of(first, name) not in _FLOATS or _BUFFER.search(name):
             _check_type(name, dtype_of(first, name))
             copied.append(name)
-        elif why := _differs(models, name, numbers):
-            kept[name] = why
-            unasked.append(name)
-        else:
+        elif name in same:
             merged.append(name)
+        else:
+            kept[name] = _why_not(models, name, numbers)
+            unasked.append(name)
     for k, other in enumerate(others, 1):
         _check_overlap(first, other, merged, copied, kept, (_who(0, numbers), _who(k, numbers)))
     if not merged:
@@ -310,15 +311,15 @@ def _check_type(name: str, dtype: torch.dtype) -> None:
         )
 
 
-def _differs(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequence[int]) -> str | None:
-    """Return why a tensor cannot be merged although it is not excluded; None if it can be.
+def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequence[int]) -> str:
+    """Return why a tensor that not all models have with one shape is kept.
 
     A head has another number of rows and the same columns, or is not in every model. Any other difference of shapes means
     that these are different networks, and another number of embedding rows that the rows mean different words.
     """
     shape = tuple(shape_of(models[0], name))
     first = _who(0, numbers)
-    why = None
+    why = ""
     for k, other in enumerate(models[1:], 1):
         who = _who(k, numbers)
         if name not in other:

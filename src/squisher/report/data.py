@@ -26,9 +26,10 @@ from ..analysis.health import Health, examine
 from ..embed import distances, embedding
 from ..errors import FileError, NamingError, ScaleError, SquisherError, SquisherWarning, near
 from ..importance import Importance
+from ..names import shared
 from ..order import Rounded, Source, concentration
 from ..prune import scores
-from ..storage.tensors import chunks_of, numel_of, one_thread, shape_of
+from ..storage.tensors import chunks_of, numel_of, one_thread
 from .atlas import Place, grid, labels, layers_in_order, place
 from .tables import facts
 from .words import answer, counted, in_words, summary
@@ -251,7 +252,7 @@ def on_model(importance: Importance, weights: Mapping[str, Tensor]) -> dict[str,
     Raises:
         NamingError: No weight has an importance of its shape.
     """
-    fitting = {name for name in importance if name in weights and shape_of(weights, name) == importance.shape(name)}
+    fitting = set(shared([importance, weights]))
     if not fitting:
         first = next(iter(importance))
         raise NamingError(
@@ -294,8 +295,8 @@ def agreement_of(a: Importance, b: Importance, progress: Callable[[int, int], No
     Raises:
         SquisherError: They share no parameter, or values are invalid.
     """
-    shared, unlike = _alike([a, b])
-    first, second = (side.restrict(shared.__contains__) if shared else side for side in (a, b))
+    alike, unlike = _alike([a, b])
+    first, second = (side.restrict(alike.__contains__) if alike else side for side in (a, b))
     return {**agreement_data(compare(first, second, progress=progress), first, second), "left_out": unlike}
 
 
@@ -320,14 +321,9 @@ def agreement_data(agreement: Agreement, a: Importance, b: Importance) -> dict[s
 
 def _alike(importances: Sequence[Importance]) -> tuple[set[str], list[str]]:
     """Return the names that all have in the same shape, and the others (heads of different tasks, mostly)."""
-    names = list(dict.fromkeys(name for importance in importances for name in importance))
-    shared = {
-        name
-        for name in names
-        if all(name in importance for importance in importances)
-        and len({tuple(importance.shape(name)) for importance in importances}) == 1
-    }
-    return shared, [name for name in names if name not in shared]
+    names = dict.fromkeys(name for importance in importances for name in importance)
+    alike = set(shared(importances))
+    return alike, [name for name in names if name not in alike]
 
 
 @one_thread()
@@ -409,10 +405,10 @@ def similarities_between(tasks: Mapping[str, Importance]) -> dict[str, Any]:
     Raises:
         SquisherError: They share no parameter, or have no common scale.
     """
-    shared, unlike = _alike(list(tasks.values()))
-    if not shared:
+    alike, unlike = _alike(list(tasks.values()))
+    if not alike:
         raise SquisherError("No parameter is in all importances, so tasks cannot be compared.")
-    names, matrix = distances({name: embedding(task.restrict(shared.__contains__)) for name, task in tasks.items()})
+    names, matrix = distances({name: embedding(task.restrict(alike.__contains__)) for name, task in tasks.items()})
     return {
         "tasks": names,
         "similarity": (1 - matrix).tolist(),
