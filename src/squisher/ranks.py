@@ -232,8 +232,9 @@ def write_once(tensors: Gathered, write: Callable[[Mapping[str, Tensor]], None])
     """
     failure: BaseException | None = None
     try:
-        mesh = next(_dtensor(t) for t in tensors.parts.values() if is_sharded(t)).device_mesh
-        if not any(mesh.get_coordinate()):
+        # Under tensor parallelism beside fully_shard, a process may be the first of one mesh and not of another.
+        meshes = {_dtensor(t).device_mesh for t in tensors.parts.values() if is_sharded(t)}
+        if not any(any(mesh.get_coordinate()) for mesh in meshes):
             write(tensors)
     except (Exception, KeyboardInterrupt) as error:
         failure = error

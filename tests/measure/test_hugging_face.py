@@ -149,3 +149,48 @@ def test_gradient_checkpointing_and_adapters():
     for key in expected:
         assert torch.allclose(found[key], expected[key], rtol=1e-9)
         assert torch.allclose(checkpointed[key], expected[key], rtol=1e-9)
+
+
+def _parallel(rank: int, folder: str) -> None:
+    import os
+
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    for kind in ("llama", "qwen3"):
+        model = AutoModelForCausalLM.from_pretrained(f"{folder}/{kind}", tp_plan="auto", device_mesh=mesh)
+        found = fisher(model, [_plain()])
+        found.save(f"{folder}/{kind}.safetensors")
+    dist.destroy_process_group()
+
+
+def _plain():
+    return {"input_ids": _ids(), "labels": _ids()}
+
+
+def test_models_loaded_with_a_tensor_parallel_plan(tmp_path):
+    import torch.multiprocessing as mp
+    import transformers
+
+    import squisher
+
+    sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
+    torch.manual_seed(3)
+    models = {
+        "llama": transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)),
+        "qwen3": transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**sizes)),
+    }
+    for kind, model in models.items():
+        model.save_pretrained(tmp_path / kind)
+    mp.spawn(_parallel, (str(tmp_path),), nprocs=2)
+    for kind, model in models.items():
+        expected = fisher(model, [_plain()], method="loop")
+        found = squisher.load(tmp_path / f"{kind}.safetensors")
+        assert found.provenance.coverage["method"] == {"llama": "fast", "qwen3": "loop"}[kind]
+        for name, value in expected.items():
+            assert float((found[name] - value).abs().max()) <= 1e-5 * float(value.max()), name

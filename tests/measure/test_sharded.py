@@ -158,8 +158,6 @@ def _messages(rank, folder):
     imp = Importance({"a": values, "b": values.clone()})
     hybrid = _mlp()
     fully_shard(hybrid, mesh=init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "shards")))
-    tensor_parallel = _mlp()
-    tensor_parallel[0].weight = nn.Parameter(distribute_tensor(tensor_parallel[0].weight.detach(), mesh, [Shard(0)]))
     waiting = _sharded("data")
     waiting.set_requires_gradient_sync(False)
     waiting(X).sum().backward()
@@ -179,7 +177,6 @@ def _messages(rank, folder):
         "other data": _message(lambda: fisher(model, mine)),
         "less data": _message(lambda: fisher(model, BATCHES[: 2 + rank])),
         "failing data": _message(lambda: fisher(model, failing())),
-        "tensor parallel": _message(lambda: fisher(tensor_parallel, BATCHES)),
         "waiting": _message(lambda: fisher(waiting, BATCHES)),
         "nan": _message(lambda: Importance({"a": values, "w": broken})),
         "no folder": _message(lambda: imp.save(f"{folder}/missing/x.safetensors")),
@@ -265,7 +262,6 @@ def test_parts_of_the_data_combine_to_the_whole(folder, results):
         ("other data", ["The processes have different batches"] * 2),
         ("less data", ["The processes have different batches"] * 2),
         ("failing data", ["Process 1 of 2 failed, so this one stops too. There: ValueError: only here", "only here"]),
-        ("tensor parallel", ["'0.weight' is a DTensor that fully_shard did not make"] * 2),
         ("waiting", ["gradients that were not reduced yet"] * 2),
         ("nan", ["Process 1 of 2 failed", "The importance of 'w' has NaN"]),
         ("no folder", ["missing", "Process 0 of 2 failed"]),

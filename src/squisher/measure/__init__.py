@@ -22,7 +22,7 @@ from ..importance.weights import content_of
 from ..names import LiveParameter, live_parameters
 from .batches import Stream
 from .likelihood import KINDS, LABELS, Objective
-from .sharded import is_spread
+from .meshes import Replicas, is_spread
 from .unfinished import Unfinished
 from .walk import Walk
 
@@ -120,8 +120,9 @@ def fisher(
             "shift": objective.shift,
         }
         kept = Unfinished(unfinished, {**settings, "max_examples": max_examples}, by_name)
-    walk = Walk(model, objective, by_name, per, method, shift, dtype, device, standard_error, kept)
-    walk.over(Stream(batches, model, max_examples, divided), eval_mode, progress)
+    replicas = Replicas.of(model)
+    walk = Walk(model, objective, by_name, per, method, shift, dtype, device, standard_error, kept, replicas)
+    walk.over(Stream(batches, model, max_examples, divided, replicas), eval_mode, progress)
     values, errors = walk.means(dtype)
     return Importance(
         values,

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..errors import SquisherError
+from .meshes import Replicas
 
-__all__ = ["Batch", "Stream", "batches_of", "leaves_of", "parse", "same_model"]
+__all__ = ["Batch", "Stream", "batches_of", "digest_of", "leaves_of", "parse", "same_model"]
 
 
 @dataclass(frozen=True)
@@ -206,13 +207,17 @@ class Stream:
         model: what they are for.
         max_examples: stop after this many, of all processes together.
         divided: whether each process has batches of its own.
+        replicas: the processes that share examples.
     """
 
-    def __init__(self, batches: Iterable[Any], model: nn.Module, max_examples: int | None, divided: bool):
-        self.batches, self.model, self.divided = batches, model, divided
+    def __init__(
+        self, batches: Iterable[Any], model: nn.Module, max_examples: int | None, divided: bool, replicas: Replicas
+    ):
+        self.batches, self.model, self.divided, self.replicas = batches, model, divided, replicas
+        self.count, self.mine = len(replicas.groups), replicas.mine
         self.most = max_examples
         if divided and max_examples is not None:
-            self.most = max_examples // ranks.world() + (ranks.rank() < max_examples % ranks.world())
+            self.most = max_examples // self.count + (self.mine < max_examples % self.count)
         self.digest = hashlib.sha256()
 
     @property
@@ -241,8 +246,8 @@ class Stream:
                 batch = batch.take(0, min(batch.size, self.most - seen))
             index = torch.arange(seen, seen + batch.size)
             if self.divided:  # a place of its own for every example of all processes
-                index = index * ranks.world() + ranks.rank()
-            yield batch, index, self.divided or number % ranks.world() == ranks.rank()
+                index = index * self.count + self.mine
+            yield batch, index, self.divided or number % self.count == self.mine
             seen += batch.size
             if self.most is not None and seen >= self.most:
                 return  # without asking for the next batch
@@ -255,11 +260,11 @@ class Stream:
         """
         if ranks.is_alone():
             return
-        marks = ranks.gather(self.digest.hexdigest())
+        marks = self.replicas.agreed(ranks.gather(self.digest.hexdigest()))
         if not self.divided and len(set(marks)) > 1:
             raise SquisherError(
                 "The processes have different batches (a DistributedSampler?), and each took only every "
-                f"{ranks.world()}-th of its own: most were left out. Give divided=True, or the same batches to every process."
+                f"{self.count}-th of its own: most were left out. Give divided=True, or the same batches to every process."
             )
         if self.divided and len(set(marks)) < len(marks):
             raise SquisherError(
@@ -298,7 +303,14 @@ def _place(parameter: Any) -> tuple[int, ...]:
     if not ranks.is_sharded(parameter):
         return ()
     where = zip(parameter.device_mesh.get_coordinate(), parameter.placements, strict=True)
-    return tuple(at for at, placement in where if placement.is_shard())
+    return tuple(at for at, placement in where if hasattr(placement, "dim"))
+
+
+def digest_of(batch: Batch) -> str:
+    """Return what tells one batch from another."""
+    digest = hashlib.sha256()
+    _mark(digest, (t for t, _ in batch.tensors()))
+    return digest.hexdigest()
 
 
 def _mark(digest: Any, tensors: Iterable[Tensor]) -> None:

@@ -12,11 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..ranks import is_sharded
 from .batches import Batch
 from .examples import (
     SHARED,
@@ -31,6 +33,7 @@ from .examples import (
 )
 from .following import NEEDING_NO_VALUES, Following, Watch, is_random, leaves_behind, operations_behind
 from .likelihood import Objective, Outputs
+from .parallel import can_localise, local_gradient, local_piece
 from .rules import (
     OPERATIONS,
     Broadcast,
@@ -353,6 +356,10 @@ class Pass(Following):
         if not isinstance(state, Examples):
             return output
         for source, rule in uses:
+            if is_sharded(output) and not can_localise(source, rule):
+                why = "it is used in an operation without a rule for shards"
+                self._refused.update(dict.fromkeys(self._names_of(source), why))
+                return output
             if isinstance(rule, Broadcast) and not rule.apart_from(state.dim, output.dim()):
                 self._refused.update(dict.fromkeys(self._names_of(source), "it has an entry for each example"))
                 return output
@@ -430,17 +437,18 @@ class Pass(Following):
             return
         self.types.add(g.dtype)
         with _full_precision(g.device.type), torch._C.DisableTorchFunction():
-            squares = Squares(g)  # a bias and its weight need the same ones
+            squares = None if is_sharded(g) else Squares(g)  # a bias and its weight need the same ones
             for use in uses:
+                piece = partial(local_piece, use.source, use.rule) if is_sharded(g) else use.rule.piece
                 if self.bounds is not None:
                     for name in self._names_behind(use.source) if id(use.source) in self._names else ():
-                        bound = use.rule.piece(g.square(), use.dim, self.examples, squared=True)
+                        bound = piece(g.square(), use.dim, self.examples, squared=True)
                         self.bounds.setdefault(name, []).append(bound)
-                self._take(use.source, use.rule.piece(g, use.dim, self.examples), squares)
+                self._take(use.source, piece(g, use.dim, self.examples), squares)
         if not self.many:
             uses.clear()  # no other column comes: the inputs that the rules hold are free
 
-    def _take(self, source: Tensor, piece: Piece, squares: Squares) -> None:
+    def _take(self, source: Tensor, piece: Piece, squares: Squares | None) -> None:
         key = id(source)
         name = self._names.get(key)
         self._arrivals[key] = self._arrivals.get(key, 0) + 1
@@ -501,7 +509,8 @@ class Pass(Following):
             found = torch.autograd.grad(tensors, parameters, arriving, retain_graph=True, allow_unused=True)
             for (name, pieces), gradient in zip(direct.items(), found, strict=True):
                 total = self.sums[name]
-                whole = torch.zeros_like(total) if gradient is None else gradient.to(total.dtype)
+                own = None if gradient is None else local_gradient(gradient, self.parameters[name])
+                whole = torch.zeros_like(total) if own is None else own.to(total.dtype)
                 for piece in pieces:
                     whole = whole + piece.example(n, total.shape).to(total.dtype)
                 total.addcmul_(whole, whole)

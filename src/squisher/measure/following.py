@@ -183,6 +183,14 @@ class Following:
         if mark is not None and mark[0]() is before:
             self._mark(after, *mark[2:])
 
+    def convert(self, before: Tensor, after: Tensor, placements: Any) -> None:
+        """Note that one tensor was made of another, which is its shard, or of which it is one, under these placements."""
+        state = self._state(before)
+        if isinstance(state, Examples) and any(getattr(p, "dim", None) == state.dim for p in placements):
+            self._mark(after, UNKNOWN, "the rows of examples are sharded over processes")
+        else:
+            self._mark(after, state, self._why(before) if state is UNKNOWN else "")
+
     def _state(self, t: Tensor) -> State:
         mark = self._marks.get(id(t))
         if mark is not None and mark[0]() is t:
@@ -363,7 +371,7 @@ _FORM_ONLY = """
     Add Alias Cat Chunk Clone Embedding Expand Flip Index IndexSelect Narrow Neg Permute Repeat Reshape ReshapeAlias Roll Select Slice Split
     SplitWithSizes Squeeze Stack Sub T ToCopy Transpose Unbind UnsafeView Unsqueeze View
 """
-NEEDING_NO_VALUES = {f"{name}Backward{n}" for name in _FORM_ONLY.split() for n in range(3)}
+NEEDING_NO_VALUES = {f"{name}Backward{n}" for name in _FORM_ONLY.split() for n in range(3)} | {"_ToTorchTensorBackward"}
 """Steps between a parameter and what is made of it whose gradient needs shapes and indices only."""
 
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import SquisherError
+from ..ranks import whole
 from .batches import Batch
 from .sampling import categories, normals, uniforms
 
@@ -77,7 +78,7 @@ class Objective:
                     f"example, of shape ({batch.size},): do not reduce over the batch."
                 )
             return losses
-        logits = _logits(model(*batch.args, **batch.kwargs))
+        logits = whole(_logits(model(*batch.args, **batch.kwargs)))
         if logits.dim() == 0 or logits.shape[0] != batch.size:
             raise SquisherError(
                 f"The model returned outputs of shape {tuple(logits.shape)} for a batch of {batch.size} examples; the first "

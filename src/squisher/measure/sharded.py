@@ -10,7 +10,6 @@ is all in this file.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -19,62 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .. import ranks
-from ..errors import SquisherError
-from ..ranks import is_sharded
+from ..ranks import local_of
 from .examples import tensors_in
+from .parallel import local_gradient
 from .sums import Sums
 
-__all__ = ["Group", "Shards", "WholeSums", "copies_of", "is_spread"]
-
-
-def is_spread(model: nn.Module) -> bool:
-    """Whether the parameters are sharded over all processes by `fully_shard`.
-
-    Raises:
-        SquisherError: they are sharded in another way.
-    """
-    for module in model.modules():
-        if type(module).__name__ == "FullyShardedDataParallel":
-            raise SquisherError(
-                "The model is wrapped in FullyShardedDataParallel (FSDP1), whose flat parameters have no shapes of their own. "
-                "Use torch.distributed.fsdp.fully_shard (FSDP2)."
-            )
-    groups = list(_groups(model))
-    _reshard(model)
-    ours = {id(p.sharded_param) for group in groups for p in group.fsdp_params}
-    found = False
-    for name, parameter in model.named_parameters():
-        if not is_sharded(parameter):
-            continue
-        found = True
-        sharded: Any = parameter
-        if id(parameter) not in ours:
-            raise SquisherError(
-                f"{name!r} is a DTensor that fully_shard did not make (tensor parallelism?). Only parameters sharded by "
-                "fully_shard over all processes are measured; gather the model, or shard it with fully_shard alone."
-            )
-        if sharded.device_mesh.size() != ranks.world() or sum(p.is_shard() for p in sharded.placements) != 1:
-            raise SquisherError(
-                f"{name!r} is sharded as {sharded.placements} over a mesh of shape {tuple(sharded.device_mesh.shape)} in a job of "
-                f"{ranks.world()} processes. Measured are models sharded over all processes, or over some with copies of the shards "
-                "on the others (hybrid sharding); no tensor parallelism beside it."
-            )
-    for group in groups:
-        for p in group.fsdp_params:
-            unsharded = getattr(p, "_unsharded_param", None)
-            if p.unsharded_accumulated_grad is not None or getattr(unsharded, "grad", None) is not None:
-                raise SquisherError(
-                    "The model holds gradients that were not reduced yet (set_requires_gradient_sync(False)), which would be "
-                    "added to those measured. Measure after the optimizer's step."
-                )
-    return found
-
-
-def copies_of(parameter: Any) -> int:
-    """Return how many processes hold each shard of a DTensor."""
-    sizes = zip(parameter.device_mesh.shape, parameter.placements, strict=True)
-    return math.prod(size for size, placement in sizes if not placement.is_shard())
+__all__ = ["Group", "Shards", "WholeSums", "groups_of", "reshard"]
 
 
 class Group:
@@ -104,7 +53,7 @@ class Group:
             parts = [g for g in (p.unsharded_accumulated_grad, unsharded.grad) if g is not None]
             p.unsharded_accumulated_grad = unsharded.grad = None
             if parts and id(p) in names:
-                found[names[id(p)]] = parts[0] if len(parts) == 1 else parts[0] + parts[1]
+                found[names[id(p)]] = local_gradient(parts[0] if len(parts) == 1 else parts[0] + parts[1], unsharded)
         return found
 
     @torch.no_grad()
@@ -121,11 +70,11 @@ class Group:
         return found
 
     def _reduced(self, values: Mapping[str, Tensor | None], dtype: torch.dtype) -> dict[str, Tensor]:
-        process_group = self._shard_group()
+        process_group = self.group.fsdp_params[0].mesh_info.shard_process_group
         world = dist.get_world_size(process_group)
         forms = {}
         for name in values:
-            shape = list(self.members[name].sharded_param.shape)
+            shape = list(self.members[name]._orig_size)  # of the shard, under tensor parallelism
             rows = shape.pop(self._dim(name))
             forms[name] = (rows, -(-rows // world), shape)
         sizes = [chunk * torch.Size(rest).numel() for _, chunk, rest in forms.values()]
@@ -149,12 +98,7 @@ class Group:
         return found
 
     def _dim(self, name: str) -> int:
-        placements = self.members[name].sharded_param.placements
-        return int(next(p.dim for p in placements if p.is_shard()))
-
-    def _shard_group(self) -> Any:
-        parameter = self.group.fsdp_params[0].sharded_param
-        return parameter.device_mesh.get_group([p.is_shard() for p in parameter.placements].index(True))
+        return int(self.members[name].fsdp_placement.dim)
 
 
 class Shards:
@@ -166,14 +110,15 @@ class Shards:
 
     Attributes:
         groups: all of them.
-        plain: parameters that fully_shard ignores, which every process holds whole.
+        plain: parameters that fully_shard did not shard: every process holds them whole, or its shard of tensor parallelism.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor]):
         self.model, self.parameters = model, parameters
         names = {id(p): name for name, p in parameters.items()}
-        self.groups = [Group(group, names) for group in _groups(model)]
-        self.plain = {name: p for name, p in parameters.items() if not is_sharded(p)}
+        self.groups = [Group(group, names) for group in groups_of(model)]
+        sharded = {name for group in self.groups for name in group.members}
+        self.plain = {name: p for name, p in parameters.items() if name not in sharded}
 
     def gathered(self) -> dict[str, Tensor]:
         """Return what the model computes with: the gathered parameters, by name, and the plain ones."""
@@ -206,10 +151,9 @@ class Shards:
         """Sum over the processes that hold copies of the same shards (hybrid sharding)."""
         for group in self.groups:
             for name, member in group.members.items():
-                parameter = member.sharded_param
-                for dim, placement in enumerate(parameter.placements):
-                    if not placement.is_shard():
-                        dist.all_reduce(sums[name], group=parameter.device_mesh.get_group(dim))
+                copies = getattr(member.mesh_info, "replicate_process_group", None)
+                if copies is not None:
+                    dist.all_reduce(sums[name], group=copies)
 
     def gather_once(self) -> None:
         """Gather every group that never was at work, so that its parameters are known, and shard it again; all processes together."""
@@ -240,7 +184,7 @@ class Shards:
 
     def reshard(self) -> None:
         """Shard what a forward pass without a backward pass left gathered."""
-        _reshard(self.model)
+        reshard(self.model)
 
     @contextmanager
     def watched(
@@ -275,7 +219,7 @@ class Shards:
                 for name in ("unshard", "wait_for_unshard", "reshard", "_register_post_backward_hook", "post_backward"):
                     group.__dict__.pop(name, None)
             if not reduced:
-                _reshard(self.model)
+                reshard(self.model)
 
 
 class WholeSums(dict[str, Tensor]):
@@ -302,9 +246,12 @@ class WholeSums(dict[str, Tensor]):
         self.dtypes = {name: target.dtype_of(name) for name in shards.parameters}
 
     def __missing__(self, name: str) -> Tensor:
-        parameter = self.shards.parameters[name]
-        device = next((g.group.device for g in self.shards.groups if name in g.members), parameter.device)
-        self[name] = torch.zeros(parameter.shape, dtype=self.dtypes[name], device=device)
+        group = next((g for g in self.shards.groups if name in g.members), None)
+        own = local_of(self.shards.parameters[name])
+        shape, device = (
+            (own.shape, own.device) if group is None else (group.members[name]._orig_size, group.group.device)
+        )
+        self[name] = torch.zeros(shape, dtype=self.dtypes[name], device=device)
         return self[name]
 
     def flush(self, group: Group, names: Iterable[str] | None = None) -> None:
@@ -382,7 +329,7 @@ def _sharded_modules(model: nn.Module) -> Iterator[Any]:
     return (m for m in model.modules() if hasattr(m, "_get_fsdp_state") and hasattr(m, "reshard"))
 
 
-def _groups(model: nn.Module) -> list[Any]:
+def groups_of(model: nn.Module) -> list[Any]:
     """Return the groups of parameters that fully_shard keeps; several modules may share one."""
     found: dict[int, Any] = {}
     for module in _sharded_modules(model):
@@ -393,7 +340,7 @@ def _groups(model: nn.Module) -> list[Any]:
     return list(found.values())
 
 
-def _reshard(model: nn.Module) -> None:
-    # After a forward pass without a backward pass the outermost parameters are still whole.
+def reshard(model: nn.Module) -> None:
+    """Shard what is gathered: after a forward pass without a backward pass, the outermost parameters."""
     for module in _sharded_modules(model):
         module.reshard()

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from .. import ranks
 from ..ranks import local_of
 from .batches import Batch
+from .meshes import is_spread
 from .proof import tolerance_of, total_of
 from .rules import Piece, Squares, add_squares
-from .sharded import Group, Shards, WholeSums, is_spread
+from .sharded import Group, Shards, WholeSums
 from .step import Proven, Step
 from .step_pass import StepPass, apart, weighted_rows
 from .sums import Sums
@@ -42,7 +43,7 @@ class ShardedStep(Step):
         dtype: torch.dtype = torch.float32,
         factor: float | None = None,
     ):
-        is_spread(model)
+        is_spread(model, tensor_parallel=False)
         super().__init__(model, parameters, proven, anew, dtype, factor)
         self.shards = Shards(model, parameters)
         self._was_called = False

@@ -253,7 +253,7 @@ class StepPass(Pass):
         self._uses.clear()
         self._in_backward = True
 
-    def _take(self, source: Tensor, piece: Piece, squares: Squares) -> None:
+    def _take(self, source: Tensor, piece: Piece, squares: Squares | None) -> None:
         key = id(source)
         self._arrivals[key] = self._arrivals.get(key, 0) + 1
         self._pending.setdefault(key, []).append(piece)

@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +18,24 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..errors import SquisherError
-from .batches import Batch
+from ..ranks import is_sharded, local_of
+from .batches import Batch, digest_of
 from .capture import Obstacle, Pass
 from .fast import PROVEN_ANEW, left_to_the_loop
 from .likelihood import Objective, Outputs, compared_with_own
 from .loop import requiring
+from .meshes import Replicas
+from .parallel import conversions, local_gradient
 from .proof import Difference, Probe, compare, difference_of, differing, interaction, tolerance_of, total_of, two_of
 from .rules import Piece
 from .sharded import Group, Shards, WholeSums
 from .sums import Sums
 
 __all__ = ["Together"]
+
+
+_SAME = 1e-3
+"""How far numbers may differ between processes that have the same ones but for rounding."""
 
 
 class _Told(NamedTuple):
@@ -41,6 +48,7 @@ class _Told(NamedTuple):
     proven: set[str]
     captured: set[str]
     used_again: set[str]
+    outputs: tuple[Any, ...]
 
 
 class Together:
@@ -53,6 +61,7 @@ class Together:
         per: "example" squares the gradient of each example, "batch" that of each whole batch.
         method: "auto", "fast" or "loop".
         shift: of the labels, as the user gave it.
+        replicas: the processes that share examples.
         totals: whether to keep the sum over all entries of what each batch adds.
 
     Attributes:
@@ -68,10 +77,11 @@ class Together:
         per: str,
         method: str,
         shift: int | None,
+        replicas: Replicas,
         totals: bool = False,
     ):
         self.model, self.objective, self.parameters, self.per, self.shift = model, objective, parameters, per, shift
-        self.strict = method == "fast"
+        self.strict, self.replicas = method == "fast", replicas
         self.left: dict[str, str] = {}
         if per == "example" and method != "loop" and objective.unit == "token":
             self._leave({"": "unit='token' has another number of passes on every process"})
@@ -125,6 +135,8 @@ class Together:
         """Add the squares of a batch of this process; returns how many units it had."""
         units = self._step(sums, batch, index, True)
         self._in_pass = False
+        if self.number == 1:
+            self.check_copies(sums)
         return units or 0
 
     def finish(self, sums: Sums, batch: Batch | None, index: Tensor | None) -> None:
@@ -142,12 +154,14 @@ class Together:
 
     def _step(self, sums: Sums, batch: Batch | None, index: Tensor | None, mine: bool) -> int | None:
         self._in_pass = False
-        here = self._exchange((mine, batch is not None))
+        digest = digest_of(batch) if mine and batch is not None and self.replicas.parallel else ""
+        here = self._exchange((mine, batch is not None, digest))
+        owners = [k for k, (m, *_) in enumerate(self.replicas.agreed(here)) if m]
         self._in_pass = True
-        if not any(m for m, _ in here):
+        if not owners:
             return None
-        if batch is None or index is None or not all(has for _, has in here):
-            without = [k for k, (_, has) in enumerate(here) if not has]
+        if batch is None or index is None or not all(has for _, has, _ in here):
+            without = [k for k, (_, has, _) in enumerate(here) if not has]
             raise SquisherError(
                 f"Processes {without} were given no batch at all, so they cannot keep step with the others. Give each at least one."
             )
@@ -163,7 +177,6 @@ class Together:
         if not self.quick or self.waiting:
             self.waiting -= bool(self.waiting)
             return self._loop(sums, batch, index, float(mine))
-        owners = [k for k, (m, _) in enumerate(here) if m]
         try:
             units = self._fast(sums, batch, index, mine, owners[self.number % len(owners)])
             self.failures, self.at_once = 0, self.at_once + 1
@@ -186,7 +199,7 @@ class Together:
         alone = self._prove(sums, batch, index, owner) if self.number in PROVEN_ANEW else {}
         one, outputs, told = self._forward(self.objective, batch, alone)
         if not all(t.known for t in told):
-            for k in (k for k, t in enumerate(told) if not t.known):
+            for k in (k for k, t in enumerate(self._leaders(told)) if not t.known):
                 alone |= self._prove(sums, batch, index, k)
             one, outputs, told = self._forward(self.objective, batch, alone)
         units = self.objective.units(outputs) if mine else 0
@@ -240,15 +253,15 @@ class Together:
         Raises:
             Obstacle: on all processes, if something differs.
         """
-        here = owner == ranks.rank()
+        here = owner == self.replicas.mine
         chosen = two_of(batch)
-        if not self._exchange(chosen is not None and len(chosen) == 2)[owner]:
+        if not self._leaders(self._exchange(chosen is not None and len(chosen) == 2))[owner]:
             return {}
         tally, self._tally = self._tally, None
         chosen = chosen if chosen is not None and len(chosen) == 2 else [0, batch.size - 1]
         two, index = batch.select(chosen), index[chosen]
         objective = self.objective if callable(self.objective.likelihood) else Probe.of(self.objective)
-        local = {name: p.to_local() if name not in self.shards.plain else p for name, p in self.parameters.items()}  # type: ignore[attr-defined]
+        local = {name: local_of(p) for name, p in self.parameters.items()}
         # Later proofs have sums of their own, in host memory: a device that holds a shard may have no room for a second one.
         scratch = sums if not sums else Sums(local, torch.float32, torch.device("cpu"))
         try:
@@ -262,11 +275,12 @@ class Together:
 
     def _proven(self, scratch: Sums, objective: Objective, two: Batch, index: Tensor, owner: int) -> list[Tensor]:
         """Subtract the loop's squares from ours, compare what is left; returns the outputs of each example on its own."""
-        here = owner == ranks.rank()
+        here = owner == self.replicas.mine
         bounds: dict[str, list[Piece]] = {}
         one, outputs, told = self._forward(objective, two, bounds=bounds)
         self._backward(scratch, one, outputs, index, float(here), told)
-        captured, types = told[owner].captured, self._exchange(one.types)[owner]
+        theirs, types = self._leaders(told)[owner], self._leaders(self._exchange(one.types))[owner]
+        captured = theirs.captured
         differences = {name: Difference(scratch[name]) for name in captured}
         alone: list[Tensor] = []
         self._loop(scratch, two, index, -float(here), objective, alone)
@@ -282,7 +296,7 @@ class Together:
         if wrong:
             raise Obstacle(wrong)
         evident = {name for name, difference in differences.items() if difference.largest}
-        self.proven.setdefault(told[owner].program, set()).update(*self._exchange(evident))
+        self.proven.setdefault(theirs.program, set()).update(*self._exchange(evident))
         return alone
 
     def _bounds(self, found: Sums, bounds: dict[str, list[Piece]], names: set[str], here: bool) -> dict[str, Tensor]:
@@ -296,7 +310,7 @@ class Together:
                 whole.flush(group, [name])
         for name in self.shards.plain:
             if here and name in names:
-                total = total_of(bounds.pop(name, []), self.shards.plain[name].detach().float())
+                total = total_of(bounds.pop(name, []), local_of(self.shards.plain[name]).detach().float())
                 totals[name].add_(total.to(totals[name].device))
         return totals
 
@@ -341,7 +355,7 @@ class Together:
             self._calls.clear()
             self._one = one
             try:
-                with self.shards.requiring():
+                with self.shards.requiring(), self._following(one):
                     outputs = one.forward()
                 if one.reentrant or not outputs.values.requires_grad:
                     what = "re-entrant checkpointing" if one.reentrant else "outputs without a gradient"
@@ -357,9 +371,17 @@ class Together:
             program = _digest(one)
             proven = self.proven.get(program)
             here = _Told(
-                obstacle, one.guessed, program, proven is not None, proven or set(), one.captured, one.used_again
+                obstacle,
+                one.guessed,
+                program,
+                proven is not None,
+                proven or set(),
+                one.captured,
+                one.used_again,
+                self._form(outputs),
             )
             told = self._exchange(here, failure)
+            self._same([t.outputs for t in told])
             reasons = {k: v for t in told for k, v in (t.obstacle or {}).items()}
             if not reasons and outputs is not None:
                 return one, outputs, told
@@ -375,7 +397,7 @@ class Together:
         whole = self._whole = WholeSums(self.shards, sums, weight, late, self._tally)
         self._one = one
         try:
-            with self.shards.requiring():
+            with self.shards.requiring(), self._following(one):
                 one.backward(outputs, index, whole)
             if any(group.gradients() for group in self.shards.groups):
                 raise Obstacle({"": "a gradient arrived past the rules"})
@@ -415,13 +437,14 @@ class Together:
                 except SquisherError as error:
                     failure = error
                 ready = [t.requires_grad for t in terms]
-                told = self._exchange((len(terms), any(ready), all(ready)), failure)
+                told = self._exchange((len(terms), any(ready), all(ready), self._form(outputs)), failure)
+                self._same([form for *_, form in told])
                 units += objective.units(outputs) if n < mine else 0
                 if seen is not None:
                     seen.append(outputs.values[0].detach())
-                if any(some for _, some, _ in told) and not all(every for _, _, every in told):
+                if any(some for _, some, *_ in told) and not all(every for _, _, every, _ in told):
                     raise SquisherError("The outputs have a gradient on some processes and not on others.")
-                for k in range(max(count for count, _, _ in told) if told[0][1] else 0):
+                for k in range(max(count for count, *_ in told) if told[0][1] else 0):
                     counts = n < mine and k < len(terms)
                     self._gradient(sums, terms[min(k, len(terms) - 1)], weight if counts else 0.0)
                     for parameter in everything:
@@ -446,7 +469,8 @@ class Together:
                     )
                 self._square(late)
             with torch.no_grad():
-                self._square({n: p.grad for n, p in self.shards.plain.items() if p.grad is not None})
+                plain = {n: (p, p.grad) for n, p in self.shards.plain.items() if p.grad is not None}
+                self._square({n: local_gradient(gradient, p) for n, (p, gradient) in plain.items()})
         finally:
             self._whole, self._sending = None, False
         whole.flush_rest(self._exchange)
@@ -495,6 +519,60 @@ class Together:
             self._whole.flush(group)
             self._squared.add(id(group))
 
+    # -- tensor parallelism --------------------------------------------------------------------------------------------------
+
+    def _leaders(self, told: list[Any]) -> list[Any]:
+        """Return what one process of each group that shares examples told."""
+        return [told[group[0]] for group in self.replicas.groups]
+
+    def _following(self, one: Pass) -> AbstractContextManager[None]:
+        return conversions(one.convert) if self.replicas.parallel else nullcontext()
+
+    def _form(self, outputs: Outputs | None) -> tuple[Any, ...]:
+        """Return the shape and the size of outputs, where they are compared."""
+        if outputs is None or not self.replicas.parallel:
+            return ()
+        return (*outputs.values.shape, float(outputs.values.detach().double().abs().sum()))
+
+    def _same(self, forms: list[tuple[Any, ...]]) -> None:
+        """Compare the outputs of the processes that share examples.
+
+        Raises:
+            SquisherError: they differ, so that each has a shard of them.
+        """
+        for group in self.replicas.groups:
+            there = [forms[k] for k in group if forms[k]]
+            if any(f[:-1] != there[0][:-1] or not abs(f[-1] - there[0][-1]) <= _SAME * abs(f[-1]) for f in there):
+                raise SquisherError(
+                    "The processes of a tensor-parallel group have different outputs: a shard each, or other examples. Have the last "
+                    "layer return whole outputs (ColwiseParallel(output_layouts=Replicate())), or DTensors."
+                )
+
+    def check_copies(self, sums: Mapping[str, Tensor]) -> None:
+        """Compare what the processes of a tensor-parallel group found for parameters that each of them has whole.
+
+        Raises:
+            SquisherError: they differ: every process has a part of the gradient, and nobody adds them up before they are squared.
+        """
+        if not self.replicas.parallel:
+            return
+        names = [name for name, p in self.shards.gathered().items() if not _is_shard(p)]
+        with torch.no_grad():
+            found = [
+                (float(sums[n].sum(dtype=torch.float64)), float(sums[n].max()) if sums[n].numel() else 0.0)
+                for n in names
+            ]
+        told = self._exchange(found)
+        for group in self.replicas.groups:
+            for n, name in enumerate(names):
+                values = torch.tensor([told[k][n] for k in group])
+                if bool((values.amax(0) - values.amin(0) > _SAME * values.amax(0)).any()):
+                    raise SquisherError(
+                        f"The processes of a tensor-parallel group find different values for {name!r}, which each of them holds whole: "
+                        "each has only a part of its gradient, which would have to be summed first. Make it a DTensor "
+                        "(SequenceParallel does), as training needs too, or leave it out with parameters=..."
+                    )
+
     # -- agreement -----------------------------------------------------------------------------------------------------------
 
     def _exchange(self, value: Any, failure: BaseException | None = None) -> list[Any]:
@@ -518,6 +596,10 @@ class Together:
 
     def _joined(self, reasons: dict[str, str]) -> dict[str, str]:
         return {name: reason for found in self._exchange(reasons) for name, reason in found.items()}
+
+
+def _is_shard(parameter: Any) -> bool:
+    return is_sharded(parameter) and any(p.is_shard() for p in parameter.placements)
 
 
 def _digest(one: Pass) -> str:

@@ -19,8 +19,8 @@ from .fast import Fast
 from .joint import Joint
 from .likelihood import Objective, compared_with_own
 from .loop import Loop
+from .meshes import Replicas, copies_of, is_spread
 from .proof import check_alone
-from .sharded import copies_of, is_spread
 from .sums import Elsewhere, Sums
 from .together import Together
 from .unfinished import Unfinished
@@ -42,6 +42,7 @@ class Walk:
         device: of the sums; by default where each parameter is.
         standard_error: whether to note how batches differ.
         kept: where the sums of an earlier, interrupted call are, and go.
+        replicas: the processes that share examples.
 
     Attributes:
         examples: how many there were.
@@ -62,14 +63,20 @@ class Walk:
         device: torch.device | None = None,
         standard_error: bool = False,
         kept: Unfinished | None = None,
+        replicas: Replicas | None = None,
     ):
         self.model, self.objective, self.parameters = model, objective, parameters
         self.per, self.method, self.shift, self.kept = per, method, shift, kept
+        self.replicas = Replicas.of(model) if replicas is None else replicas
         spread_out = is_spread(model)
+        if standard_error and self.replicas.parallel:
+            raise SquisherError("standard_error=True is not done for tensor-parallel models.")
         self.sums = Sums({name: local_of(p) for name, p in parameters.items()}, dtype, device)
         self._adding = self.sums if device is None else Elsewhere(self.sums)
         self._together = (
-            Together(model, objective, parameters, per, method, shift, standard_error) if spread_out else None
+            Together(model, objective, parameters, per, method, shift, self.replicas, standard_error)
+            if spread_out
+            else None
         )
         self._engine: _Engine | None = self._together
         self._spread = _Spread(parameters, spread_out) if standard_error else None
@@ -127,6 +134,7 @@ class Walk:
                 progress(self.examples, stream.total)
         if self._together is not None:
             self._together.finish(self.sums, batch, index)
+            self._together.check_copies(self.sums)
             self.noted = self._together.noted
 
     def _first(self, batch: Batch) -> _Engine:
@@ -147,7 +155,7 @@ class Walk:
             SquisherError: nothing was measured.
         """
         if divided:
-            self.examples = sum(ranks.gather(self.examples))
+            self.examples = self.replicas.total(self.examples)
         if not self.examples:
             raise SquisherError("There are no batches: nothing was measured. An iterator can be used once only.")
         reached, coverages = (set(), {}) if self._engine is None else (set(self._engine.reached), self._engine.coverage)
@@ -160,7 +168,7 @@ class Walk:
             before = [self.kept.coverage]
         reached = set[str]().union(*ranks.gather(reached))
         self.coverage = _merged([*before, *ranks.gather(coverages)], reached)
-        self.units = sum(ranks.gather(self.units))
+        self.units = self.replicas.total(self.units)
         if not self.units:
             raise SquisherError("No position counts: every label is -100 or masked, so there is nothing to measure.")
         if not reached:
@@ -172,7 +180,10 @@ class Walk:
     def means(self, dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, float | None] | None]:
         """Return the means in this type, sharded as the parameters are, and their relative standard errors, if those were wanted."""
         sums = self.sums.complete()
-        ranks.sum_in_place(s for name, s in sums.items() if not is_sharded(self.parameters[name]))
+        whole = [s for name, s in sums.items() if not is_sharded(self.parameters[name])]
+        ranks.sum_in_place(whole)
+        for s in whole if self.replicas.parallel else ():
+            s.div_(len(self.replicas.groups[0]))  # the processes of a group have the same sums
         if self._together is not None:
             self._together.shards.sum_copies(sums)
         relative = None if self._spread is None else self._spread.relative(sums, self.units)

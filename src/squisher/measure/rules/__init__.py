@@ -15,8 +15,8 @@ from torch import Tensor
 from .attention import multi_head_attention, supports
 from .base import Piece, Rule, Squares, Uses
 from .convolution import CONVOLUTION, ConvolutionPiece
-from .linear import LINEAR, Outer, join_outer, outer_squares
-from .lookup import LOOKUP, Rows, join_rows
+from .linear import LINEAR, Linear, Outer, join_outer, outer_squares
+from .lookup import LOOKUP, Lookup, Rows, join_rows
 from .norm import BROADCAST, Broadcast, Dense
 from .recurrent import in_steps
 
@@ -24,6 +24,8 @@ __all__ = [
     "OPERATIONS",
     "Broadcast",
     "Dense",
+    "Linear",
+    "Lookup",
     "Outer",
     "Piece",
     "Rule",
