@@ -1,6 +1,6 @@
 """What mkdocs is told beyond its configuration: tutorials are run and become pages; the README becomes the first one.
 
-A tutorial is a script. Comments that begin a line are its text, in Markdown; what stands between them is its code. Every piece
+A tutorial is a script. Comments that begin a line are its text, in Markdown; what stands between them is its code. Every block
 of code is run when the site is built, and what it prints is shown below it; a tutorial that fails stops the build.
 """
 
@@ -23,7 +23,7 @@ TUTORIALS = Path(__file__).parent / "tutorials"
 REPOSITORY = "https://github.com/torch-squisher/torch-squisher"
 
 
-def pieces(source: str) -> Iterator[tuple[str, str]]:
+def blocks(source: str) -> Iterator[tuple[str, str]]:
     """("text" or "code", content), in order; the module's docstring comes first."""
     docstring = ast.parse(source).body[0]
     yield "text", "# " + (ast.get_docstring(ast.parse(source)) or "").replace(".\n", "\n", 1)
@@ -40,7 +40,7 @@ def run(script: Path) -> str:
     namespace: dict[str, Any] = {"__name__": "__main__"}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     with tempfile.TemporaryDirectory() as folder, _inside(folder), _environment(PATH=path):
-        for kind, content in pieces(script.read_text()):
+        for kind, content in blocks(script.read_text()):
             if kind == "text":
                 out.append(content)
                 continue
@@ -52,7 +52,7 @@ def run(script: Path) -> str:
 
 
 def _capture(code: str, name: str, namespace: dict[str, Any]) -> str:
-    """What a piece of code prints, its subprocesses included, which write to the file behind standard output."""
+    """What a block of code prints, its subprocesses included, which write to the file behind standard output."""
     with tempfile.TemporaryFile("w+") as target:
         kept = os.dup(1)
         sys.stdout.flush()

@@ -33,14 +33,14 @@ def test_equals_the_formula_for_any_mixture_of_dtypes(value_dtype: torch.dtype, 
         torch.testing.assert_close(value.double(), right, rtol=1e-6 if value_dtype == torch.float32 else 1e-12, atol=0)
 
 
-@pytest.mark.parametrize("piece", [1, 2, 5, 16, 1000])
-def test_pieces_change_nothing_and_bound_what_is_converted(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("group", [1, 2, 5, 16, 1000])
+def test_groups_change_nothing_and_bound_what_is_converted(group: int, monkeypatch: pytest.MonkeyPatch) -> None:
     values, gradients = random_case([torch.bfloat16], torch.float32)
     whole = [v.clone() for v in values]
     average_squares_(whole, gradients, 0.9)
     sizes = []
     inner = averaging._average_dense_
-    monkeypatch.setattr(averaging, "PIECE", piece)
+    monkeypatch.setattr(averaging, "GROUP", group)
     monkeypatch.setattr(
         averaging, "_average_dense_", lambda v, g, b: (sizes.append(sum(x.numel() for x in g)), inner(v, g, b))
     )
@@ -49,11 +49,11 @@ def test_pieces_change_nothing_and_bound_what_is_converted(piece: int, monkeypat
         torch.testing.assert_close(value, right, rtol=1e-6, atol=0)
     largest_row = max(g[0].numel() for g in gradients if g.dim() and g.numel())
     assert sum(sizes) == sum(g.numel() for g in gradients)
-    assert max(sizes) <= max(piece, largest_row)
+    assert max(sizes) <= max(group, largest_row)
 
 
 def test_rows_of_a_transposed_tensor_are_updated_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(averaging, "PIECE", 4)
+    monkeypatch.setattr(averaging, "GROUP", 4)
     gradient = torch.randn(3, 6).bfloat16().t()
     value = torch.rand(3, 6).t()
     expected = naive([value], [gradient], 0.5)[0]

@@ -399,14 +399,14 @@ def test_a_rule_that_is_wrong_is_found_by_the_proof(monkeypatch: pytest.MonkeyPa
 
     torch.manual_seed(0)
     model = mlp()
-    right = linear.Linear.piece
+    right = linear.Linear.gradients
 
     def wrong(self: Any, g: Tensor, dim: int, examples: int, squared: bool = False) -> Any:
         return right(
             self, g.flip(0), dim, examples, squared
         )  # the rows of other examples: the same sum of squares of d
 
-    monkeypatch.setattr(linear.Linear, "piece", wrong)
+    monkeypatch.setattr(linear.Linear, "gradients", wrong)
     tracker = Tracker(model, per="example")
     x, y = inputs("vectors", 0)
     with tracker.step():

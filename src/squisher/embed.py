@@ -89,8 +89,8 @@ def distance(
     products = np.zeros(3)  # sums of u·w, u², w²
     seen = False
     for name in names:
-        for piece_a, piece_b in zip(chunks_of(first, name), chunks_of(second, name), strict=True):
-            u, w = _pair(piece_a, piece_b, metric)
+        for chunk_a, chunk_b in zip(chunks_of(first, name), chunks_of(second, name), strict=True):
+            u, w = _pair(chunk_a, chunk_b, metric)
             seen = seen or u.size > 0
             products += (np.dot(u, w), np.dot(u, u), np.dot(w, w))
     if not seen:

@@ -62,10 +62,12 @@ def align(
         NamingError: A name, a shape or a type does not fit, two names are one tensor, or nothing is left.
     """
     pattern = name_pattern(exclude)
-    here, there = ([name for name in m if pattern is None or not pattern.search(name)] for m in (tensors, others))
-    known = set(there)
+    names, other_names = (
+        [name for name in m if pattern is None or not pattern.search(name)] for m in (tensors, others)
+    )
+    known = set(other_names)
     found: dict[str, str] = {}
-    for name in here:
+    for name in names:
         match = find(name, known, tied)
         if match is None:
             if partial or find(name, others, tied) is not None:  # its other name is excluded
@@ -78,12 +80,12 @@ def align(
         check_like(tensors, name, others, match, called, dtypes=dtypes, advice=advice)
         found[match] = name
     if both:
-        check_known(there, set(here), (called[1], called[0]), advice)
+        check_known(other_names, set(names), (called[1], called[0]), advice)
     if not found:
-        example = next(iter(here), "")
+        example = next(iter(names), "")
         why = (
             f"{exclude!r} excludes all of it"
-            if pattern is not None and not here
+            if pattern is not None and not names
             else f"no name is in both, {example!r} for example"
         )
         raise NamingError(_sentences(f"Nothing of {called[0]} fits {called[1]}: {why}.{near(example, others)}", advice))

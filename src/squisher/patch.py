@@ -350,17 +350,17 @@ class _Patched(Computed):
             return
         digest = Digest(self._base, name)
         changes = self._changes(name)
-        held: Tensor | None = None
+        late: Tensor | None = None
         start = 0
         for chunk in chunks_of(self._base, name, size):
             digest.add(chunk)
-            if held is not None:  # one chunk late, so that the last one comes out only if the base is the right one
-                yield held
-            held = changes(chunk, start)
+            if late is not None:  # one chunk late, so that the last one comes out only if the base is the right one
+                yield late
+            late = changes(chunk, start)
             start += chunk.numel()
         self._check(name, digest.text())
-        if held is not None:
-            yield held
+        if late is not None:
+            yield late
 
     def _changes(self, name: str) -> Callable[[Tensor, int], Tensor]:
         if name not in self._entries:

@@ -198,9 +198,9 @@ def sensitivity(
     total, done = sum(numel_of(weights, name) for name in names), 0
     losses: dict[str, dict[int, float]] = {}
     with one_thread():  # sums that do not depend on the number of threads
-        for name, own in names.items():
+        for name, importance_name in names.items():
             sums = dict.fromkeys(quantizers, 0.0)
-            for w, f in _runs(weights, name, importance, own, quantizers):
+            for w, f in _runs(weights, name, importance, importance_name, quantizers):
                 for b, quantizer in quantizers.items():
                     error = (quantizer.rounded(w) - w).double()
                     sums[b] += 0.5 * float((error * error * f).sum())
@@ -281,17 +281,17 @@ def _candidates(
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the importance name by weight name of what is quantised; and why other matrices are not."""
     pattern = name_pattern(exclude)
-    own = align(importance, weights, ("the importance", "the model"), tied=tied_in([importance]))
+    matches = align(importance, weights, ("the importance", "the model"), tied=tied_in([importance]))
     names, kept = {}, {}
     for name in weights:
         if len(shape_of(weights, name)) < 2 or not dtype_of(weights, name).is_floating_point:
             continue
-        if name not in own:
+        if name not in matches:
             kept[name] = "no importance"
         elif pattern is not None and pattern.search(name):
             kept[name] = "excluded"
         elif numel_of(weights, name):
-            names[name] = own[name]
+            names[name] = matches[name]
     return names, kept
 
 
@@ -303,13 +303,17 @@ def _runs(
     weights: Mapping[str, Tensor],
     name: str,
     importance: Mapping[str, Tensor],
-    own: str,
+    importance_name: str,
     quantizers: Mapping[int, Quantizer],
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield weights in the type to compute in and importances as float64, as matrices of whole groups."""
     length, width = _run(_row(shape_of(weights, name)), math.lcm(*(q.group for q in quantizers.values())))
-    work = torch.float64 if torch.float64 in (dtype_of(weights, name), dtype_of(importance, own)) else torch.float32
-    pairs = zip(chunks_of(weights, name, length), chunks_of(checked(importance), own, length), strict=True)
+    work = (
+        torch.float64
+        if torch.float64 in (dtype_of(weights, name), dtype_of(importance, importance_name))
+        else torch.float32
+    )
+    pairs = zip(chunks_of(weights, name, length), chunks_of(checked(importance), importance_name, length), strict=True)
     for w, f in pairs:
         yield w.to(work).view(-1, width), f.double().view(-1, width)
 

@@ -98,16 +98,16 @@ def break_off(error: BaseException, run: str, patience: float = 5.0) -> BaseExce
     keys = [f"{run}/{k}" for k in range(world())]
     if not lost:
         store.set(keys[rank()], f"{type(error).__name__}: {error}")
-    told: list[int] = []
+    failed: list[int] = []
     until = time.monotonic() + patience
-    while time.monotonic() < until and not (told and lost) and len(told) < len(keys):
-        told = [k for k, key in enumerate(keys) if store.check([key])]
+    while time.monotonic() < until and not (failed and lost) and len(failed) < len(keys):
+        failed = [k for k, key in enumerate(keys) if store.check([key])]
         time.sleep(0.05)
-    if len(told) < len(keys):
+    if len(failed) < len(keys):
         dist.destroy_process_group()
-    if lost and told:
-        message = store.get(keys[told[0]]).decode()
-        return SquisherError(f"Process {told[0]} of {len(keys)} failed, so this one stops too. There: {message}")
+    if lost and failed:
+        message = store.get(keys[failed[0]]).decode()
+        return SquisherError(f"Process {failed[0]} of {len(keys)} failed, so this one stops too. There: {message}")
     return error
 
 
@@ -116,13 +116,13 @@ def sum_in_place(tensors: Iterable[Tensor]) -> None:
     if is_alone():
         return
     bucket: list[Tensor] = []
-    held = 0
+    elements = 0
     for tensor in tensors:
-        if bucket and (held + tensor.numel() > _BUCKET or tensor.dtype != bucket[0].dtype):
+        if bucket and (elements + tensor.numel() > _BUCKET or tensor.dtype != bucket[0].dtype):
             _sum(bucket)
-            bucket, held = [], 0
+            bucket, elements = [], 0
         bucket.append(tensor)
-        held += tensor.numel()
+        elements += tensor.numel()
     if bucket:
         _sum(bucket)
 
@@ -182,7 +182,7 @@ def agree_on(error: BaseException | None, tensors: Iterable[Tensor]) -> None:
 class Gathered(Mapping[str, Tensor]):
     """Named tensors that are spread over processes, as the one that writes them sees them: one by one, each once.
 
-    To gather a tensor all processes must ask for it. Whoever has not asked for all of them, because it does not write or
+    To gather a tensor all processes must ask for it. A process that has not asked for all of them, because it does not write or
     failed to, does so in `finish`, so that no process waits for ever.
 
     Args:

@@ -78,12 +78,12 @@ class Dampened(Computed):
     ) -> None:
         super().__init__(weights)
         self._weights, self._importance, self._forget = weights, importance, forget
-        self._own, self._select, self._strength = dict(names), select, strength
+        self._pairs, self._select, self._strength = dict(names), select, strength
         self.dampened = tuple(names)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
-        if name not in self._own:
+        if name not in self._pairs:
             yield from chunks_of(self._weights, name, size)
             return
         for weight, factor in zip(chunks_of(self._weights, name, size), self._factors(name, size), strict=True):
@@ -92,14 +92,14 @@ class Dampened(Computed):
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return for each tensor that takes part how many of its entries shrink, and how many there are; one pass."""
         out = {}
-        for name in self._own:
+        for name in self._pairs:
             shrinks = sum(int(np.count_nonzero((factor != 1).numpy())) for factor in self._factors(name))
             out[name] = (shrinks, math.prod(self.shape(name)))
         return out
 
     def _factors(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield what the entries are multiplied by, in flat chunks."""
-        whole_name, forget_name = self._own[name]
+        whole_name, forget_name = self._pairs[name]
         work = torch.float64 if dtype_of(self._weights, name) == torch.float64 else torch.float32
         for f, g in zip(
             chunks_of(self._importance, whole_name, size), chunks_of(self._forget, forget_name, size), strict=True
@@ -115,7 +115,7 @@ def _matched(
     """Return the names of both importances by weight name."""
     tied = tied_in([importance, forget])
     names = align(forget, weights, ("the forget importance", "the model"), tied=tied, exclude=exclude)
-    asked = Computed(forget, {own: own for own in names.values()})
+    asked = Computed(forget, {forget_name: forget_name for forget_name in names.values()})
     partners = align(asked, importance, ("the forget importance", "the importance of all data"), tied=tied)
-    partner = {own: name for name, own in partners.items()}
-    return {name: (partner[own], own) for name, own in names.items()}
+    partner = {forget_name: name for name, forget_name in partners.items()}
+    return {name: (partner[forget_name], forget_name) for name, forget_name in names.items()}

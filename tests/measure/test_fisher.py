@@ -359,12 +359,12 @@ def test_a_wrong_rule_is_found_out(monkeypatch):
     """The proof can fail: with a rule that is wrong by a factor, the loop takes over."""
     from squisher.measure.rules import linear as layers
 
-    right = layers.Linear.piece
+    right = layers.Linear.gradients
 
     def wrong(self, g, dim, examples, squared=False):
         return right(self, g * 1.01, dim, examples, squared)
 
-    monkeypatch.setattr(layers.Linear, "piece", wrong)
+    monkeypatch.setattr(layers.Linear, "gradients", wrong)
     found = fisher(_mlp(), BATCHES)
     assert found.provenance.coverage["loop"].keys() == {"0.weight", "3.weight"}
     monkeypatch.undo()

@@ -151,9 +151,9 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress
     pair.passes = 1 if exact else 5
     whole = pair
     if exact:
-        held = pair.in_memory()
-        whole = held.joined()  # one tensor, because thousands of small ones take their time
-        spearman, median_ratio, rows = _exactly(held, whole)
+        in_memory = pair.in_memory()
+        whole = in_memory.joined()  # one tensor, because thousands of small ones take their time
+        spearman, median_ratio, rows = _exactly(in_memory, whole)
     else:
         spearman, median_ratio, rows = _streamed(pair)
     fractions = [fraction for fraction in FRACTIONS if fraction * pair.numel >= 1]
@@ -192,26 +192,26 @@ def _streamed(pair: Pair) -> tuple[float, float, list[Row]]:
     rows: dict[str, Row] = {}
     large: dict[str, Rounded] = {}
     for name in pair.names:
-        own = Rounded()
+        rounded = Rounded()
         if pair.numels[name] <= EXACT_LIMIT:  # held, so that its own ranks and overlap need no other reading
-            held = Pair({name: joined(pair.chunks(0, name))}, {name: joined(pair.chunks(1, name))})
-            own.count(held.both(name))
-            own.cross(held.both(name))
-            rows[name] = _row(held, name, own.spearman(), own.median_ratio(), *own.totals)
-            overall.include(own)
+            small = Pair({name: joined(pair.chunks(0, name))}, {name: joined(pair.chunks(1, name))})
+            rounded.count(small.both(name))
+            rounded.cross(small.both(name))
+            rows[name] = _row(small, name, rounded.spearman(), rounded.median_ratio(), *rounded.totals)
+            overall.include(rounded)
         else:
-            own.count(pair.both(name))
-            overall.include(own)
-            large[name] = own.packed()
+            rounded.count(pair.both(name))
+            overall.include(rounded)
+            large[name] = rounded.packed()
     for name in pair.names:
         if name not in large:
             overall.cross(pair.both(name))
             continue
-        own = large.pop(name)
+        rounded = large.pop(name)
         for both in pair.both(name):
             overall.cross([both])
-            own.cross([both])
-        rows[name] = _row(pair, name, own.spearman(), own.median_ratio(), *own.totals)
+            rounded.cross([both])
+        rows[name] = _row(pair, name, rounded.spearman(), rounded.median_ratio(), *rounded.totals)
     return overall.spearman(), overall.median_ratio(), [rows[name] for name in pair.names]
 
 
@@ -296,8 +296,8 @@ class Pair:
 
 def joined(chunks: Iterable[Tensor]) -> Tensor:
     """Join chunks into one tensor."""
-    held = list(chunks)
-    return torch.cat(held) if held else torch.zeros(0)
+    listed = list(chunks)
+    return torch.cat(listed) if listed else torch.zeros(0)
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,10 @@ def examine(importance: Mapping[str, Tensor], progress: Progress | None = None) 
     done = 0
     overall, rows = Tally(), []
     for name in known:
-        own, invalid = Tally(), ""
+        tally, invalid = Tally(), ""
         try:
             for chunk in known.chunks(name):
-                own.add(chunk)
+                tally.add(chunk)
                 done += chunk.numel()
                 if progress:
                     progress(done, work)
@@ -79,8 +79,8 @@ def examine(importance: Mapping[str, Tensor], progress: Progress | None = None) 
             raise
         except SquisherError as error:
             invalid = str(error)
-        overall.include(own)
-        rows.append(Row(name, tuple(known.shape(name)), own.distribution(), invalid))
+        overall.include(tally)
+        rows.append(Row(name, tuple(known.shape(name)), tally.distribution(), invalid))
     if progress and done < work:
         progress(work, work)
     totals = overall.distribution()

@@ -145,7 +145,9 @@ def _named(importance: Importance) -> list[str]:
     for level, ways in by_level.items():
         count, by = sum(map(len, ways.values())), "; ".join(filter(None, ways))
         if count and level == Level.PROVEN:
-            margins = [m for own in ways.values() for m in (p.naming.of(name).margin for name in own) if m is not None]
+            margins = [
+                m for names in ways.values() for m in (p.naming.of(name).margin for name in names) if m is not None
+            ]
             behind = f", the next best answer at least {min(margins):.2f} in correlation behind" if margins else ""
             lines.append(f"Names proven by the values: {count} ({by}{behind}).")
         elif count and level == Level.CONVENTION:

@@ -49,7 +49,7 @@ class EWC:
     With PEFT, adapters are parameters like any other: the penalty is on the factors A and B, not on their product.
 
     Args:
-        model: Whose parameters are held.
+        model: The module whose parameters are protected.
         strength: λ. It depends on the scale of the importances: multiplying all of them is multiplying λ.
         online: None keeps every task as it was. A number γ in (0, 1] keeps one centre, the last task's weights, and lets
             earlier importances fade: A ← γ·A + F.
@@ -94,9 +94,9 @@ class EWC:
         self._steps = StepsTaken()
 
     def __repr__(self) -> str:
-        held = sum(weight.numel() for weight in self._weight.values())
+        count = sum(weight.numel() for weight in self._weight.values())
         kept = "" if self.online is None else f", online {self.online:g}"
-        return f"EWC(strength {self.strength:g}{kept}: {self.tasks} tasks, {len(self._weight)} tensors, {held:,} values held)"
+        return f"EWC(strength {self.strength:g}{kept}: {self.tasks} tasks, {len(self._weight)} tensors, {count:,} values held)"
 
     @torch.no_grad()
     def consolidate(self, importance: Mapping[str, Tensor], scale: str = "auto") -> None:
@@ -222,14 +222,14 @@ class EWC:
                 pulls.append(Pull(parameter, weight, centre, self.strength * float(group["lr"]), below))
         if self._weight and not any(id(parameter) in group_of for parameter, _, _ in self._held()):
             raise SquisherError(
-                "The optimizer has none of the parameters that are held: was the EWC made of another model?"
+                "The optimizer has none of the parameters that EWC protects: was the EWC made of another model?"
             )
         pull_together_(pulls)
 
     def is_of(self, model: nn.Module) -> bool:
-        """Return whether every parameter that is held is this very model's, not a copy's, and has the same name there."""
-        own, _ = live_tensors(model)
-        return all(own.get(name) is self._parameters[name] for name in self._weight)
+        """Return whether every protected parameter is a parameter of this model (not of a copy), under the same name."""
+        live, _ = live_tensors(model)
+        return all(live.get(name) is self._parameters[name] for name in self._weight)
 
     def strength_like(
         self, fisher: Mapping[str, Tensor] | None, strength: float, optimizer: torch.optim.Optimizer | None = None
@@ -291,7 +291,7 @@ class EWC:
             raise SquisherError(
                 "This is not the state of an EWC: it needs the keys " + ", ".join(sorted(expected)) + "."
             )
-        names = self._matched(state["weight"]) if state["weight"] else {}  # before the first task nothing is held
+        names = self._matched(state["weight"]) if state["weight"] else {}  # before the first task nothing is protected
         self.strength, self.online, self.tasks = state["strength"], state["online"], state["tasks"]
         self.totals, self._constant = list(state["totals"]), state["constant"]
         self._scale = None if state["scale"] is None else _Scale(**state["scale"])
@@ -337,11 +337,11 @@ class EWC:
         return checked(importance)
 
     def _warn_of_other_weights(self, importance: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
-        own = match(importance, {source: self._parameters[name].detach() for name, source in names.items()})
-        if own.same is False:
+        found = match(importance, {source: self._parameters[name].detach() for name, source in names.items()})
+        if found.same is False:
             warnings.warn(
-                f"The importance was made with other weights than the model has now: {len(own.differing)} of {own.compared} tensors "
-                f"compared differ, {own.differing[0]} for example. EWC holds parameters where they are now: load the weights that "
+                f"The importance was made with other weights than the model has now: {len(found.differing)} of {found.compared} tensors "
+                f"compared differ, {found.differing[0]} for example. EWC holds parameters where they are now: load the weights that "
                 "it belongs to first, or take the importance of these.",
                 SquisherWarning,
                 stacklevel=3,

@@ -187,9 +187,9 @@ def _pull_foreach_(pulls: Sequence[Pull]) -> None:
         rest = torch._foreach_mul(weights, [pull.rate for pull in pulls])
         torch._foreach_add_(rest, 1.0)
         torch._foreach_reciprocal_(rest)
-    here = [pull.parameter.detach() for pull in pulls]
-    there = torch._foreach_lerp([p.centre for p in pulls], [p.to(device, torch.float32) for p in here], rest)
-    torch._foreach_copy_(here, there)
+    parameters = [pull.parameter.detach() for pull in pulls]
+    pulled = torch._foreach_lerp([p.centre for p in pulls], [p.to(device, torch.float32) for p in parameters], rest)
+    torch._foreach_copy_(parameters, pulled)
 
 
 def _batches(pulls: Sequence[Pull]) -> list[list[Pull]]:

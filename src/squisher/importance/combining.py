@@ -106,12 +106,12 @@ def _one_unit(fishers: list[Importance]) -> list[Importance]:
 class Mean(Computed):
     """The weighted mean of several importances, computed when asked for."""
 
-    def __init__(self, parts: Sequence[tuple[Importance, float]]):
-        super().__init__(parts[0][0])
-        self._parts = list(parts)
+    def __init__(self, importances: Sequence[tuple[Importance, float]]):
+        super().__init__(importances[0][0])
+        self._importances = list(importances)
 
     def __getitem__(self, name: str) -> Tensor:
-        return torch.stack([weight * imp[name].float() for imp, weight in self._parts]).sum(0)
+        return torch.stack([weight * imp[name].float() for imp, weight in self._importances]).sum(0)
 
     def dtype(self, name: str) -> torch.dtype:
         """Return single precision, whatever the parts have."""
@@ -119,8 +119,8 @@ class Mean(Computed):
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
-        for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._parts), strict=True):
-            weighted = [w * chunk.float() for (_, w), chunk in zip(self._parts, chunks, strict=True)]
+        for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._importances), strict=True):
+            weighted = [w * chunk.float() for (_, w), chunk in zip(self._importances, chunks, strict=True)]
             yield torch.stack(weighted).sum(0)
 
 
@@ -128,15 +128,15 @@ class Spread(Mean):
     """The standard error of each entry of such a mean, from how far its parts lie apart."""
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._spread([imp[name] for imp, _ in self._parts])
+        return self._spread([imp[name] for imp, _ in self._importances])
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Return one tensor in flat chunks, in order."""
-        for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._parts), strict=True):
+        for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._importances), strict=True):
             yield self._spread(chunks)
 
     def _spread(self, values: Sequence[Tensor]) -> Tensor:
-        weights = [weight for _, weight in self._parts]
+        weights = [weight for _, weight in self._importances]
         stacked = torch.stack([value.double() for value in values])
         shares = torch.tensor(weights, dtype=torch.float64, device=stacked.device).view(-1, *[1] * (stacked.dim() - 1))
         mean = (shares * stacked).sum(0)

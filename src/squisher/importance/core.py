@@ -390,9 +390,9 @@ class Importance(Mapping[str, Tensor]):
                 progress=progress,
             )
 
-        held = {name: self._tensors[name] for name in self} if isinstance(self._tensors, dict) else {}
-        if any(map(ranks.is_sharded, held.values())):
-            ranks.write_once(ranks.Gathered(self, held), write)
+        in_memory = {name: self._tensors[name] for name in self} if isinstance(self._tensors, dict) else {}
+        if any(map(ranks.is_sharded, in_memory.values())):
+            ranks.write_once(ranks.Gathered(self, in_memory), write)
         else:
             write(self)
 

@@ -130,15 +130,15 @@ class Provenance(RunFacts):
 
     def to_dict(self) -> dict[str, Any]:
         """Return what goes into the file: everything that is known, the unknown keys beside it."""
-        own: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
-        own["absent"] = {name: _plain(why) for name, why in self.absent.items()}
-        own["naming"] = _plain(self.naming) if self.naming else None
-        pollution, clipped = own.pop("pollution"), own.pop("after_clipping")
+        record: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
+        record["absent"] = {name: _plain(why) for name, why in self.absent.items()}
+        record["naming"] = _plain(self.naming) if self.naming else None
+        pollution, clipped = record.pop("pollution"), record.pop("after_clipping")
         if self.optimizer is not None or pollution or clipped is not None:
             said = {"pollution": [_plain(one) for one in pollution], "after_clipping": clipped}
-            own["optimizer"] = {**(self.optimizer or {}), **{k: v for k, v in said.items() if v is not None}}
-        own["codec"] = self.codec.plain() if self.codec else None
-        return {**self.extra, **{name: value for name, value in own.items() if value is not None and value != {}}}
+            record["optimizer"] = {**(self.optimizer or {}), **{k: v for k, v in said.items() if v is not None}}
+        record["codec"] = self.codec.plain() if self.codec else None
+        return {**self.extra, **{name: value for name, value in record.items() if value is not None and value != {}}}
 
 
 def _lift_pollution(given: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ def content_of(
 ) -> dict[str, str]:
     """Return the hash of each weight: the first 32 hexadecimal digits of the SHA-256 of its bytes.
 
-    For float32 and float64 that of the values rounded to bfloat16 follows, after a slash: a copy in that type is known by it.
+    For float32 and float64 the hash of the values rounded to bfloat16 follows, after a slash: it identifies a copy in bfloat16.
 
     Args:
         weights: Any mapping; a lazy one is read chunk by chunk.
@@ -118,26 +118,26 @@ def check_weights(
     for k, importance in enumerate(importances):
         if importance is None:
             continue
-        own = match(importance, models[k])
-        if own.same is not False:
+        found = match(importance, models[k])
+        if found.same is not False:
             continue
         owner = next((j for j, model in enumerate(models) if j != k and match(importance, model).same), None)
         if owner is None:
-            strangers.append((k, own))
+            strangers.append((k, found))
         else:
             owners[k] = owner
     if owners:
-        told = "; ".join(f"number {k + 1}, given for {labels[k]}, belongs to {labels[j]}" for k, j in owners.items())
+        listed = "; ".join(f"number {k + 1}, given for {labels[k]}, belongs to {labels[j]}" for k, j in owners.items())
         order = _order(owners, len(models))
         right = f" The right order is: {', '.join(f'number {k + 1}' for k in order)}." if order else ""
         raise SquisherError(
-            f"Importances are given for the wrong models, as the hashes of the weights show: {told}.{right} "
-            "Give them in the order of the models, or say --any-weights if this is meant."
+            f"Importances are given for the wrong models, as the hashes of the weights show: {listed}.{right} "
+            "Give them in the order of the models, or use --any-weights if this is intended."
         )
-    for k, own in strangers:
+    for k, found in strangers:
         warnings.warn(
-            f"The importance given for {labels[k]} was made with other weights: {len(own.differing)} of {own.compared} tensors "
-            f"compared differ, {own.differing[0]} for example. It is of another checkpoint. Say --any-weights if this is meant.",
+            f"The importance given for {labels[k]} was made with other weights: {len(found.differing)} of {found.compared} tensors "
+            f"compared differ, {found.differing[0]} for example. It is of another checkpoint. Use --any-weights if this is intended.",
             SquisherWarning,
             stacklevel=3,
         )

@@ -83,8 +83,8 @@ class _Squares(Computed):
     def __init__(self, importance: Importance, weights: Any) -> None:
         super().__init__(weights)
         self._importance = importance
-        self._own = align(importance, weights, ("the importance", "the model"), tied=importance.provenance.tied)
-        self.without = [name for name in weights if name not in self._own]
+        self._matches = align(importance, weights, ("the importance", "the model"), tied=importance.provenance.tied)
+        self.without = [name for name in weights if name not in self._matches]
 
     def dtype(self, name: str) -> torch.dtype:
         """Return float32: squared gradients underflow in float16."""
@@ -92,8 +92,8 @@ class _Squares(Computed):
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
-        if name in self._own:
-            for chunk in chunks_of(self._importance, self._own[name], size):
+        if name in self._matches:
+            for chunk in chunks_of(self._importance, self._matches[name], size):
                 yield chunk.to(torch.float32)
             return
         numel = numel_of(self, name)
@@ -163,8 +163,8 @@ def tensor_types(plan: Plan) -> str:
         )
     widest: dict[str, int] = {}
     for name, bits in plan.bits.items():
-        there = gguf_name(name)
-        widest[there] = max(bits, widest.get(there, 0))
+        theirs = gguf_name(name)
+        widest[theirs] = max(bits, widest.get(theirs, 0))
     return "".join(f"^{re.escape(name)}$={types[bits].lower()}\n" for name, bits in widest.items())
 
 
@@ -178,8 +178,8 @@ def mlx_sensitivities(found: Sensitivity, low: int, high: int) -> list[list[Any]
         if bits not in found.quantizers:
             raise SquisherError(f"mlx-lm chooses between {low} and {high} bits, but {bits} were not measured.")
     return [
-        [name.removesuffix(".weight"), (own[low] - own[high]) / (found.numel[name] / 1e6)]
-        for name, own in found.losses.items()
+        [name.removesuffix(".weight"), (losses[low] - losses[high]) / (found.numel[name] / 1e6)]
+        for name, losses in found.losses.items()
     ]
 
 

@@ -155,7 +155,7 @@ class SquisherCallback(_Hooks, Recorder):
 
     def _save_beside(self, original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(filepath, *args, **kwargs)
-        if self._model is not None and self.counts.steps:  # none yet if somebody saves before training
+        if self._model is not None and self.counts.steps:  # none yet if a checkpoint is saved before training
             checkpoint = Path(filepath)
             beside = checkpoint.with_name(checkpoint.name.removesuffix(".ckpt") + ".squisher.safetensors")
             self._save(beside, self._trainer.is_global_zero)
@@ -231,7 +231,7 @@ class EWCCallback(SquisherCallback):
         self._handle: Any = None
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Check that this is the module whose parameters are held."""
+        """Check that this is the module whose parameters are protected."""
         super().on_train_start(trainer, module)
         _only(self._optimizers, type(self).__name__)
         if self._model is None or not self.ewc.is_of(self._model):

@@ -94,7 +94,7 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
 
 
 def _check_yaml(source: str, yaml: Any) -> None:
-    """Refuse a configuration of a few lines whose aliases stand for more than anybody writes.
+    """Refuse a configuration of a few lines whose aliases expand into an unreasonable size.
 
     Raises:
         ValueError: It is too long, or stands for too much.

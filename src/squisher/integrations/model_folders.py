@@ -365,7 +365,7 @@ class _Settings(NamedTuple):
 def _open(
     method: str, models: Sequence[Path], base: Path | None, coefficients: Sequence[float]
 ) -> tuple[list[Mapping[str, Tensor]], Model | peft.Adapter, Mapping[str, Tensor] | None, str | None]:
-    """Return the weights to merge, whose folder the result is to be like, the base, and how adapters were merged."""
+    """Return the weights to merge, the model whose files the result copies, the base, and how adapters were merged."""
     adapted = [peft.is_adapter(path) for path in models]
     if not any(adapted):
         opened = [open_model(path) for path in models]

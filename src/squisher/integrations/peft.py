@@ -150,32 +150,32 @@ class Folded(Computed):
         self._base = base
         self._adapter = adapter
         self.tied = tied_names(base)
-        self._parts: dict[str, dict[str, str]] = {}  # name in the base: role to name in the adapter
+        self._roles: dict[str, dict[str, str]] = {}  # name in the base: role to name in the adapter
         for name in adapter.weights:
             module, role = _split(name)
-            self._parts.setdefault(_base_name(module, role, base, adapter), {})[role] = name
-        for name, parts in self._parts.items():
-            _check_parts(name, parts, adapter)
+            self._roles.setdefault(_base_name(module, role, base, adapter), {})[role] = name
+        for name, roles in self._roles.items():
+            _check_roles(name, roles, adapter)
 
     def __getitem__(self, name: str) -> Tensor:
-        parts = self._parts.get(name)
-        if parts is None:
+        roles = self._roles.get(name)
+        if roles is None:
             return self._base[name]
-        if "whole" in parts:
-            return self._adapter.weights[parts["whole"]]
-        return self._folded(name, parts)
+        if "whole" in roles:
+            return self._adapter.weights[roles["whole"]]
+        return self._folded(name, roles)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks: straight from the base where the adapter does not change it."""
-        return chunks_of(self._base if name not in self._parts else {name: self[name]}, name, size)
+        return chunks_of(self._base if name not in self._roles else {name: self[name]}, name, size)
 
-    def _folded(self, name: str, parts: Mapping[str, str]) -> Tensor:
+    def _folded(self, name: str, roles: Mapping[str, str]) -> Tensor:
         weights, config = self._adapter.weights, self._adapter.config
-        embedding = "lora_embedding_A" in parts
-        a = weights[parts["lora_embedding_A" if embedding else "lora_A"]].float()
-        b = weights[parts["lora_embedding_B" if embedding else "lora_B"]].float()
+        embedding = "lora_embedding_A" in roles
+        a = weights[roles["lora_embedding_A" if embedding else "lora_A"]].float()
+        b = weights[roles["lora_embedding_B" if embedding else "lora_B"]].float()
         base = self._base[name].float()
-        delta = b.flatten(1) @ a.flatten(1) * _scaling(parts, config, a.shape[0])
+        delta = b.flatten(1) @ a.flatten(1) * _scaling(roles, config, a.shape[0])
         turned = embedding or (
             tuple(delta.shape) != tuple(base.shape)
             if delta.shape[0] != delta.shape[1]
@@ -183,13 +183,13 @@ class Folded(Computed):
         )
         turned = turned and base.ndim == 2
         delta = (delta.T if turned else delta).reshape(base.shape)
-        if "lora_magnitude_vector" not in parts:
+        if "lora_magnitude_vector" not in roles:
             return base + delta
         if base.ndim != 2 or embedding:
             raise SquisherError(
                 f"{self._adapter.path} uses DoRA on {name!r}, which is not a linear layer: fold it with PEFT."
             )
-        magnitude = weights[parts["lora_magnitude_vector"]].float().flatten()
+        magnitude = weights[roles["lora_magnitude_vector"]].float().flatten()
         whole = base + delta
         norm = torch.linalg.norm(whole.T if turned else whole, dim=1)
         factor = (magnitude / norm).view(-1, 1)
@@ -210,21 +210,21 @@ def _base_name(name: str, role: str, base: LazyTensors, adapter: Adapter) -> str
     if name in base:
         return name
     # A weight file may leave out or add the outermost module: `h.0.…` for `transformer.h.0.…`.
-    close = [own for own in base if own.endswith("." + name) or name.endswith("." + own)]
+    close = [other for other in base if other.endswith("." + name) or name.endswith("." + other)]
     if len(close) != 1:
         what = "has no weight" if not close else "has several weights"
         raise NamingError(f"The base {what} that fits {name!r} of the adapter {adapter.path}.{near(name, base)}")
     return close[0]
 
 
-def _check_parts(name: str, parts: Mapping[str, str], adapter: Adapter) -> None:
+def _check_roles(name: str, roles: Mapping[str, str], adapter: Adapter) -> None:
     pairs = ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"})
-    if set(parts) != {"whole"} and set(parts) - {"lora_magnitude_vector"} not in pairs:
-        raise NamingError(f"The adapter {adapter.path} has only {', '.join(sorted(parts))} for {name!r}.")
+    if set(roles) != {"whole"} and set(roles) - {"lora_magnitude_vector"} not in pairs:
+        raise NamingError(f"The adapter {adapter.path} has only {', '.join(sorted(roles))} for {name!r}.")
 
 
-def _scaling(parts: Mapping[str, str], config: Mapping[str, Any], rank: int) -> float:
-    module = _split(next(iter(parts.values())))[0].removesuffix(".weight")
+def _scaling(roles: Mapping[str, str], config: Mapping[str, Any], rank: int) -> float:
+    module = _split(next(iter(roles.values())))[0].removesuffix(".weight")
     alpha = config.get("lora_alpha", 8)
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):

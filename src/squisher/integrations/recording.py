@@ -48,7 +48,7 @@ PENALTY = Pollution(Spoiler.PENALTY, note="The gradient of an EWC penalty was sq
 class Events:
     """Answer every event of a trainer; those that a class does not define do nothing.
 
-    Trainers call by name, so that no base class of theirs is needed and nothing of them is imported.
+    Trainers call by name, so that neither a base class nor an import of the framework is needed.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -229,7 +229,7 @@ def check_accumulator(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def beta2_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return the decay of the optimizer's own average, for a tracker that is to be like it; 0.999 if it has none."""
+    """Return the decay of the optimizer's own average, for a tracker with the same decay; 0.999 if it has none."""
     betas = optimizer.param_groups[0].get("betas")
     beta2 = betas[1] if isinstance(betas, (list, tuple)) and len(betas) > 1 else None
     return float(beta2) if isinstance(beta2, (int, float)) and 0 < beta2 < 1 else 0.999

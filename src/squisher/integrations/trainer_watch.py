@@ -94,7 +94,7 @@ class TrainerWatch:
 
     @property
     def loss_is_known(self) -> bool:
-        """Whether the loss is one that the models of transformers compute, and not somebody's own."""
+        """Whether the loss is one that the models of transformers compute, and not a user's own."""
         trainer = self.trainer
         module = getattr(type(trainer).compute_loss, "__module__", "")
         own = getattr(trainer, "compute_loss_func", None) is not None
@@ -159,7 +159,7 @@ class TrainerWatch:
 
 
 class _Watched(Tensor):
-    """A number that remembers whether anybody computed with it; its value and every result are as they would have been."""
+    """A number that records whether it was used in a computation; values and results are unchanged."""
 
     used: list[bool]
 

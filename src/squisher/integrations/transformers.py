@@ -300,7 +300,7 @@ class EWCCallback(SquisherCallback):
         self._handle: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **more: Any) -> None:
-        """Check that this is the model whose parameters are held."""
+        """Check that this is the model whose parameters are protected."""
         super().on_train_begin(args, state, control, model=model, **more)
         if not self.ewc.is_of(model):
             raise SquisherError(

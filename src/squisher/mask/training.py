@@ -59,44 +59,44 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
         NamingError: The mask does not fit the model.
         SquisherError: The optimizer does not hold the parameters that the mask keeps.
     """
-    kept = match(model, mask)
+    every = match(model, mask)
     inner = _innermost(optimizer)
-    held = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
-    for part in kept:
-        if part.indices.numel() and id(part.parameter) not in held:
+    trained = {id(parameter) for group in inner.param_groups for parameter in group["params"]}
+    for kept in every:
+        if kept.indices.numel() and id(kept.parameter) not in trained:
             raise SquisherError(
-                f"The mask keeps entries of {part.name!r}, but the optimizer does not hold this parameter. Make the "
+                f"The mask keeps entries of {kept.name!r}, but the optimizer does not hold this parameter. Make the "
                 "optimizer from model.parameters(), after moving the model to its device."
             )
-    frozen = [part for part in kept if not part.whole]
+    frozen = [kept for kept in every if not kept.whole]
     removers: list[Callable[[], None]] = []
-    for part in frozen:
-        masked = masking_hook(part)
-        masked(part.parameter)  # for a gradient that came before the hook
-        hook = part.parameter.register_post_accumulate_grad_hook(masked)
+    for kept in frozen:
+        masked = masking_hook(kept)
+        masked(kept.parameter)  # for a gradient that came before the hook
+        hook = kept.parameter.register_post_accumulate_grad_hook(masked)
         removers.append(hook.remove)
-    steps = _Restoring([part for part in frozen if id(part.parameter) in held])
+    steps = _Restoring([kept for kept in frozen if id(kept.parameter) in trained])
     removers.append(inner.register_step_pre_hook(steps.before).remove)
     removers.append(inner.register_step_post_hook(steps.after).remove)
     return Handle(removers)
 
 
-def mask_gradient(part: Kept, gradient: Tensor) -> None:
+def mask_gradient(kept: Kept, gradient: Tensor) -> None:
     """Set the gradient of frozen entries to zero, in place; infinities and NaN too, which a product would keep."""
     flat = gradient.view(-1)
-    values = flat[part.indices]
+    values = flat[kept.indices]
     flat.zero_()
-    flat[part.indices] = values
+    flat[kept.indices] = values
 
 
-def masking_hook(part: Kept) -> Callable[[Tensor], None]:
+def masking_hook(kept: Kept) -> Callable[[Tensor], None]:
     """Return a hook for `register_post_accumulate_grad_hook` that masks the gradient as soon as it has been accumulated."""
 
     def mask(parameter: Tensor) -> None:
         if parameter.grad is not None:
             if parameter.grad.is_sparse or not parameter.grad.is_contiguous():
                 parameter.grad = parameter.grad.to_dense().contiguous()
-            mask_gradient(part, parameter.grad)
+            mask_gradient(kept, parameter.grad)
 
     return mask
 
@@ -104,38 +104,38 @@ def masking_hook(part: Kept) -> Callable[[Tensor], None]:
 class _Restoring:
     """Remembers frozen entries before a step and puts them back after it."""
 
-    def __init__(self, parts: list[Kept]) -> None:
-        self._parts = parts
+    def __init__(self, every: list[Kept]) -> None:
+        self._kept = every
         self._saved: list[Tensor] = []
         self._dense = {
-            id(part.parameter): _as_mask(part)
-            for part in parts
-            if part.indices.numel() > _SPARSE * part.parameter.numel()
+            id(kept.parameter): _as_mask(kept)
+            for kept in every
+            if kept.indices.numel() > _SPARSE * kept.parameter.numel()
         }
 
     @torch.no_grad()
     def before(self, *_: Any) -> None:
-        self._saved = [part.parameter.detach().clone() for part in self._parts]
+        self._saved = [kept.parameter.detach().clone() for kept in self._kept]
 
     @torch.no_grad()
     def after(self, *_: Any) -> None:
-        for part, saved in zip(self._parts, self._saved, strict=True):
-            parameter = part.parameter.detach()
-            kept = self._dense.get(id(part.parameter))
-            if kept is not None:
-                torch.where(kept, parameter, saved, out=parameter)
+        for kept, saved in zip(self._kept, self._saved, strict=True):
+            parameter = kept.parameter.detach()
+            mask = self._dense.get(id(kept.parameter))
+            if mask is not None:
+                torch.where(mask, parameter, saved, out=parameter)
                 continue
             flat = parameter.view(-1)
-            values = flat[part.indices]
+            values = flat[kept.indices]
             parameter.copy_(saved)
-            flat[part.indices] = values
+            flat[kept.indices] = values
         self._saved = []
 
 
-def _as_mask(part: Kept) -> Tensor:
-    out = torch.zeros(part.parameter.numel(), dtype=torch.bool, device=part.parameter.device)
-    out[part.indices] = True
-    return out.view(part.parameter.shape)
+def _as_mask(kept: Kept) -> Tensor:
+    out = torch.zeros(kept.parameter.numel(), dtype=torch.bool, device=kept.parameter.device)
+    out[kept.indices] = True
+    return out.view(kept.parameter.shape)
 
 
 def _innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -178,14 +178,14 @@ def compact(
         raise SquisherError(f"compact needs an optimizer class such as torch.optim.AdamW, but got {optimizer_class!r}.")
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise SquisherError("LBFGS evaluates the loss inside its step, which compact cannot follow; use train_only.")
-    kept = match(model, mask)
-    moving = [part for part in kept if part.indices.numel()]
+    every = match(model, mask)
+    moving = [kept for kept in every if kept.indices.numel()]
     if not moving:
         raise SquisherError("The mask keeps no entry of this model, so there is nothing to train.")
     made = type(f"Compact{optimizer_class.__name__}", (_Compact, optimizer_class), {})
-    vectors = [nn.Parameter(part.parameter.detach().view(-1)[part.indices].clone()) for part in moving]
+    vectors = [nn.Parameter(kept.parameter.detach().view(-1)[kept.indices].clone()) for kept in moving]
     optimizer: Any = made(vectors, **options)
-    optimizer._attach(kept, list(zip(moving, vectors, strict=True)))
+    optimizer._attach(every, list(zip(moving, vectors, strict=True)))
     return cast(torch.optim.Optimizer, optimizer)
 
 
@@ -199,11 +199,11 @@ class _Compact:
     def _attach(self, every: list[Kept], moving: list[tuple[Kept, nn.Parameter]]) -> None:
         self._all, self._moving = every, moving
         self._hooks = []
-        for part in every:
-            masked = masking_hook(part)
-            masked(part.parameter)  # for a gradient that came before the hook
-            if not part.whole:
-                self._hooks.append(part.parameter.register_post_accumulate_grad_hook(masked))
+        for kept in every:
+            masked = masking_hook(kept)
+            masked(kept.parameter)  # for a gradient that came before the hook
+            if not kept.whole:
+                self._hooks.append(kept.parameter.register_post_accumulate_grad_hook(masked))
 
     def release(self) -> None:
         """Remove the hooks from the model; all gradients are whole again."""
@@ -217,14 +217,14 @@ class _Compact:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            for part, vector in self._moving:
-                gradient = part.parameter.grad
-                vector.grad = None if gradient is None else gradient.to_dense().reshape(-1)[part.indices]
-                vector.copy_(part.parameter.view(-1)[part.indices])  # weights may have been loaded meanwhile
+            for kept, vector in self._moving:
+                gradient = kept.parameter.grad
+                vector.grad = None if gradient is None else gradient.to_dense().reshape(-1)[kept.indices]
+                vector.copy_(kept.parameter.view(-1)[kept.indices])  # weights may have been loaded meanwhile
         self._inner_step()
         with torch.no_grad():
-            for part, vector in self._moving:
-                part.parameter.view(-1)[part.indices] = vector
+            for kept, vector in self._moving:
+                kept.parameter.view(-1)[kept.indices] = vector
                 vector.grad = None
         return loss
 
@@ -236,12 +236,12 @@ class _Compact:
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients of the whole model."""
-        for part in self._all:
-            gradient = part.parameter.grad
+        for kept in self._all:
+            gradient = kept.parameter.grad
             if gradient is not None and not set_to_none:
                 gradient.detach_().zero_()
             elif gradient is not None:
-                part.parameter.grad = None
+                kept.parameter.grad = None
 
 
 def reset_outside(

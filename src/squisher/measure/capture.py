@@ -2,7 +2,7 @@
 
 A function mode sees every operation of the forward pass and follows where the examples are (`examples`). An operation with a rule
 (`rules`) is given a detached copy of the parameter, and a hook on its output receives the gradient from which the rule finds each
-example's share. So a gradient that could still reach the parameter itself comes from a use that nobody saw, and the graph shows it
+example's share. So a gradient that could still reach the parameter itself comes from a use that was not seen, and the graph shows it
 before anything is added. What is made of parameters alone (a weight that is normalised, positions that are looked up once) is a
 source like a parameter: its per-example gradients are sent on through its own small graph.
 """
@@ -33,13 +33,13 @@ from .examples import (
 )
 from .following import NEEDING_NO_VALUES, Following, Watch, is_random, leaves_behind, operations_behind
 from .likelihood import Objective, Outputs
-from .parallel import can_localise, local_gradient, local_piece
+from .parallel import can_localise, local_gradient, shard_of_gradients
 from .rules import (
     OPERATIONS,
     Broadcast,
     Dense,
+    Gradients,
     Outer,
-    Piece,
     Rule,
     Squares,
     add_squares,
@@ -76,7 +76,7 @@ _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
 
 
 def forward_pass(*args: Any, **kwargs: Any) -> tuple[Pass, Outputs]:
-    """Run a forward pass, if need be a second time without guesses; arguments as of `Pass`.
+    """Run a forward pass, if need be a second time without guesses; same arguments as `Pass`.
 
     Raises:
         Obstacle: this batch cannot be done at once.
@@ -112,7 +112,7 @@ class Pass(Following):
         batch: two examples or more.
         parameters: those to capture, by name.
         bounds: gets what the rounding of each parameter's gradient is measured by, if wanted.
-        guess: whether a shared tensor with as many rows as there are examples is taken for rows of theirs, to see if it fits.
+        guess: whether a shared tensor with as many rows as there are examples is tried as one row per example.
         gathered: for a sharded model, its gathered parameters; they are there only while their layer is at work.
 
     Attributes:
@@ -127,7 +127,7 @@ class Pass(Following):
         objective: Objective,
         batch: Batch,
         parameters: Mapping[str, Tensor],
-        bounds: dict[str, list[Piece]] | None = None,
+        bounds: dict[str, list[Gradients]] | None = None,
         guess: bool = True,
         gathered: Iterable[Tensor] | None = None,
     ):
@@ -149,7 +149,7 @@ class Pass(Following):
         self._done: set[str] = set()
         self._in_backward = False
         self._arrivals: dict[int, int] = {}
-        self._pending: dict[int, list[Piece]] = {}
+        self._pending: dict[int, list[Gradients]] = {}
         self._squares: dict[str, tuple[Outer, Tensor]] = {}
         self._leaf = torch.zeros((), requires_grad=True)
         self._watch = Watch(self)
@@ -349,7 +349,7 @@ class Pass(Following):
         return copies
 
     def _captured(self, output: Any, uses: list[tuple[Tensor, Rule]], after: Any) -> Any:
-        """Have the gradient of this output squared for these sources; returns what is to stand for it."""
+        """Square the gradient of this output for these sources when it arrives; return the tensor to use in its place."""
         if not isinstance(output, Tensor):
             return output
         state = after(output)[0]
@@ -439,23 +439,23 @@ class Pass(Following):
         with _full_precision(g.device.type), torch._C.DisableTorchFunction():
             squares = None if is_sharded(g) else Squares(g)  # a bias and its weight need the same ones
             for use in uses:
-                piece = partial(local_piece, use.source, use.rule) if is_sharded(g) else use.rule.piece
+                gradients = partial(shard_of_gradients, use.source, use.rule) if is_sharded(g) else use.rule.gradients
                 if self.bounds is not None:
                     for name in self._names_behind(use.source) if id(use.source) in self._names else ():
-                        bound = piece(g.square(), use.dim, self.examples, squared=True)
+                        bound = gradients(g.square(), use.dim, self.examples, squared=True)
                         self.bounds.setdefault(name, []).append(bound)
-                self._take(use.source, piece(g, use.dim, self.examples), squares)
+                self._take(use.source, gradients(g, use.dim, self.examples), squares)
         if not self.many:
             uses.clear()  # no other column comes: the inputs that the rules hold are free
 
-    def _take(self, source: Tensor, piece: Piece, squares: Squares | None) -> None:
+    def _take(self, source: Tensor, summand: Gradients, squares: Squares | None) -> None:
         key = id(source)
         name = self._names.get(key)
         self._arrivals[key] = self._arrivals.get(key, 0) + 1
         if name is None or name in self._parts or self._expected.get(key, 0) > 1:
             if name in self._done or any(n in self._done for n in self._names_behind(source)):
                 raise Obstacle({n: "its uses come in several parts" for n in self._names_behind(source)})
-            self._pending.setdefault(key, []).append(piece)
+            self._pending.setdefault(key, []).append(summand)
             if (
                 name is not None
                 and name not in self._parts
@@ -468,18 +468,18 @@ class Pass(Following):
             raise Obstacle({name: "it is used more often in the backward pass than in the forward pass"})
         self._done.add(name)
         # The squares of a sharded layer do not wait for the last column: they would be whole in all layers.
-        if self.many and not self._sharded and isinstance(piece, Outer) and piece.left.shape[1] == 1:
-            self._aggregate(name, piece)
+        if self.many and not self._sharded and isinstance(summand, Outer) and summand.left.shape[1] == 1:
+            self._aggregate(name, summand)
         else:
-            piece.add_squares(self.sums[name], squares)
+            summand.add_squares(self.sums[name], squares)
 
-    def _aggregate(self, name: str, piece: Outer) -> None:
+    def _aggregate(self, name: str, summand: Outer) -> None:
         """Σ_columns (g²)ᵀ(a²) = (Σ_columns g²)ᵀ(a²): one matrix product for all columns."""
-        g = (piece.left if piece.gradient_on_left else piece.right)[:, 0].to(self.sums[name].dtype)
+        g = (summand.left if summand.gradient_on_left else summand.right)[:, 0].to(self.sums[name].dtype)
         if name in self._squares:
             self._squares[name][1].addcmul_(g, g)
         else:
-            self._squares[name] = (piece, g.square())
+            self._squares[name] = (summand, g.square())
 
     @torch.no_grad()
     def _end_column(self) -> None:
@@ -495,27 +495,27 @@ class Pass(Following):
             if sources:
                 direct = {name: waiting.pop(id(self.parameters[name]), []) for name in behind}
                 self._through(sources, direct)
-            for key, pieces in waiting.items():
-                add_squares(self.sums[self._names[key]], pieces)
+            for key, summands in waiting.items():
+                add_squares(self.sums[self._names[key]], summands)
 
-    def _through(self, sources: list[tuple[Tensor, list[Piece]]], direct: dict[str, list[Piece]]) -> None:
+    def _through(self, sources: list[tuple[Tensor, list[Gradients]]], direct: dict[str, list[Gradients]]) -> None:
         """Send each example's gradient of what was made of parameters on to the parameters, and square it with their own uses."""
         parameters = [self.parameters[name] for name in direct]
         tensors = [source for source, _ in sources]
         for n in range(self.examples):
-            arriving = [sum(p.example(n, s.shape) for p in pieces).to(s.dtype) for s, pieces in sources]  # type: ignore[union-attr]
+            arriving = [sum(p.example(n, s.shape) for p in summands).to(s.dtype) for s, summands in sources]  # type: ignore[union-attr]
             if self.bounds is not None:
                 self._bound_through(self.bounds, direct, arriving)
             found = torch.autograd.grad(tensors, parameters, arriving, retain_graph=True, allow_unused=True)
-            for (name, pieces), gradient in zip(direct.items(), found, strict=True):
+            for (name, summands), gradient in zip(direct.items(), found, strict=True):
                 total = self.sums[name]
                 own = None if gradient is None else local_gradient(gradient, self.parameters[name])
                 whole = torch.zeros_like(total) if own is None else own.to(total.dtype)
-                for piece in pieces:
-                    whole = whole + piece.example(n, total.shape).to(total.dtype)
+                for summand in summands:
+                    whole = whole + summand.example(n, total.shape).to(total.dtype)
                 total.addcmul_(whole, whole)
 
-    def _bound_through(self, bounds: dict[str, list[Piece]], names: Iterable[str], arriving: list[Tensor]) -> None:
+    def _bound_through(self, bounds: dict[str, list[Gradients]], names: Iterable[str], arriving: list[Tensor]) -> None:
         """Note what rounding is measured by where a gradient comes through others: all that arrives, as if spread evenly."""
         for name in names:
             total = sum(float(g.square().sum()) for g in arriving) / max(1, self.parameters[name].numel())
@@ -526,12 +526,12 @@ class Pass(Following):
     def _end(self) -> None:
         """All columns are through."""
         with torch._C.DisableTorchFunction():
-            for name, (piece, squares) in self._squares.items():
+            for name, (summand, squares) in self._squares.items():
                 total = self.sums[name].view(self.sums[name].shape[0], -1)
-                if piece.gradient_on_left:
-                    total.addmm_(squares.T, piece.right[:, 0].to(total.dtype).square())
+                if summand.gradient_on_left:
+                    total.addmm_(squares.T, summand.right[:, 0].to(total.dtype).square())
                 else:
-                    total.addmm_(piece.left[:, 0].to(total.dtype).square().T, squares)
+                    total.addmm_(summand.left[:, 0].to(total.dtype).square().T, squares)
             self._squares.clear()
 
 

@@ -26,7 +26,7 @@ from .capture import Obstacle, Pass, forward_pass
 from .likelihood import Objective, Outputs
 from .loop import Loop
 from .proof import Known, Proof, check_alone, compare, prove, recall
-from .rules import Piece
+from .rules import Gradients
 from .sums import Sums
 
 __all__ = ["PROVEN_ANEW", "Fast", "left_to_the_loop"]
@@ -132,7 +132,7 @@ class Fast:
                 ) from obstacle
             return
         scratch = Sums(sums.parameters, sums.dtype)
-        bounds: dict[str, list[Piece]] = {}
+        bounds: dict[str, list[Gradients]] = {}
         one.bounds = bounds
         one.backward(outputs, index, scratch)
         with torch.no_grad():

@@ -115,7 +115,7 @@ _VIEWS = {"get.T", "get.mT", "get.H", "get.mH", "get.data", "get.real", "get.ima
 
 
 def looks_only(name: str) -> bool:
-    """Whether an operation only looks at a tensor's form; `name` as of `name_of`."""
+    """Whether an operation only looks at a tensor's form; `name` from `name_of`."""
     return name in _FORM or (name.startswith("get.") and name not in _VIEWS)
 
 

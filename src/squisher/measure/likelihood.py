@@ -388,7 +388,7 @@ def compared_with_own(
         asked: the shift that the user gave, or None.
 
     Returns:
-        The objective, with another shift if that is what the model does and nobody asked for this one; and what to write down.
+        The objective, with another shift if that is what the model does and no shift was given; and what to record.
     """
     batch = batch.take(0, min(batch.size, _COMPARED))
     own = _own_loss(model, objective, batch)

@@ -96,7 +96,7 @@ def gradient_of_batch(
     objective: Objective,
     parameters: Mapping[str, Tensor],
 ) -> int:
-    """Call `receive` with the gradient of the summed terms of a whole batch; arguments as of `each_gradient`."""
+    """Call `receive` with the gradient of the summed terms of a whole batch; same arguments as `each_gradient`."""
     with requiring(model, parameters) as everything:
         outputs = objective.outputs(model, batch)
         for term in objective.terms(outputs, index):

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..ranks import is_sharded, local_of
-from .rules import Broadcast, Dense, Linear, Lookup, Piece, Rule
+from .rules import Broadcast, Dense, Gradients, Linear, Lookup, Rule
 
-__all__ = ["can_localise", "conversions", "local_gradient", "local_piece"]
+__all__ = ["can_localise", "conversions", "local_gradient", "shard_of_gradients"]
 
 
 def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
@@ -34,21 +34,21 @@ def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def can_localise(source: Tensor, rule: Rule) -> bool:
-    """Whether `local_piece` can do this use of a DTensor."""
+    """Whether `shard_of_gradients` can do this use of a DTensor."""
     if not isinstance(rule, (Linear, Lookup, Broadcast)):
         return False
     dim = _sharded_dim(source)
     return not isinstance(rule, Broadcast) or not dim or rule.aligned == tuple(rule.shape)
 
 
-def local_piece(source: Tensor, rule: Any, g: Any, dim: int, examples: int, squared: bool = False) -> Piece:
+def shard_of_gradients(source: Tensor, rule: Any, g: Any, dim: int, examples: int, squared: bool = False) -> Gradients:
     """Return this process's shard of the gradients of one use; all processes of the mesh together.
 
     Args:
         source: what was used: a DTensor, or whole on every process.
         rule: of its use, with DTensors.
         g: gradient with respect to the output, a DTensor.
-        dim: as of `Rule.piece`, like those that follow.
+        dim: as in `Rule.gradients`, like those that follow.
         examples: how many there are.
         squared: whether squares are wanted.
     """
@@ -60,18 +60,18 @@ def local_piece(source: Tensor, rule: Any, g: Any, dim: int, examples: int, squa
         by_output = sharded is not None and sharded == int(rule.transposed)
         by_input = sharded is not None and not by_output
         local = Linear(_placed(rule.a, Shard(rule.a.dim() - 1) if by_input else whole, g), rule.transposed)
-        return local.piece(_placed(g, last if by_output else whole, g), dim, examples, squared)
+        return local.gradients(_placed(g, last if by_output else whole, g), dim, examples, squared)
     if isinstance(rule, Lookup):
         ids = _placed(rule.ids, whole, g)
         if rule.padding is not None:
             ids = ids.masked_fill(ids == rule.padding, -1)
         if sharded == 0:
             ids = _own_rows(ids, source)
-        return Lookup(ids).piece(_placed(g, last if sharded == 1 else whole, g), dim, examples, squared)
-    return _broadcast_piece(source, rule, g, dim, examples, squared)
+        return Lookup(ids).gradients(_placed(g, last if sharded == 1 else whole, g), dim, examples, squared)
+    return _broadcast_gradients(source, rule, g, dim, examples, squared)
 
 
-def _broadcast_piece(source: Tensor, rule: Broadcast, g: Any, dim: int, examples: int, squared: bool) -> Piece:
+def _broadcast_gradients(source: Tensor, rule: Broadcast, g: Any, dim: int, examples: int, squared: bool) -> Gradients:
     from torch.distributed.tensor import Replicate, Shard
 
     sharded, missing = _sharded_dim(source), g.dim() - len(rule.aligned)
@@ -86,13 +86,13 @@ def _broadcast_piece(source: Tensor, rule: Broadcast, g: Any, dim: int, examples
     local = _placed(g, placement, g)
     shape = local_of(source).shape
     aligned = rule.aligned if sharded is None else (*shape, *rule.aligned[len(shape) :])
-    piece = replace(rule, shape=shape, aligned=tuple(aligned), factor=factor, held=()).piece(
+    summand = replace(rule, shape=shape, aligned=tuple(aligned), factor=factor, held=()).gradients(
         local, dim, examples, squared
     )
-    if partial and isinstance(piece, Dense):
-        piece = Dense(piece.values.clone())
-        dist.all_reduce(piece.values, group=g.device_mesh.get_group())
-    return piece
+    if partial and isinstance(summand, Dense):
+        summand = Dense(summand.values.clone())
+        dist.all_reduce(summand.values, group=g.device_mesh.get_group())
+    return summand
 
 
 def _sharded_dim(source: Any) -> int | None:

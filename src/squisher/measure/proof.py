@@ -23,7 +23,7 @@ from .batches import Batch
 from .capture import Obstacle, forward_pass
 from .likelihood import IGNORED, Objective, Outputs
 from .loop import each_gradient
-from .rules import Piece, examples_of
+from .rules import Gradients, examples_of
 from .sampling import normals
 from .sums import Sums
 
@@ -161,7 +161,7 @@ def _proven(
     parameters: Mapping[str, Tensor],
     chosen: list[int],
 ) -> Proof:
-    bounds: dict[str, list[Piece]] = {}
+    bounds: dict[str, list[Gradients]] = {}
     with only_requiring(model, parameters.values()):
         one, outputs = forward_pass(model, objective, two, parameters, bounds)
         program, captured = one.program, one.captured
@@ -189,7 +189,7 @@ def _proven(
 def compare(
     found: Mapping[str, Tensor],
     expected: Mapping[str, Tensor],
-    bounds: Mapping[str, list[Piece]],
+    bounds: Mapping[str, list[Gradients]],
     types: Iterable[torch.dtype],
 ) -> dict[str, str]:
     """Return what differs between sums of squares and the loop's, and how.
@@ -208,7 +208,11 @@ def compare(
 
 
 def _differing(
-    name: str, error: Callable[[Tensor | None], float], bounds: list[Piece], like: Tensor, types: Iterable[torch.dtype]
+    name: str,
+    error: Callable[[Tensor | None], float],
+    bounds: list[Gradients],
+    like: Tensor,
+    types: Iterable[torch.dtype],
 ) -> dict[str, str]:
     """Return how a parameter differs from the loop; nothing if it does not.
 
@@ -228,12 +232,12 @@ def differing(error: float, tolerance: float) -> str:
 
 
 @torch.no_grad()
-def total_of(bounds: Iterable[Piece], like: Tensor) -> Tensor:
-    """Return the sum over all examples of pieces, in the shape of `like`."""
+def total_of(bounds: Iterable[Gradients], like: Tensor) -> Tensor:
+    """Return the sum over all examples of summands, in the shape of `like`."""
     whole = torch.zeros_like(like)
-    for piece in bounds:
-        for n in range(examples_of(piece)):
-            whole += piece.example(n, whole.shape).to(whole.dtype)
+    for summand in bounds:
+        for n in range(examples_of(summand)):
+            whole += summand.example(n, whole.shape).to(whole.dtype)
     return whole
 
 

@@ -19,7 +19,7 @@ from ..ranks import local_of
 from .batches import Batch
 from .meshes import is_spread
 from .proof import tolerance_of, total_of
-from .rules import Piece, Squares, add_squares
+from .rules import Gradients, Squares, add_squares
 from .sharded import Group, Shards, WholeSums
 from .step import Proven, Step
 from .step_pass import StepPass, apart, weighted_rows
@@ -208,21 +208,21 @@ class _ShardedPass(StepPass):
             total = self._proof["arrived"][name]
             total.add_(gradient.to_dense().to(total.dtype))
 
-    def _add(self, name: str, pieces: list[Piece], squares: Squares | None) -> None:
+    def _add(self, name: str, summands: list[Gradients], squares: Squares | None) -> None:
         if name in self.refused:
             return
         total = self.whole[name]
-        if squares is not None and len(pieces) == 1:
-            pieces[0].add_squares(total, squares)
+        if squares is not None and len(summands) == 1:
+            summands[0].add_squares(total, squares)
         else:
-            add_squares(total, pieces)
+            add_squares(total, summands)
         if name not in self.present and bool(total.any()):
             self.present.add(name)
         if not self._proof or self.weights is None:
             return
         given, one_by_one = self._proof["given"][name], self._proof["one by one"][name]
         for n, weight in enumerate(self.weights.tolist()):
-            gradient: Tensor = sum(p.example(n, total.shape).to(total.dtype) for p in pieces)  # type: ignore[assignment]
+            gradient: Tensor = sum(p.example(n, total.shape).to(total.dtype) for p in summands)  # type: ignore[assignment]
             given.add_(gradient, alpha=weight)
             one_by_one.addcmul_(gradient, gradient)
         bounds = (self.bounds or {}).pop(name, None)
@@ -233,9 +233,9 @@ class _ShardedPass(StepPass):
         """Complete what waited, reduce it, and see whether the rules agree with what arrived."""
         self._in_backward = False
         self.finite = self.finite and all(bool(g.isfinite().all()) for r in self.reductions for g in r.arrived)
-        for key, pieces in self._pending.items():
+        for key, summands in self._pending.items():
             if key in self._names:
-                self._add(self._names[key], pieces, None)
+                self._add(self._names[key], summands, None)
         self._pending.clear()
         for sums in (self.whole, *(s for what, s in self._proof.items() if what != "arrived")):
             sums.flush_rest(ranks.gather)

@@ -29,7 +29,7 @@ from .step_pass import StepPass
 
 __all__ = ["Proven", "Step"]
 
-# What torch calls inside is seen only if it does not ask first whether somebody is watching.
+# What torch calls inside is seen only if it does not ask first whether a mode is active.
 _attention = F.multi_head_attention_forward
 _open_attention = FunctionType(
     _attention.__code__,

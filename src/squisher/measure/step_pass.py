@@ -22,7 +22,7 @@ from .examples import SHARED, UNKNOWN, Examples, Look, Other, State, replaced, t
 from .following import REDUCTIONS, counts_positions, factor_of, is_random
 from .likelihood import Objective
 from .proof import tolerance_of, total_of
-from .rules import Broadcast, Dense, Piece, Rule, Squares, add_squares
+from .rules import Broadcast, Dense, Gradients, Rule, Squares, add_squares
 from .sums import Sums
 
 __all__ = ["StepPass", "apart", "weighted_rows"]
@@ -253,10 +253,10 @@ class StepPass(Pass):
         self._uses.clear()
         self._in_backward = True
 
-    def _take(self, source: Tensor, piece: Piece, squares: Squares | None) -> None:
+    def _take(self, source: Tensor, summand: Gradients, squares: Squares | None) -> None:
         key = id(source)
         self._arrivals[key] = self._arrivals.get(key, 0) + 1
-        self._pending.setdefault(key, []).append(piece)
+        self._pending.setdefault(key, []).append(summand)
         name = self._names.get(key)
         if name is not None and name not in self._parts and self._arrivals[key] == self._expected[key]:
             self._add(name, self._pending.pop(key), squares)
@@ -264,15 +264,15 @@ class StepPass(Pass):
     @torch.no_grad()
     def _pass_on(self, key: int, _: Tensor) -> None:
         """Send each example's gradient of what was made of parameters on to the parameters."""
-        pieces = None if self._passing or not self._in_backward else self._pending.pop(key, None)
-        if pieces is None:
+        summands = None if self._passing or not self._in_backward else self._pending.pop(key, None)
+        if summands is None:
             return
         source, behind = self._behind[key]
         names = sorted(behind)
         found: dict[str, list[Tensor]] = {name: [] for name in names}
         self._passing = True
         for n in range(self.examples):
-            arriving = sum(p.example(n, source.shape) for p in pieces).to(source.dtype)  # type: ignore[union-attr]
+            arriving = sum(p.example(n, source.shape) for p in summands).to(source.dtype)  # type: ignore[union-attr]
             if self.bounds is not None:
                 self._bound_through(self.bounds, names, [arriving])
             parameters = [self.parameters[name] for name in names]
@@ -288,9 +288,9 @@ class StepPass(Pass):
         """Complete what waited for a use whose output did not matter: the backward pass is over."""
         self._in_backward = False
         self.finite = self.finite and all(bool(g.isfinite().all()) for r in self.reductions for g in r.arrived)
-        for key, pieces in self._pending.items():
+        for key, summands in self._pending.items():
             if key in self._names:
-                self._add(self._names[key], pieces, None)
+                self._add(self._names[key], summands, None)
         self._pending.clear()
         for name, gradient in self._wanted.items():
             if gradient is not None and bool(gradient.any()):
@@ -316,23 +316,23 @@ class StepPass(Pass):
             held.clear()
         self.sums, self.bounds = {}, None
 
-    def _add(self, name: str, pieces: list[Piece], squares: Squares | None) -> None:
+    def _add(self, name: str, summands: list[Gradients], squares: Squares | None) -> None:
         if name in self.refused:
             self._wanted.pop(name, None)
         elif self.weights is not None:
-            self._compare(name, pieces, self.weights)
-        elif len(pieces) == 1:
-            pieces[0].add_squares(self.sums[name], squares)
+            self._compare(name, summands, self.weights)
+        elif len(summands) == 1:
+            summands[0].add_squares(self.sums[name], squares)
         else:
-            add_squares(self.sums[name], pieces)
+            add_squares(self.sums[name], summands)
 
-    def _compare(self, name: str, pieces: list[Piece], weights: Tensor) -> None:
+    def _compare(self, name: str, summands: list[Gradients], weights: Tensor) -> None:
         """Add the squares, and see whether Σ r_n g_n is what arrived when the losses were multiplied by r_n."""
         own = self.sums[name]
-        add_squares(own, pieces)
+        add_squares(own, summands)
         given, one_by_one = torch.zeros_like(own), torch.zeros_like(own)
         for n, weight in enumerate(weights.tolist()):
-            gradient: Tensor = sum(p.example(n, own.shape).to(own.dtype) for p in pieces)  # type: ignore[assignment]
+            gradient: Tensor = sum(p.example(n, own.shape).to(own.dtype) for p in summands)  # type: ignore[assignment]
             given.add_(gradient, alpha=weight)
             one_by_one.addcmul_(gradient, gradient)
         arrived = self._wanted.pop(name, None)

@@ -27,7 +27,7 @@ from .loop import requiring
 from .meshes import Replicas
 from .parallel import conversions, local_gradient
 from .proof import Difference, Probe, compare, difference_of, differing, interaction, tolerance_of, total_of, two_of
-from .rules import Piece
+from .rules import Gradients
 from .sharded import Group, Shards, WholeSums
 from .sums import Sums
 
@@ -276,7 +276,7 @@ class Together:
     def _proven(self, scratch: Sums, objective: Objective, two: Batch, index: Tensor, owner: int) -> list[Tensor]:
         """Subtract the loop's squares from ours, compare what is left; returns the outputs of each example on its own."""
         here = owner == self.replicas.mine
-        bounds: dict[str, list[Piece]] = {}
+        bounds: dict[str, list[Gradients]] = {}
         one, outputs, told = self._forward(objective, two, bounds=bounds)
         self._backward(scratch, one, outputs, index, float(here), told)
         theirs, types = self._leaders(told)[owner], self._leaders(self._exchange(one.types))[owner]
@@ -299,14 +299,16 @@ class Together:
         self.proven.setdefault(theirs.program, set()).update(*self._exchange(evident))
         return alone
 
-    def _bounds(self, found: Sums, bounds: dict[str, list[Piece]], names: set[str], here: bool) -> dict[str, Tensor]:
+    def _bounds(
+        self, found: Sums, bounds: dict[str, list[Gradients]], names: set[str], here: bool
+    ) -> dict[str, Tensor]:
         """Reduce what rounding is measured by into shards, one parameter at a time."""
         totals = Sums(found.parameters, torch.float32, found.device)
         whole = WholeSums(self.shards, totals, float(here))
         for group in self.shards.groups:
             for name in (n for n in group.members if n in names):
-                for piece in bounds.pop(name, []) if here else ():
-                    whole[name].add_(total_of([piece], whole[name]))
+                for summand in bounds.pop(name, []) if here else ():
+                    whole[name].add_(total_of([summand], whole[name]))
                 whole.flush(group, [name])
         for name in self.shards.plain:
             if here and name in names:
@@ -335,7 +337,7 @@ class Together:
         objective: Objective,
         batch: Batch,
         alone: Mapping[int, Tensor] | None = None,
-        bounds: dict[str, list[Piece]] | None = None,
+        bounds: dict[str, list[Gradients]] | None = None,
     ) -> tuple[Pass, Outputs, list[_Told]]:
         """Run a forward pass in which every use of a parameter is seen, if need be a second time without guesses.
 

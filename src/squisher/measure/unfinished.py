@@ -1,6 +1,6 @@
 """A measurement that was interrupted goes on where it was: its sums so far, in a small file beside the result.
 
-The file says what it is a part of: the settings, the model, and the batches that are in the sums. Whoever goes on walks over those
+The file says which measurement it belongs to: the settings, the model, and the batches that are in the sums. The next call reads those
 batches again without measuring them; what differs is refused. It is written now and then, whole or not at all.
 """
 
@@ -135,7 +135,7 @@ class Unfinished:
         """Write the sums if it is time for it.
 
         Raises:
-            KeyboardInterrupt: Somebody asked to stop while the batch was measured; the sums are written.
+            KeyboardInterrupt: The user asked to stop while the batch was measured; the sums are written.
         """
         if not self._stop and time.monotonic() - self._saved < SECONDS:
             return

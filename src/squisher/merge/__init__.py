@@ -40,7 +40,7 @@ def average(
         precision: What is computed in: `float32` or `float64`.
 
     Raises:
-        SquisherError: The models do not belong together, or an argument is not one that can be.
+        SquisherError: The models do not belong together, or an argument is invalid.
     """
     used, numbers = taking_part(models, coefficients)
     models = [models[k] for k in used]
@@ -62,13 +62,13 @@ def task_arithmetic(
     Args:
         base: The weights that the models started from.
         models: One or more mappings of weights.
-        coefficients: One α a model, negative ones too; they are not divided by anything. 1 by default.
+        coefficients: One α per model, negative ones too; they are not divided by anything. 1 by default.
         exclude: A regular expression; what it finds is kept as each model has it.
         dtype: The type of the result; by default the first model's.
         precision: What is computed in: `float32` or `float64`.
 
     Raises:
-        SquisherError: The models do not belong together, or an argument is not one that can be.
+        SquisherError: The models do not belong together, or an argument is invalid.
     """
     used, numbers = taking_part(models, coefficients, [base], negative=True)
     models = [models[k] for k in used]
@@ -157,10 +157,10 @@ def ubgm(
     Args:
         base: The weights that the models started from.
         models: One or more mappings of weights.
-        base_importance: That of the base; None only with a `base_size` of 0.
+        base_importance: The importance of the base; None only with a `base_size` of 0.
         importances: One per model.
-        coefficients: One α a model, not negative; 0 drops the model. 1 by default.
-        sizes: One s a model, its number of training examples for importances that are means. 1 by default.
+        coefficients: One α per model, not negative; 0 drops the model. 1 by default.
+        sizes: One s per model, its number of training examples for importances that are means. 1 by default.
         base_size: s₀ of the base.
         delta: δ. `relative` is 1e-6 of the tensor's mean denominator; 0 is none.
         scale: How importances are brought to one scale: `auto`, `as_fisher` or `stored`.
@@ -194,11 +194,11 @@ def ubgm(
     layout = plan(everyone, exclude, numbers=used, tied=tied_in(every_importance))
     names, averaged = matched(models[0], layout.merged, layout.tied, every_importance, missing, who)
     ready = graded(every_importance, names, scale, who, dropped)
-    own = ready[len(models)] if len(ready) > len(models) else None
+    of_base = ready[len(models)] if len(ready) > len(models) else None
     rule = Matching(
         base,
         models,
-        own,
+        of_base,
         ready[: len(models)],
         alphas,
         [lengths[k] for k in used],
@@ -244,7 +244,7 @@ def ota(
     Raises:
         NamingError: Names or shapes do not match.
         ScaleError: The importances have no common scale.
-        SquisherError: A fraction is not one.
+        SquisherError: A fraction is not between 0 and 1.
     """
     importances = as_many("importance", importances, models)
     floors, adds = as_floors(floor, len(models))
@@ -313,7 +313,7 @@ def as_numbers(what: str, values: Sequence[float] | None, count: int, *, least: 
 
 
 def as_number(value: Any) -> float:
-    """Return a number, from a command line perhaps."""
+    """Return a number, which may come from a command line as text."""
     try:
         return float(value)
     except (TypeError, ValueError):

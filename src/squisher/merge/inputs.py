@@ -58,9 +58,9 @@ class Graded(Computed):
         """Sum and sum of squares on the common scale: from the file where it has them, otherwise by one pass, once."""
         if name not in self._sums:
             p = self._stored.provenance if isinstance(self._stored, Importance) else None
-            own = self._name_there(name)
-            if p is not None and own in p.sum and own in p.sum_of_squares:
-                total, squares = p.sum[own], p.sum_of_squares[own]
+            stored_name = self._name_there(name)
+            if p is not None and stored_name in p.sum and stored_name in p.sum_of_squares:
+                total, squares = p.sum[stored_name], p.sum_of_squares[stored_name]
             else:
                 total, squares = _pass_over(self.chunks(name))
             self._sums[name] = (total * self.factor, squares * self.factor * self.factor)
@@ -119,11 +119,11 @@ def graded(
     except ScaleError as error:
         raise (ScaleError(f"{error} (Models with a coefficient of 0 are not counted.)") if dropped else error) from None
     out = []
-    for stored, converted, own, called in zip(importances, common, names, who, strict=True):
+    for stored, converted, table, called in zip(importances, common, names, who, strict=True):
         factor = 1.0
         if isinstance(stored, Importance) and isinstance(converted, Importance):
             factor = converted.provenance.scale / stored.provenance.scale
-        out.append(Graded(stored, own, factor, called))
+        out.append(Graded(stored, table, factor, called))
     return out
 
 
@@ -153,13 +153,13 @@ def matched(
     averaged: dict[str, str] = {}
     unexplained: list[str] = []
     for name in merged:
-        here = [_name_in(imp, name, tied) for imp in importances]
+        matches = [_name_in(imp, name, tied) for imp in importances]
         reasons = [_absent(imp).get(name) for imp in importances]
-        if None not in here:
-            for own, imp, called, table in zip(here, importances, who, found, strict=True):
-                if own is not None:
-                    check_like(weights, name, imp, own, ("the models", called))
-                    table[name] = own
+        if None not in matches:
+            for match, imp, called, table in zip(matches, importances, who, found, strict=True):
+                if match is not None:
+                    check_like(weights, name, imp, match, ("the models", called))
+                    table[name] = match
         elif None not in reasons:
             averaged[name] = str(reasons[0])
         else:
@@ -296,7 +296,7 @@ def plan(
         names = ", ".join(repr(name) for name in unasked[:3]) + (", …" if len(unasked) > 3 else "")
         warnings.warn(
             f"{len(unasked)} of {len(first)} tensors are not merged but kept as each model has them, because not all models "
-            f"have them with one shape: {names}. Exclude them by a pattern to say that this is meant.",
+            f"have them with one shape: {names}. Exclude them by a pattern if this is intended.",
             SquisherWarning,
             stacklevel=4,
         )

@@ -37,7 +37,7 @@ class Merged(Mapping[str, Tensor]):
 
     Attributes:
         merged: Names that are merged.
-        kept: Names that are the first model's own, and why (heads that differ, excluded names); see `for_model`.
+        kept: Names that are taken from the first model unchanged, and why (heads that differ, excluded names); see `for_model`.
         copied: Buffers, copied from the first model.
         averaged: Merged names for which no importance decides, and why.
         tied: Other names of tensors that have one already: alias to name. Asked for, they give the same tensor.
@@ -98,7 +98,7 @@ class Merged(Mapping[str, Tensor]):
             out[start : start + chunk.numel()] = chunk
             start += chunk.numel()
         tensor = out.view(self.shape(name))
-        if name in self.tied.values():  # as long as anyone holds it, its other names are the very same tensor
+        if name in self.tied.values():  # as long as it is referenced, its other names return the same tensor
             self._shared[name] = tensor
         return tensor
 
@@ -107,11 +107,11 @@ class Merged(Mapping[str, Tensor]):
         name = self._known(name)
         together = size // self._step(name, size)
         chunks = self.short_chunks(name, size)
-        while parts := list(islice(chunks, together)):
-            yield parts[0] if len(parts) == 1 else torch.cat(parts)
+        while short := list(islice(chunks, together)):
+            yield short[0] if len(short) == 1 else torch.cat(short)
 
     def short_chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """Yield as `chunks` does, but smaller than `size` where many models take part, so that what is read for one has one size."""
+        """Yield as `chunks` does, but in smaller chunks where many models take part, so that the memory for one does not grow with them."""
         name = self._known(name)
         inputs = self._rule.inputs(name) if name in self._in_plan else [self._source]
         merge = self._merged if name in self._in_plan else self._copied
@@ -136,14 +136,14 @@ class Merged(Mapping[str, Tensor]):
         if chunk.dtype == target:
             return chunk
         out = room_for(chunk.numel(), target)
-        for to, part in zip(out.split(_BLOCK), chunk.split(_BLOCK), strict=True):
-            to.copy_(part)
+        for to, block in zip(out.split(_BLOCK), chunk.split(_BLOCK), strict=True):
+            to.copy_(block)
         if target == torch.float16 and not _finite(out):
             raise _beyond_float16(name)
         return out
 
     def for_model(self, number: int) -> Merged:
-        """Return the merged weights with what model `number` (from 0) keeps of its own: its head, its buffers.
+        """Return the merged weights with the tensors that model `number` (from 0) keeps: its head, its buffers.
 
         Raises:
             SquisherError: There is no such model, or its coefficient is 0.

@@ -149,16 +149,16 @@ class Matching:
             self._plain.fill(name, chunks, out)
             return
         unit, delta = found
-        own = None
+        of_base = None
         if self._base_importance is not None:
-            own = Term(self._base_importance.factor * self._base_size * unit)
+            of_base = Term(self._base_importance.factor * self._base_size * unit)
         terms = [
             Term(g.factor * size * unit, coefficient=alpha)
             for g, size, alpha in zip(self._importances, self._sizes, self._alphas, strict=True)
         ]
-        factors = [t.factor for t in ([own] if own else []) + terms if t.factor]
+        factors = [t.factor for t in ([of_base] if of_base else []) + terms if t.factor]
         careful = not (_safe(delta) and all(map(_safe, factors)))
-        gradient_matched(chunks, own, terms, delta, torch.float64 if careful else self._work, careful, out)
+        gradient_matched(chunks, of_base, terms, delta, torch.float64 if careful else self._work, careful, out)
 
     def _unit_and_delta(self, name: str) -> tuple[float, float] | None:
         if name in self._averaged:
@@ -166,10 +166,10 @@ class Matching:
         if not isinstance(self._delta, str):
             return 1.0, self._delta
         numel = max(numel_of(self._base, name), 1)
-        parts = [a * s * g.sums(name)[0] for a, s, g in zip(self._alphas, self._sizes, self._importances, strict=True)]
+        totals = [a * s * g.sums(name)[0] for a, s, g in zip(self._alphas, self._sizes, self._importances, strict=True)]
         if self._base_importance is not None:
-            parts.append(self._base_size * self._base_importance.sums(name)[0])
-        mean = math.fsum(parts) / numel
+            totals.append(self._base_size * self._base_importance.sums(name)[0])
+        mean = math.fsum(totals) / numel
         if not mean > 0:
             return None
         unit = _unit(mean)
@@ -271,7 +271,7 @@ def differences(chunks: Sequence[Tensor], factors: Sequence[float], work: torch.
         chunks: The chunks, in this order.
         factors: One for each chunk after the first.
         work: The type to compute in.
-        out: Is filled with the result, in its own type.
+        out: Filled with the result, in its own data type.
     """
     for blocks, target, (a, b, c, d) in _in_blocks(chunks, out, 4, work):
         start = _as(blocks[0], a)
@@ -290,7 +290,7 @@ def weighted(chunks: Sequence[Tensor], terms: Sequence[Term], work: torch.dtype,
         terms: One per model, two or more.
         work: The type to compute in.
         careful: Whether a sum of weights may be 0.
-        out: Is filled with the result, in its own type.
+        out: Filled with the result, in its own data type.
     """
     shares = list(accumulate(term.coefficient for term in terms))
     for blocks, target, (a, b, total, w, d) in _in_blocks(chunks, out, 5, work):
@@ -326,7 +326,7 @@ def gradient_matched(
         delta: Added to both sums.
         work: The type to compute in.
         careful: Whether a denominator may be 0.
-        out: Is filled with the result, in its own type.
+        out: Filled with the result, in its own data type.
     """
     first = 1 if base is None else 2
     for blocks, target, (a, b, common, total, w, d, above, plain) in _in_blocks(chunks, out, 8, work):
@@ -368,10 +368,10 @@ def grafted(
     Args:
         chunks: θ₀, θ₁, F₁, θ₂, F₂, …
         terms: One per model: how F becomes the weight w.
-        least: One threshold a model.
+        least: One threshold per model.
         work: The type to compute in.
         careful: Whether a sum of weights may be 0; the models' mean is taken there.
-        out: Is filled with the result, in its own type.
+        out: Filled with the result, in its own data type.
     """
     for blocks, target, (a, b, w, d, total, above, plain) in _in_blocks(chunks, out, 7, work):
         start = _as(blocks[0], a)

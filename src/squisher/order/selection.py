@@ -197,10 +197,10 @@ def thresholds(
     """
     gather = reduce or (lambda counts: counts)
     width = 32
-    counts, mine, finest, clean = _first_digit(sources, width, gather)
+    counts, counts_here, finest, clean = _first_digit(sources, width, gather)
     if finest == 64:
         width = 64
-        counts, mine, _, clean = _first_digit(sources, width, gather)
+        counts, counts_here, _, clean = _first_digit(sources, width, gather)
     total = int(counts.sum())
     for k in ks:
         if not 0 <= k <= total:
@@ -208,11 +208,11 @@ def thresholds(
 
     # For each k the bits known so far and the number of scores above them; k = 0 asks for nothing more.
     found = {k: _descend(counts, 0, 0, k) for k in ks if k}
-    here = {prefix: mine for prefix, _ in found.values()}
+    local_counts = {prefix: counts_here for prefix, _ in found.values()}
     shift = width - DIGIT
     while shift and finest > 16 and found:
         shift -= DIGIT
-        prefixes = {prefix: row for row, prefix in enumerate(here)}
+        prefixes = {prefix: row for row, prefix in enumerate(local_counts)}
         all_mine = torch.zeros(len(prefixes), DIGITS, dtype=torch.int64)
         for name, chunks in sources.items():
             for chunk in chunks():
@@ -225,7 +225,7 @@ def thresholds(
         all_counts = gather(all_mine.flatten()).view_as(all_mine)
         rows = {k: prefixes[prefix] for k, (prefix, _) in found.items()}
         found = {k: _descend(all_counts[rows[k]], prefix, above, k) for k, (prefix, above) in found.items()}
-        here = {prefix: all_mine[rows[k]] for k, (prefix, _) in found.items()}
+        local_counts = {prefix: all_mine[rows[k]] for k, (prefix, _) in found.items()}
 
     results = []
     for k in ks:
@@ -233,7 +233,7 @@ def thresholds(
             results.append(Threshold(math.inf, 0, 0, 0, total, INFINITY[width], width))
             continue
         prefix, above = found[k]
-        key, equal = prefix << shift, int(here[prefix][prefix & (DIGITS - 1)])
+        key, equal = prefix << shift, int(local_counts[prefix][prefix & (DIGITS - 1)])
         results.append(Threshold(value_of(key, width), above, k - above, equal, total, key, width))
     return results
 

@@ -223,22 +223,25 @@ def _fine(sources: Mapping[str, Source], bins: set[int]) -> dict[int, tuple[Keys
     for slot, number in enumerate(sorted(bins)):
         slots[number] = slot
     counts = np.zeros(len(bins) * DIGITS, np.int64)
-    held: list[Keys] = []
+    waiting_keys: list[Keys] = []
     waiting = 0
     for keys in _finite_keys(sources):
         slot = slots[keys >> DIGIT]
         chosen = slot >= 0
-        held.append(slot[chosen] * DIGITS + (keys[chosen] & 0xFFFF).astype(np.int64))
-        waiting += held[-1].size
+        waiting_keys.append(slot[chosen] * DIGITS + (keys[chosen] & 0xFFFF).astype(np.int64))
+        waiting += waiting_keys[-1].size
         if waiting > counts.size:  # counting costs as much as the counts are long
-            counts += np.bincount(np.concatenate(held), minlength=counts.size)
-            held.clear()
+            counts += np.bincount(np.concatenate(waiting_keys), minlength=counts.size)
+            waiting_keys.clear()
             waiting = 0
-    if held:
-        counts += np.bincount(np.concatenate(held), minlength=counts.size)
+    if waiting_keys:
+        counts += np.bincount(np.concatenate(waiting_keys), minlength=counts.size)
     found = {}
     for slot, number in enumerate(sorted(bins)):
-        own = counts[slot * DIGITS : (slot + 1) * DIGITS]
-        lower = np.flatnonzero(own)[::-1]
-        found[number] = ((np.uint32(number << 16) | lower.astype(np.uint32)).view(np.float32).astype(float), own[lower])
+        in_bin = counts[slot * DIGITS : (slot + 1) * DIGITS]
+        lower = np.flatnonzero(in_bin)[::-1]
+        found[number] = (
+            (np.uint32(number << 16) | lower.astype(np.uint32)).view(np.float32).astype(float),
+            in_bin[lower],
+        )
     return found

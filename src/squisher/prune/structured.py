@@ -143,7 +143,7 @@ def channels(
 
 
 class _Scorer:
-    """What Torch-Pruning asks for a group of layers that lose the same channels: one number a channel."""
+    """The importance that Torch-Pruning asks for: one number per channel, for a group of layers that lose the same channels."""
 
     def __init__(
         self,

@@ -54,7 +54,7 @@ def weights(
         sparsity: The fraction of candidates to set to zero, from 0 to 1.
         scope: `"global"` ranks all candidates together, `"tensor"` each tensor by itself.
         score: `"fisher"` (½θ²F), `"magnitude"` (|θ|), `"importance"` (F) or `"random"`.
-        nm: Instead of a sparsity, a pattern such as `"2:4"`: of every 4 inputs in a row the best 2 stay. Vectors are left.
+        nm: Instead of a sparsity, a pattern such as `"2:4"`: of every 4 inputs in a row the best 2 stay. Vectors are not pruned.
         exclude: A regular expression: tensors whose name it finds something in are left as they are.
         minimum: The fraction of every tensor that stays at least, for the global scope.
         seed: Of random scores.
@@ -66,7 +66,7 @@ def weights(
 
     Raises:
         NamingError: Names or shapes of importance and weights do not fit.
-        SquisherError: The wish is impossible, or scores cannot be ranked.
+        SquisherError: The request is impossible, or scores cannot be ranked.
     """
     check_score(score, importance)
     check_choice("scope", scope, SCOPES)
@@ -185,14 +185,14 @@ def _marks_of(chunks: Callable[[str], Iterator[Tensor]], name: str) -> Source:
 
 def _recut(chunks: Any, size: int) -> Iterator[Tensor]:
     """Return the same entries in chunks of another size."""
-    held = torch.zeros(0, dtype=torch.bool)
+    waiting = torch.zeros(0, dtype=torch.bool)
     for chunk in chunks:
-        held = torch.cat([held, chunk]) if held.numel() else chunk
-        while held.numel() >= size:
-            yield held[:size]
-            held = held[size:]
-    if held.numel():
-        yield held
+        waiting = torch.cat([waiting, chunk]) if waiting.numel() else chunk
+        while waiting.numel() >= size:
+            yield waiting[:size]
+            waiting = waiting[size:]
+    if waiting.numel():
+        yield waiting
 
 
 def _fitted(
@@ -216,8 +216,12 @@ def _fitted(
         ).items():
             names[aliases.get(found, found)] = name
     if parameters is not None:
-        names = {name: own for name, own in names.items() if name in parameters}
-    kept = {name: own for name, own in names.items() if left_out is None or not left_out.search(name)}
+        names = {name: importance_name for name, importance_name in names.items() if name in parameters}
+    kept = {
+        name: importance_name
+        for name, importance_name in names.items()
+        if left_out is None or not left_out.search(name)
+    }
     if not kept:
         why = f"exclude={exclude!r} leaves nothing" if names else "there is no tensor to prune"
         raise SquisherError(f"Nothing can be pruned: {why}. There are {', '.join(list(stored)[:4])}, ….")
@@ -237,17 +241,17 @@ def _of_module(
     aliases: dict[str, str] = {}
     for live in live_parameters(model):
         name, tensor = live.name, live.parameter.detach()
-        held = holders[id(live.parameter)]
-        module, attribute = held[0]
+        places = holders[id(live.parameter)]
+        module, attribute = places[0]
         plain = attribute.removesuffix("_orig")
         mask = getattr(module, f"{plain}_mask", None) if plain != attribute else None
         if isinstance(mask, Tensor):  # pruned before: what is zero already has the lowest score
             tensor = tensor * mask
             name = name.removesuffix("_orig")
-            held = [(m, a.removesuffix("_orig")) for m, a in held]
+            places = [(m, a.removesuffix("_orig")) for m, a in places]
             aliases[live.name] = name
         stored[name] = tensor
-        owners[name] = held
+        owners[name] = places
         for other in (*live.aliases, live.live_name):
             if other != name:
                 aliases[other] = name
@@ -277,7 +281,7 @@ def scores(
         A score for each entry of each tensor that has an importance (of each tensor, without one).
 
     Raises:
-        NamingError: The importance has a name or a shape that the weights have not.
+        NamingError: The importance has a name or a shape that the weights do not have.
         SquisherError: The score does not exist or needs an importance.
     """
     check_score(score, importance)

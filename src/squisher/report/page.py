@@ -1,6 +1,6 @@
 """Putting a page together: sections, figures, tables, the data, the style and the script, in one file that needs no network.
 
-All text is escaped here or by whoever draws; the data go into a JSON block that cannot end early; and the page tells the browser to run
+All text is escaped here or by the function that draws it; the data go into a JSON block that cannot end early; and the page tells the browser to run
 no script but its own.
 """
 

@@ -124,7 +124,7 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     It is called as it will be, but lies in a folder of its own beside the final place.
 
     Raises:
-        FileError: There is something of this name already, somebody else is making it, or it cannot be made.
+        FileError: There is something of this name already, another process is making it, or it cannot be made.
     """
     out = Path(out)
     check_target(out)
@@ -207,7 +207,7 @@ def exclusive(folder: Path) -> Iterator[None]:
     """Keep other writers of several files in one folder waiting; where the system has no locks for folders, do nothing.
 
     Raises:
-        FileError: Somebody else holds it for longer than anything takes.
+        FileError: Another process holds the lock for too long.
     """
     handle = os.open(folder, os.O_RDONLY) if fcntl is not None else -1
     try:
@@ -272,7 +272,7 @@ def _machine() -> str:
 
 
 def _lock(handle: int) -> bool | None:
-    """Lock an open file or folder: True; False where somebody else has; None where the system cannot."""
+    """Lock an open file or folder: True; False where another process has locked it; None where the system cannot."""
     if fcntl is None:
         return None
     try:
@@ -285,7 +285,7 @@ def _lock(handle: int) -> bool | None:
 
 
 def _lock_new(handle: int, path: Path) -> bool:
-    """Lock a new partial file; False if somebody took it for left over before it could be locked."""
+    """Lock a new partial file; False if another process took it for a leftover before it could be locked."""
     while _lock(handle) is False:
         time.sleep(0.001)
     try:
@@ -302,7 +302,7 @@ def _remove_left_over(folder: Path, refuse: Path | None = None) -> None:
         refuse: A folder that only one writer may make at a time.
 
     Raises:
-        FileError: Somebody is making the folder `refuse`.
+        FileError: Another process is making the folder `refuse`.
     """
     with os.scandir(folder) as entries:
         found = [(Path(entry.path), match) for entry in entries if (match := _PARTIAL.fullmatch(entry.name))]

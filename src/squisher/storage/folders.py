@@ -205,7 +205,7 @@ def _side_files(like: Path | None, extra: tuple[str, ...]) -> list[Path]:
 
 def _config(config: dict[str, Any], dtype: torch.dtype | None) -> str:
     if str(config.get("_name_or_path", "")).startswith(("/", "~", ".", "\\")):
-        del config["_name_or_path"]  # a place on somebody's disk
+        del config["_name_or_path"]  # a path on the author's disk
     if dtype is not None:
         key = "dtype" if "dtype" in config else "torch_dtype"
         config[key] = str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
 """Look at everything in an HDF5 file, in a process of its own whose memory and time are limited.
 
-The HDF5 library believes what a file says: a damaged one makes it allocate gigabytes, run for ever or crash. Whoever wants to
-read a file runs this first (`python -m squisher.storage.hdf5_probe PATH OFFSET LENGTH`), and reads it only if this came to its end.
+The HDF5 library believes what a file says: a damaged one makes it allocate gigabytes, run for ever or crash. So a
+reader first runs this module as a process (`python -m squisher.storage.hdf5_probe PATH OFFSET LENGTH`), and opens the file only if it succeeds.
 """
 
 from __future__ import annotations

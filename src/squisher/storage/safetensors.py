@@ -309,7 +309,7 @@ def save(
         progress: Called with the bytes written so far and in all.
 
     Raises:
-        SquisherError: The name or a tensor is not one that can be written, or `check` objects.
+        SquisherError: A name or a tensor cannot be written, or `check` objects.
         FileError: The disk is full or the folder cannot be written.
     """
     path = Path(path)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["all_finite", "average_squares_"]
 
-PIECE = 1 << 24
+GROUP = 1 << 24
 
 
 def average_squares_(values: Sequence[Tensor], gradients: Sequence[Tensor], beta2: float, scale: float = 1.0) -> None:
@@ -42,7 +42,7 @@ def average_squares_(values: Sequence[Tensor], gradients: Sequence[Tensor], beta
         if same_gradients[0].dtype == dtype and scale == 1.0:
             _average_dense_(same_values, same_gradients, beta2)
             continue
-        for some_values, some_gradients in _pieces(same_values, same_gradients):
+        for some_values, some_gradients in _groups(same_values, same_gradients):
             wide = [gradient.to(dtype) for gradient in some_gradients]
             if scale != 1.0:
                 wide = [gradient / scale for gradient in wide]
@@ -88,18 +88,18 @@ def _average_dense_(values: list[Tensor], gradients: list[Tensor], beta2: float)
             value.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
 
-def _pieces(values: list[Tensor], gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Yield the same pairs in groups of at most PIECE elements; a larger tensor is taken in blocks of rows."""
+def _groups(values: list[Tensor], gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield the same pairs in groups of at most GROUP elements; a larger tensor is taken in blocks of rows."""
     some_values: list[Tensor] = []
     some_gradients: list[Tensor] = []
     size = 0
     for value, gradient in zip(values, gradients, strict=True):
         parts = 1
         if gradient.dim() and not hasattr(gradient, "device_mesh"):  # slicing a sharded tensor would gather it
-            parts = max(1, min(gradient.shape[0], math.ceil(gradient.numel() / PIECE)))
+            parts = max(1, min(gradient.shape[0], math.ceil(gradient.numel() / GROUP)))
         blocks = [(value, gradient)] if parts == 1 else zip(value.chunk(parts), gradient.chunk(parts), strict=True)
         for some_value, some_gradient in blocks:
-            if some_values and size + some_gradient.numel() > PIECE:
+            if some_values and size + some_gradient.numel() > GROUP:
                 yield some_values, some_gradients
                 some_values, some_gradients, size = [], [], 0
             some_values.append(some_value)

@@ -1,9 +1,10 @@
 """What a rule is, and what it makes.
 
-A *rule* knows one use of one parameter in one operation (its input, its settings). Given the gradient of the output it makes a
-*piece*: the gradients of the parameter for all examples, in a form that is cheaper than one full gradient each. All tensors of a piece
-start with the example. Rules find the examples at `dim` of the operation"s output; where several rows belong to one example
-(sequences that were flattened into the batch), `size(dim)` is a multiple of the number of examples.
+A *rule* knows one use of one parameter in one operation (its input, its settings). From the gradient of the output it makes the
+*gradients* of the parameter for all examples, in a form that is cheaper than one full gradient each; all tensors in it start with the
+example. The gradient of a parameter with several uses is the sum over them: each use gives one summand. Rules find the examples at `dim`
+of the operation's output; where several rows belong to one example (sequences that were flattened into the batch), `size(dim)` is a
+multiple of the number of examples.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Piece", "Rule", "Squares", "Uses", "square_of", "to_examples"]
+__all__ = ["Gradients", "Rule", "Squares", "Uses", "square_of", "to_examples"]
 
 
 class Squares:
-    """The squares of one gradient of an output, computed once for all who need them."""
+    """The squares of one gradient of an output, computed once for all uses."""
 
     def __init__(self, gradient: Tensor):
         self.gradient = gradient
@@ -34,7 +35,7 @@ class Squares:
         return self.value.view(t.shape)
 
 
-class Piece(Protocol):
+class Gradients(Protocol):
     """The gradients of one use of a parameter, for all examples."""
 
     def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
@@ -45,9 +46,9 @@ class Piece(Protocol):
 
 
 class Rule(Protocol):
-    """One use of a parameter: what is needed to turn the gradient of the output into a piece."""
+    """One use of a parameter: what is needed to turn the gradient of the output into those of the parameter."""
 
-    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
+    def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
         """Return the gradients of this use.
 
         Args:
@@ -62,7 +63,6 @@ class Rule(Protocol):
 
 
 Uses = Iterable[tuple[Any, Rule]]
-
 """Candidates for parameters, each with its rule; the caller knows which of them are parameters."""
 
 

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Piece, Squares, Uses
+from .base import Gradients, Squares, Uses
 from .linear import Outer
 from .norm import Broadcast
 
-__all__ = ["CONVOLUTION", "Convolution", "ConvolutionPiece", "ConvolutionSettings"]
+__all__ = ["CONVOLUTION", "Convolution", "ConvolutionGradients", "ConvolutionSettings"]
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Convolution:
     a: Tensor
     settings: ConvolutionSettings
 
-    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
+    def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
         """Return the gradients of this use."""
-        return ConvolutionPiece(self.settings, self.a.square() if squared else self.a, g, examples)
+        return ConvolutionGradients(self.settings, self.a.square() if squared else self.a, g, examples)
 
     def saved(self) -> Sequence[Tensor]:
         """Return the tensors that must not change before the backward pass."""
@@ -47,7 +47,7 @@ class Convolution:
 
 
 @dataclass
-class ConvolutionPiece:
+class ConvolutionGradients:
     """A convolution's input and output gradient; images of one example are neighbours."""
 
     settings: ConvolutionSettings

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Piece, Rule, Squares, Uses, square_of, to_examples
+from .base import Gradients, Rule, Squares, Uses, square_of, to_examples
 from .lookup import Rows
 from .norm import Broadcast
 
@@ -27,7 +27,7 @@ class Linear:
     a: Tensor
     transposed: bool = False
 
-    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
+    def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
         """Return the gradients of this use."""
         a = self.a.square() if squared else self.a
         a, g = (to_examples(t, dim, examples).flatten(1, -2) for t in (a, g))
@@ -90,11 +90,11 @@ def outer_squares(total: Tensor, outer: Outer, rows: Rows | None = None, squares
             part.addcmul_(gradient, gradient)
 
 
-def join_outer(pieces: Sequence[Outer]) -> Outer:
-    """Make one piece of several uses, whose positions are added up."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return Outer(torch.cat([p.left for p in pieces], 1), torch.cat([p.right for p in pieces], 1))
+def join_outer(summands: Sequence[Outer]) -> Outer:
+    """Join several uses into one summand, whose positions are added up."""
+    if len(summands) == 1:
+        return summands[0]
+    return Outer(torch.cat([p.left for p in summands], 1), torch.cat([p.right for p in summands], 1))
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Uses:

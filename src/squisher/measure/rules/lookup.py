@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Piece, Squares, Uses, to_examples
+from .base import Gradients, Squares, Uses, to_examples
 
 __all__ = ["LOOKUP", "Lookup", "Rows", "join_rows"]
 
@@ -22,7 +22,7 @@ class Lookup:
     ids: Tensor
     padding: int | None = None
 
-    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
+    def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
         """Return the gradients of this use."""
         g = to_examples(g, dim, examples).flatten(1, -2)
         ids = to_examples(self.ids, dim, examples).flatten(1)
@@ -68,11 +68,11 @@ class Rows:
         return values.new_zeros(shape).index_add_(0, keys, values)
 
 
-def join_rows(pieces: Sequence[Rows]) -> Rows:
-    """Make one piece of several uses, whose positions are added up."""
-    if len(pieces) == 1:
-        return pieces[0]
-    return Rows(torch.cat([p.keys for p in pieces], 1), torch.cat([p.values for p in pieces], 1))
+def join_rows(summands: Sequence[Rows]) -> Rows:
+    """Join several uses into one summand, whose positions are added up."""
+    if len(summands) == 1:
+        return summands[0]
+    return Rows(torch.cat([p.keys for p in summands], 1), torch.cat([p.values for p in summands], 1))
 
 
 def _embedding(

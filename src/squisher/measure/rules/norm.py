@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Piece, Squares, Uses, square_of, to_examples
+from .base import Gradients, Squares, Uses, square_of, to_examples
 
 __all__ = ["BROADCAST", "Broadcast", "Dense"]
 
@@ -41,7 +41,7 @@ class Broadcast:
         place = dim - (dims - len(self.aligned))
         return place < 0 or self.aligned[place] == 1
 
-    def piece(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Piece:
+    def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
         """Return the gradients of this use."""
         if self.factor is None and g.shape == (examples, *self.shape) and not dim:
             return Dense(g)  # a bias behind a plain matrix product: nothing to sum

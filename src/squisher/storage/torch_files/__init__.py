@@ -57,8 +57,8 @@ def read(source: str | os.PathLike[str] | ByteRange) -> Any:
     Raises:
         FileError: If the file is missing, damaged, hostile, or of another format.
     """
-    span = source if isinstance(source, ByteRange) else ByteRange.of(source)
-    return _read(span, 0)
+    byte_range = source if isinstance(source, ByteRange) else ByteRange.of(source)
+    return _read(byte_range, 0)
 
 
 def unpickle(data: bytes, persistent_load: Callable[[Any], Any] | None = None, name: str = "the pickle") -> Any:
@@ -74,18 +74,18 @@ def unpickle(data: bytes, persistent_load: Callable[[Any], Any] | None = None, n
 
 def zip_entries(source: str | os.PathLike[str] | ByteRange) -> Mapping[str, ByteRange]:
     """Return where each entry of a zip archive is; nothing is unpacked, and compressed entries are left out."""
-    span = source if isinstance(source, ByteRange) else ByteRange.of(source)
-    with span.open() as file:
-        return Places(Archive(span, file))
+    byte_range = source if isinstance(source, ByteRange) else ByteRange.of(source)
+    with byte_range.open() as file:
+        return Places(Archive(byte_range, file))
 
 
-def _read(span: ByteRange, nesting: int) -> Any:
-    head = span.read(0, min(span.length, 512))
+def _read(byte_range: ByteRange, nesting: int) -> Any:
+    head = byte_range.read(0, min(byte_range.length, 512))
     if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
-        return _read_zip(span, nesting)
+        return _read_zip(byte_range, nesting)
     if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
-        return _read_pickles(span, nesting)
-    raise FileError(f"{span.label} {_mistaken(span, head)}")
+        return _read_pickles(byte_range, nesting)
+    raise FileError(f"{byte_range.label} {_mistaken(byte_range, head)}")
 
 
 def _nested(label: str, nesting: int) -> Callable[[bytes], Any]:
@@ -97,26 +97,26 @@ def _nested(label: str, nesting: int) -> Callable[[bytes], Any]:
     return load
 
 
-def _read_zip(span: ByteRange, nesting: int) -> Any:
-    with span.open() as file:
-        archive = Archive(span, file)
+def _read_zip(byte_range: ByteRange, nesting: int) -> Any:
+    with byte_range.open() as file:
+        archive = Archive(byte_range, file)
         pickles = [name for name in archive.entries if name.rpartition("/")[2] == "data.pkl"]
         if len(pickles) != 1:
             raise FileError(
-                f"{span.label} is a zip archive with {len(pickles) or 'no'} data.pkl in it, so not one that torch.save "
+                f"{byte_range.label} is a zip archive with {len(pickles) or 'no'} data.pkl in it, so not one that torch.save "
                 "wrote. Give the file that holds the optimizer state."
             )
         folder = pickles[0][: -len("data.pkl")]
         if folder + "constants.pkl" in archive.entries:
             raise FileError(
-                f"{span.label} is a TorchScript program (torch.jit.save), which holds no optimizer state. "
+                f"{byte_range.label} is a TorchScript program (torch.jit.save), which holds no optimizer state. "
                 "Give the file that torch.save wrote during training."
             )
         if folder + "byteorder" in archive.entries:
             order = archive.read(folder + "byteorder", 64)
             if order != b"little":
                 raise FileError(
-                    f"{span.label} has {shortened(order.decode('latin1'))}-endian numbers; only little-endian is read."
+                    f"{byte_range.label} has {shortened(order.decode('latin1'))}-endian numbers; only little-endian is read."
                 )
         storages: dict[tuple[str, StorageType, int], Storage] = {}
 
@@ -128,13 +128,15 @@ def _read_zip(span: ByteRange, nesting: int) -> Any:
             return known
 
         data = archive.read(pickles[0], MAX_PICKLE)
-        return Machine(data, span.label, persistent_load=storage, nested_load=_nested(span.label, nesting)).run()
+        return Machine(
+            data, byte_range.label, persistent_load=storage, nested_load=_nested(byte_range.label, nesting)
+        ).run()
 
 
 def _zip_storage(archive: Archive, folder: str, key: str, dtype: torch.dtype, numel: int, location: str) -> Storage:
     name = f"{folder}data/{key}"
     if name not in archive.entries:
-        raise FileError(f"{archive.span.label} lacks the data of storage {shortened(key)}. Get the file again.")
+        raise FileError(f"{archive.byte_range.label} lacks the data of storage {shortened(key)}. Get the file again.")
     place, crc32 = archive.place(name), archive.entries[name].crc32
     nbytes = numel * dtype.itemsize
     if nbytes > place.length:
@@ -146,15 +148,15 @@ def _zip_storage(archive: Archive, folder: str, key: str, dtype: torch.dtype, nu
     return storage
 
 
-def _read_pickles(span: ByteRange, nesting: int) -> Any:
+def _read_pickles(byte_range: ByteRange, nesting: int) -> Any:
     """Read the old format, or a plain pickle: only as much of the file is read as the pickles at its beginning need."""
     window = FIRST_WINDOW
     while True:
-        data = span.read(0, min(span.length, window, MAX_PICKLE))
+        data = byte_range.read(0, min(byte_range.length, window, MAX_PICKLE))
         try:
-            return _Legacy(span, data, nesting).read()
+            return _Legacy(byte_range, data, nesting).read()
         except FileError:
-            if len(data) >= min(span.length, MAX_PICKLE):
+            if len(data) >= min(byte_range.length, MAX_PICKLE):
                 raise
             window *= 8
 
@@ -162,8 +164,8 @@ def _read_pickles(span: ByteRange, nesting: int) -> Any:
 class _Legacy:
     """A file of torch before 1.6: five pickles, then the storages one after another."""
 
-    def __init__(self, span: ByteRange, data: bytes, nesting: int) -> None:
-        self.span = span
+    def __init__(self, byte_range: ByteRange, data: bytes, nesting: int) -> None:
+        self.byte_range = byte_range
         self.data = data
         self.nesting = nesting
         self.position = 0
@@ -173,36 +175,36 @@ class _Legacy:
     def read(self) -> Any:
         first = self._next(None)
         if type(first) is not int or first != MAGIC:
-            if self.position < self.span.length:
+            if self.position < self.byte_range.length:
                 raise FileError(
-                    f"{self.span.label} is not a torch file: it is a pickle with {self.span.length - self.position} bytes "
+                    f"{self.byte_range.label} is not a torch file: it is a pickle with {self.byte_range.length - self.position} bytes "
                     "of something else behind it."
                 )
             return first
         if self._next(None) != PROTOCOL:
             raise FileError(
-                f"{self.span.label} is of a version of the old torch format that is not known. Save it anew."
+                f"{self.byte_range.label} is of a version of the old torch format that is not known. Save it anew."
             )
         system = self._next(None)
         if type(system) is not dict or system.get("little_endian") is not True:
-            raise FileError(f"{self.span.label} has big-endian numbers; only little-endian is read.")
+            raise FileError(f"{self.byte_range.label} has big-endian numbers; only little-endian is read.")
         value = self._next(self._persistent)
         keys = self._next(None)
         if type(keys) is not list:
-            raise FileError(f"{self.span.label} has no list of storages: it is damaged. Get it again.")
+            raise FileError(f"{self.byte_range.label} has no list of storages: it is damaged. Get it again.")
         for key in keys:
             self._place(key)
         if self.storages:
             raise FileError(
-                f"{self.span.label} lacks the data of {len(self.storages)} storages: it is cut short. Get it again."
+                f"{self.byte_range.label} lacks the data of {len(self.storages)} storages: it is cut short. Get it again."
             )
         for view, whole, offset in self.views.values():
             view.place(whole.byte_range.part(offset, view.nbytes))
         return value
 
     def _next(self, persistent_load: Callable[[Any], Any] | None) -> Any:
-        nested = _nested(self.span.label, self.nesting)
-        machine = Machine(self.data, self.span.label, self.position, persistent_load, nested)
+        nested = _nested(self.byte_range.label, self.nesting)
+        machine = Machine(self.data, self.byte_range.label, self.position, persistent_load, nested)
         value = machine.run()
         self.position = machine.position
         return value
@@ -216,7 +218,9 @@ class _Legacy:
         if storage is None:
             storage = self.storages[key] = Storage(kind.dtype, nbytes, location)
         elif storage.nbytes != nbytes:
-            raise FileError(f"{self.span.label} gives storage {shortened(key)} two sizes: it is damaged. Get it again.")
+            raise FileError(
+                f"{self.byte_range.label} gives storage {shortened(key)} two sizes: it is damaged. Get it again."
+            )
         if identifier[5] is None:
             return storage
         view_key, offset, count = identifier[5]
@@ -232,11 +236,13 @@ class _Legacy:
     def _place(self, key: Any) -> None:
         storage = self.storages.pop(key, None) if type(key) is str else None
         if storage is None:
-            raise FileError(f"{self.span.label} lists a storage that nothing uses: it is damaged. Get it again.")
-        (count,) = struct.unpack("<q", self.span.read(self.position, 8))
+            raise FileError(f"{self.byte_range.label} lists a storage that nothing uses: it is damaged. Get it again.")
+        (count,) = struct.unpack("<q", self.byte_range.read(self.position, 8))
         if count * storage.dtype.itemsize != storage.nbytes:
-            raise FileError(f"{self.span.label} gives storage {shortened(key)} two sizes: it is damaged. Get it again.")
-        storage.place(self.span.part(self.position + 8, storage.nbytes, f"storage {key[:40]}"))
+            raise FileError(
+                f"{self.byte_range.label} gives storage {shortened(key)} two sizes: it is damaged. Get it again."
+            )
+        storage.place(self.byte_range.part(self.position + 8, storage.nbytes, f"storage {key[:40]}"))
         self.position += 8 + storage.nbytes
 
 
@@ -255,7 +261,7 @@ def _storage_identifier(identifier: Any, length: int) -> tuple[StorageType, str,
     return kind, key, location if type(location) is str else "cpu", numel
 
 
-def _mistaken(span: ByteRange, head: bytes) -> str:
+def _mistaken(byte_range: ByteRange, head: bytes) -> str:
     """Return what a file that is no torch file is instead, and what to do."""
     text = head.lstrip().lower()
     if not head:
@@ -264,7 +270,7 @@ def _mistaken(span: ByteRange, head: bytes) -> str:
         return "is a Git LFS pointer, not the file itself. Run `git lfs pull` in its repository."
     if text.startswith((b"<!doctype", b"<html", b"<?xml")):
         return "is a web page, not a torch file: the download went to the wrong address. Download the raw file."
-    if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= span.length - 8:
+    if len(head) > 9 and head[8:9] == b"{" and struct.unpack_from("<Q", head)[0] <= byte_range.length - 8:
         return (
             "is a safetensors file. It holds named tensors but no optimizer state; give the file that torch.save wrote."
         )
@@ -312,13 +318,13 @@ class Archive:
     """An open zip archive.
 
     Args:
-        span: Where it is.
+        byte_range: Where it is.
         file: The same, open; it stays the caller's to close.
         entries: Its directory, if it has been read.
     """
 
-    def __init__(self, span: ByteRange, file: BinaryIO, entries: dict[str, Entry] | None = None) -> None:
-        self.span = span
+    def __init__(self, byte_range: ByteRange, file: BinaryIO, entries: dict[str, Entry] | None = None) -> None:
+        self.byte_range = byte_range
         self._file = file
         self.entries = self._directory() if entries is None else entries
 
@@ -327,7 +333,7 @@ class Archive:
         entry = self.entries[name]
         if entry.method != STORED:
             raise FileError(
-                f"{self.span.label}: {shortened(name)} in it is compressed, which torch never does. "
+                f"{self.byte_range.label}: {shortened(name)} in it is compressed, which torch never does. "
                 "Unpack the archive and pack it again without compression."
             )
         return self._data(entry)
@@ -337,7 +343,7 @@ class Archive:
         entry = self.entries[name]
         if entry.size > (limit if entry.method == STORED else min(limit, MAX_INFLATED)):
             raise FileError(
-                f"{self.span.label}: {shortened(name)} in it is {entry.size} bytes long, too long to be read."
+                f"{self.byte_range.label}: {shortened(name)} in it is {entry.size} bytes long, too long to be read."
             )
         data = self._data(entry).read()
         if entry.method == DEFLATED:
@@ -365,12 +371,12 @@ class Archive:
         start = entry.header + _local.size + name_length + extra_length
         if start + entry.compressed > entry.limit:
             raise self._damaged(f"{shortened(entry.name)} reaches into what follows it")
-        return self.span.part(start, entry.compressed, entry.name)
+        return self.byte_range.part(start, entry.compressed, entry.name)
 
     def _directory(self) -> dict[str, Entry]:
         start, length, count = self._locate()
         if length > MAX_DIRECTORY or count > MAX_ENTRIES:
-            raise FileError(f"{self.span.label}: the directory of the zip archive is too long to be read.")
+            raise FileError(f"{self.byte_range.label}: the directory of the zip archive is too long to be read.")
         self._file.seek(start)
         data = self._file.read(length)
         rows: list[tuple[str, int, int, int, int, int]] = []
@@ -406,7 +412,7 @@ class Archive:
         name = data[position:extra_start].decode("utf-8", "surrogateescape")
         if flags & ENCRYPTED:
             raise FileError(
-                f"{self.span.label}: {shortened(name)} in it is encrypted. Unpack it with its password first."
+                f"{self.byte_range.label}: {shortened(name)} in it is encrypted. Unpack it with its password first."
             )
         extra = data[extra_start : extra_start + extra_length]
         size, compressed, header = self._wide(extra, [size, compressed, header])
@@ -433,45 +439,45 @@ class Archive:
 
     def _locate(self) -> tuple[int, int, int]:
         """Return offset, length and number of entries of the central directory."""
-        tail_start = max(0, self.span.length - MAX_COMMENT - _end.size - _locator64.size)
+        tail_start = max(0, self.byte_range.length - MAX_COMMENT - _end.size - _locator64.size)
         self._file.seek(tail_start)
-        tail = self._file.read(self.span.length - tail_start)
+        tail = self._file.read(self.byte_range.length - tail_start)
         at = tail.rfind(END)
         if at < 0 or at + _end.size > len(tail):
             raise FileError(
-                f"{self.span.label} is cut short: it begins as a zip archive, but the end of one is missing. "
+                f"{self.byte_range.label} is cut short: it begins as a zip archive, but the end of one is missing. "
                 "It was half written, or the download broke off; get it again."
             )
         _, disk, first_disk, _, count, length, start, _ = _end.unpack_from(tail, at)
         end = tail_start + at
         if at >= _locator64.size and tail[at - _locator64.size : at - _locator64.size + 4] == LOCATOR64:
             _, _, end, _ = _locator64.unpack_from(tail, at - _locator64.size)
-            self._file.seek(min(end, self.span.length))
+            self._file.seek(min(end, self.byte_range.length))
             record = self._file.read(_end64.size)
             if len(record) < _end64.size or record[:4] != END64:
                 raise self._damaged("its zip64 directory is not where it should be")
             *_, disk, first_disk, _, count, length, start = _end64.unpack(record)
         if disk or first_disk:
-            raise FileError(f"{self.span.label} is one part of a zip archive in several. Join them first.")
+            raise FileError(f"{self.byte_range.label} is one part of a zip archive in several. Join them first.")
         if start + length > end:
             raise self._damaged("its directory is not where it should be")
         return start, length, count
 
     def _damaged(self, what: str) -> FileError:
-        return FileError(f"{self.span.label} is a damaged zip archive: {what}. Get it again.")
+        return FileError(f"{self.byte_range.label} is a damaged zip archive: {what}. Get it again.")
 
 
 class Places(Mapping[str, ByteRange]):
     """Where the stored entries of an archive are; each is looked up when it is asked for, since there may be many."""
 
     def __init__(self, archive: Archive) -> None:
-        self._span = archive.span
+        self._byte_range = archive.byte_range
         self._entries = {name: entry for name, entry in archive.entries.items() if entry.method == STORED}
 
     def __getitem__(self, name: str) -> ByteRange:
         self._entries[name]  # a KeyError for what is not there
-        with self._span.open() as file:
-            return Archive(self._span, file, self._entries).place(name)
+        with self._byte_range.open() as file:
+            return Archive(self._byte_range, file, self._entries).place(name)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -1,4 +1,4 @@
-"""Every way a piece can be squared (tiles, blocks, sparse rows) gives the square of the summed gradient."""
+"""Every way a summand can be squared (tiles, blocks, sparse rows) gives the square of the summed gradient."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def _dense():
     return Dense(torch.randn(4, 7, 5).double())
 
 
-def _expected(pieces):
+def _expected(summands):
     total = torch.zeros(SHAPE).double()
     for n in range(4):
         gradient = torch.zeros(SHAPE).double()
-        for piece in pieces:
-            if isinstance(piece, Outer):
-                gradient += piece.left[n].T @ piece.right[n]
-            elif isinstance(piece, Dense):
-                gradient += piece.values[n]
+        for summand in summands:
+            if isinstance(summand, Outer):
+                gradient += summand.left[n].T @ summand.right[n]
+            elif isinstance(summand, Dense):
+                gradient += summand.values[n]
             else:
-                for key, value in zip(piece.keys[n].tolist(), piece.values[n], strict=True):
+                for key, value in zip(summand.keys[n].tolist(), summand.values[n], strict=True):
                     if key >= 0:
                         gradient[key] += value
         total += gradient**2
@@ -66,7 +66,7 @@ COMBINATIONS = {
 def test_sums_are_squared_per_example(monkeypatch, name, tile, small):
     monkeypatch.setattr(module, "TILE", tile)
     monkeypatch.setattr(module, "SMALL", small)
-    pieces = COMBINATIONS[name]()
+    summands = COMBINATIONS[name]()
     total = torch.ones(SHAPE).double()
-    add_squares(total, pieces)
-    assert torch.allclose(total, _expected(pieces) + 1, rtol=1e-12)
+    add_squares(total, summands)
+    assert torch.allclose(total, _expected(summands) + 1, rtol=1e-12)
