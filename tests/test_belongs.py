@@ -140,7 +140,7 @@ def test_float32_is_compared_to_the_last_digit(trained):
 
 def test_two_importances_of_one_model(trained):
     (a, imp), (b, _) = trained["a"], trained["b"]
-    with pytest.raises(SquisherError, match=r"number 2, given for b, belongs to a\. Give them"):
+    with pytest.raises(SquisherError, match="number 2, .*b, belongs to a"):
         check_weights([imp, imp], [a, b], ["a", "b"])
 
 
@@ -185,5 +185,5 @@ def test_ewc_tells_of_other_weights(trained):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         squisher.EWC(model).consolidate(trained["a"][1])
-    with pytest.warns(SquisherWarning, match="other weights than the model has now: 4 of 4"):
+    with pytest.warns(SquisherWarning, match="other weights.* 4 of 4"):
         squisher.EWC(model).consolidate(trained["b"][1])

@@ -48,7 +48,7 @@ def test_impossible_values_are_refused_by_name(tmp_path, value, words):
 
 
 def test_what_is_not_a_mapping_of_tensors_is_refused():
-    with pytest.raises(SquisherError, match="at least one named tensor, but got nothing"):
+    with pytest.raises(SquisherError, match="named tensor.*nothing"):
         Importance({})
     with pytest.raises(SquisherError, match="'a' is a list"):
         Importance({"a": [1.0]})
@@ -119,7 +119,7 @@ def test_a_folder_and_files_that_are_not_ours(tmp_path):
     with pytest.raises(FileError, match="There is no file"):
         load(tmp_path / "nothing.safetensors")
     squisher.storage.safetensors.save(tmp_path / "weights.safetensors", {"a": torch.rand(2)}, {"kind": "mask"})
-    with pytest.raises(FileError, match="holds a 'mask', not an importance"):
+    with pytest.raises(FileError, match="'mask'.*importance"):
         load(tmp_path / "weights.safetensors")
     from safetensors.torch import save_file
 
@@ -173,7 +173,7 @@ def test_restrict():
     assert "b.weight" not in imp.restrict("^a")
     with pytest.raises(KeyError):
         imp.restrict("^a")["b.weight"]
-    with pytest.raises(NamingError, match="No parameter name matches 'zzz'"):
+    with pytest.raises(NamingError, match="'zzz'"):
         imp.restrict("zzz")
     with pytest.raises(NamingError, match="not a regular expression"):
         imp.restrict("(")
@@ -203,7 +203,7 @@ def test_combine_is_the_mean_over_all_tokens_where_these_are_the_unit():
     whole = Importance.combine(parts)
     assert torch.allclose(whole["w"], per_token.mean(0))
     assert (whole.provenance.examples, whole.provenance.tokens) == (4, 10)
-    with pytest.raises(SquisherError, match="Importance 2 does not say how many tokens it saw"):
+    with pytest.raises(SquisherError, match="Importance 2 .*tokens"):
         Importance.combine([parts[0], Importance(dict(parts[1]), examples=2, unit="token")])
 
 
@@ -213,7 +213,7 @@ def test_combine_refuses_what_does_not_belong_together():
         Importance.combine([])
     with pytest.raises(NamingError, match=r"'b\.weight', which"):
         Importance.combine([a, b.restrict("^a")])
-    with pytest.raises(ScaleError, match=r"unit \('token' against None\)|unit \(None against 'token'\)"):
+    with pytest.raises(ScaleError, match=r"unit \(('token'|None) against"):
         Importance.combine([a, example(unit="token")])
     with pytest.raises(SquisherError, match="how many examples"):
         Importance.combine([a, example()])
@@ -393,7 +393,7 @@ def test_common_scale_refuses_mixtures_and_says_which():
         on_common_scale([example(), {"a": torch.rand(2)}])
     with pytest.raises(ScaleError, match="Importance 2 of 2"):
         on_common_scale([squisher_of(**KNOWN), squisher_of()], "as_fisher")
-    with pytest.raises(ScaleError, match="per token and per example"):
+    with pytest.raises(ScaleError, match="token.*example"):
         on_common_scale([example(unit="token"), example(unit="example")])
     with pytest.raises(SquisherError, match="not 'best'"):
         on_common_scale([], "best")

@@ -194,12 +194,12 @@ def test_what_is_refused():
     model, ewc, _, _ = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     one_step(model, optimizer)
-    with pytest.raises(squisher.SquisherError, match="metric is plain or adam"):
+    with pytest.raises(squisher.SquisherError, match="plain or adam"):
         ewc.pull_(optimizer, "fisher")
     ewc.pull_(optimizer)
-    with pytest.raises(squisher.SquisherError, match="metric is plain or adam"):
+    with pytest.raises(squisher.SquisherError, match="plain or adam"):
         ewc.pull_(optimizer, "fisher")  # where there is no step to follow, too
-    with pytest.raises(squisher.SquisherError, match="metric is plain or adam"):
+    with pytest.raises(squisher.SquisherError, match="plain or adam"):
         ewc.pull_after_steps(optimizer, "fisher")
     one_step(model, optimizer)
     with pytest.raises(squisher.SquisherError, match="SGD does not keep"):

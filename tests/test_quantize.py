@@ -229,7 +229,7 @@ def test_what_is_refused(model, change, words):
 
 def test_budgets_that_nothing_fits(model):
     found = sensitivity(*model, (2, 4), 16)
-    with pytest.raises(squisher.SquisherError, match="smallest widths take .* already"):
+    with pytest.raises(squisher.SquisherError, match="smallest widths"):
         allocate(found, 2.0)
     with pytest.raises(squisher.SquisherError, match="no tensor to quantise"):
         allocate(sensitivity({"b": torch.ones(3)}, {"b": torch.ones(3)}), 4)

@@ -205,10 +205,10 @@ def test_scaled_gradients_are_refused_where_the_scaler_is_known() -> None:
     scaler = torch.amp.GradScaler(device="cpu")
     tracker = Tracker(model, optimizer, scaler=scaler)
     x, y = batch(0)
-    with pytest.raises(SquisherError, match="the scaler cannot unscale these gradients"):
+    with pytest.raises(SquisherError, match="scaler cannot unscale"):
         tracker.observe()
     scaler.scale(nn.functional.cross_entropy(model(x), y)).backward()
-    with pytest.raises(SquisherError, match=r"had not unscaled: call scaler.unscale_\(optimizer\) before it"):
+    with pytest.raises(SquisherError, match=r"scaler.unscale_\(optimizer\)"):
         tracker.observe()
     assert not list(tracker.items())
     scaler.step(optimizer)
@@ -265,9 +265,9 @@ def test_automatic_refuses_closures_and_calls() -> None:
     tracker = Tracker(model, optimizer, automatic=True)
     backward(model, 0)
     for step in (lambda: optimizer.step(lambda: 0.0), lambda: optimizer.step(closure=lambda: 0.0)):
-        with pytest.raises(SquisherError, match=r"closure.*call observe\(\) at the end of the closure"):
+        with pytest.raises(SquisherError, match=r"closure.*observe\(\)"):
             step()
-    with pytest.raises(SquisherError, match=r"Tracker\(automatic=True\), which observes at each step"):
+    with pytest.raises(SquisherError, match="automatic=True"):
         tracker.observe()
     optimizer.step(None)
     assert {step for *_, step in tracker.items()} == {1}
@@ -448,7 +448,7 @@ def test_two_observations_without_a_step_are_noticed() -> None:
         optimizer.step()
     backward(model, 4)
     tracker.observe()
-    with pytest.warns(SquisherWarning, match="twice without a step of the optimizer") as caught:
+    with pytest.warns(SquisherWarning, match="twice") as caught:
         tracker.observe()
     assert caught[0].filename == __file__
     assert {step for *_, step in tracker.items()} == {5}
@@ -487,7 +487,7 @@ def test_an_optimizer_without_hooks_is_observed_by_calls_only() -> None:
     backward(model, 0)
     tracker.observe()
     assert [name for name, *_ in tracker.items()] == ["0.weight", "0.bias"]
-    with pytest.raises(SquisherError, match=r"Bare has no step hooks. Use automatic=False"):
+    with pytest.raises(SquisherError, match="Bare.*automatic=False"):
         Tracker(model, Bare(model.parameters()), automatic=True)
 
 
@@ -562,19 +562,19 @@ def test_states_that_do_not_fit_are_refused_and_nothing_is_loaded() -> None:
     renamed = copy.deepcopy(good)
     for part in ("values", "steps"):
         renamed[part]["0.wieght"] = renamed[part].pop("0.weight")
-    with pytest.raises(NamingError, match=r"has '0.wieght', and the model has no such.*Did you mean '0.weight'"):
+    with pytest.raises(NamingError, match="'0.wieght'.*'0.weight'"):
         tracker.load_state_dict(renamed)
 
     reshaped = copy.deepcopy(good)
     reshaped["values"]["2.weight"] = torch.zeros(4, 8)
-    with pytest.raises(SquisherError, match=r"'2.weight' has shape \(4, 8\), and the model's parameter has \(3, 8\)"):
+    with pytest.raises(SquisherError, match=r"'2.weight'.*\(4, 8\).*\(3, 8\)"):
         tracker.load_state_dict(reshaped)
 
-    with pytest.raises(SquisherError, match=r"made with beta2=0.999, and this tracker has beta2=0.9"):
+    with pytest.raises(SquisherError, match="beta2=0.999.*beta2=0.9"):
         Tracker(model, beta2=0.9).load_state_dict(good)
-    with pytest.raises(SquisherError, match="not the state_dict of a Tracker: beta2, after_clipping, skipped"):
+    with pytest.raises(SquisherError, match="state_dict.*beta2, after_clipping, skipped"):
         tracker.load_state_dict({"steps": {}, "values": {}})
-    with pytest.raises(SquisherError, match="steps and values have different names"):
+    with pytest.raises(SquisherError, match="steps and values"):
         tracker.load_state_dict({**good, "steps": {}})
     assert not list(tracker.items())
 
@@ -582,26 +582,26 @@ def test_states_that_do_not_fit_are_refused_and_nothing_is_loaded() -> None:
 def test_wrong_arguments_are_refused() -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters())
-    with pytest.raises(SquisherError, match=r"expects a torch.nn.Module as its model, and got SGD"):
+    with pytest.raises(SquisherError, match="Module.*SGD"):
         Tracker(optimizer)
-    with pytest.raises(SquisherError, match=r"expects a torch.optim.Optimizer, and got list"):
+    with pytest.raises(SquisherError, match="Optimizer.*list"):
         Tracker(model, [1])
     for beta2 in (1.0, -0.1, float("nan"), "0.9", True):
-        with pytest.raises(SquisherError, match=r"expects 0 <= beta2 < 1, and got"):
+        with pytest.raises(SquisherError, match="0 <= beta2 < 1"):
             Tracker(model, beta2=beta2)
-    with pytest.raises(SquisherError, match=r"in float32 or float64, not in torch.bfloat16"):
+    with pytest.raises(SquisherError, match="float32 or float64.*bfloat16"):
         Tracker(model, dtype=torch.bfloat16)
-    with pytest.raises(SquisherError, match=r"Tracker\(automatic=True\) needs to know the optimizer"):
+    with pytest.raises(SquisherError, match="automatic=True.*optimizer"):
         Tracker(model, automatic=True)
-    with pytest.raises(SquisherError, match=r"Tracker\(scaler=...\) needs to know the optimizer"):
+    with pytest.raises(SquisherError, match="scaler=.*optimizer"):
         Tracker(model, scaler=torch.amp.GradScaler(device="cpu"))
-    with pytest.raises(SquisherError, match=r"none of the optimizer's parameters belongs to the model"):
+    with pytest.raises(SquisherError, match="none of the optimizer's parameters"):
         Tracker(copy.deepcopy(model), optimizer)
 
 
 def test_observing_at_the_wrong_moment_is_refused() -> None:
     model = network()
-    with pytest.raises(SquisherError, match=r"found no gradient: it must be called after backward\(\) and before zero"):
+    with pytest.raises(SquisherError, match=r"no gradient.*backward\(\)"):
         Tracker(model).observe()
 
 
@@ -616,7 +616,7 @@ def test_complex_and_resized_parameters_are_refused_by_name() -> None:
     tracker.observe()
     model.weight = nn.Parameter(torch.zeros(5, 2))
     model.weight.grad = torch.ones(5, 2)
-    with pytest.raises(SquisherError, match=r"'weight' had shape \(4, 2\) and now has \(5, 2\)"):
+    with pytest.raises(SquisherError, match=r"'weight'.*\(4, 2\).*\(5, 2\)"):
         tracker.observe()
 
 

@@ -276,5 +276,5 @@ def test_refusals(a: dict[str, Tensor], b: dict[str, Tensor], text: str) -> None
 def test_refuses_an_impossible_k(k: float) -> None:
     a, b = related()
     found: Agreement = compare(a, b)
-    with pytest.raises(SquisherError, match=r"a fraction .* or a number of entries \(1 to 2,131\), not "):
+    with pytest.raises(SquisherError, match="fraction.*2,131"):
         found.overlap(k)

@@ -114,7 +114,7 @@ def test_from_other_starts_they_are_folded_into_the_base(tmp_path, base, change,
         )
     assert torch.equal(result["embed.weight"], start["embed.weight"])
     assert json.loads((tmp_path / "out" / "config.json").read_text()) == {"model_type": "toy"}
-    with pytest.raises(SquisherError, match="give the folder of .* with --base"):
+    with pytest.raises(SquisherError, match="--base"):
         merge_folders("average", [a, b], tmp_path / "again")
     with pytest.raises(SquisherError, match="Use average or task-arithmetic"):
         merge_folders("fisher", [a, b], tmp_path / "again", base=base)
@@ -148,12 +148,12 @@ def test_kinds_that_are_not_merged_are_refused_by_name(tmp_path, config, words):
 
 def test_adapters_that_do_not_fit_are_refused(tmp_path, base):
     strange = adapter(tmp_path / "a", 1, 2, extra={"base_model.model.nowhere.lora_A.weight": torch.randn(4, 8)})
-    with pytest.raises(NamingError, match="no weight that fits 'nowhere.weight'"):
+    with pytest.raises(NamingError, match="'nowhere.weight'"):
         merge_folders("task-arithmetic", [strange], tmp_path / "out", base=base)
     half = adapter(tmp_path / "b", 1, 2, extra={"base_model.model.embed.lora_embedding_A": torch.randn(4, 20)})
     with pytest.raises(NamingError, match=r"lora_embedding_A.*'embed.weight'"):
         merge_folders("task-arithmetic", [half], tmp_path / "out", base=base)
-    with pytest.raises(SquisherError, match="is no LoRA adapter, but others are"):
+    with pytest.raises(SquisherError, match="no LoRA adapter"):
         merge_folders("average", [half, base], tmp_path / "out")
 
 

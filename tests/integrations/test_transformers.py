@@ -77,7 +77,7 @@ def test_the_best_model_has_its_own_importance(tmp_path):
     run.save_model(tmp_path / "saved")
     assert squisher.load(tmp_path / "saved").provenance.steps == own.provenance.steps
     (tmp_path / "checkpoint-2" / "squisher.safetensors").unlink()
-    with pytest.raises(SquisherError, match="has loaded its best model, checkpoint-"):
+    with pytest.raises(SquisherError, match="best model, checkpoint-"):
         callback.importance()
 
 
@@ -335,11 +335,11 @@ def test_what_cannot_work_is_said_before_training(tmp_path):
         run.train()
     run = trainer(llama(), tmp_path)
     EWCCallback(ewc_of(llama())).attach(run)
-    with pytest.raises(SquisherError, match="another model than the one that is trained"):
+    with pytest.raises(SquisherError, match="another model"):
         run.train()
-    with pytest.raises(SquisherError, match="has a SquisherCallback or an EWCCallback already"):
+    with pytest.raises(SquisherError, match="SquisherCallback.*already"):
         SquisherCallback().attach(run)
-    with pytest.raises(SquisherError, match="expects a squisher.EWC, but got a dict"):
+    with pytest.raises(SquisherError, match="EWC.*dict"):
         EWCCallback({})
     with pytest.raises(SquisherError, match="call trainer.train"):
         SquisherCallback().importance()

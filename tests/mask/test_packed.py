@@ -84,14 +84,14 @@ def test_what_is_no_mask_is_refused(tmp_path):
     with pytest.raises(FileError, match="There is no file"):
         mask.load(tmp_path / "missing.safetensors")
     archive.save(tmp_path / "other.safetensors", {"x": torch.zeros(1)}, {"kind": "fisher"})
-    with pytest.raises(FileError, match="not a mask: it holds 'fisher'"):
+    with pytest.raises(FileError, match="not a mask.*'fisher'"):
         mask.load(tmp_path / "other.safetensors")
     archive.save(tmp_path / "new.safetensors", {"x": torch.zeros(1)}, {"kind": "mask", "format_version": 9})
-    with pytest.raises(FileError, match="format 9; this version reads 1"):
+    with pytest.raises(FileError, match="format 9"):
         mask.load(tmp_path / "new.safetensors")
     with pytest.raises(KeyError, match=r"'dens'.*'dense'"):
         mask.Mask(MASKS)["dens"]
-    with pytest.raises(SquisherError, match="3 entries came for a tensor"):
+    with pytest.raises(SquisherError, match="3 entries"):
         pack((4,), [torch.ones(3, dtype=torch.bool)])
 
 
@@ -105,5 +105,5 @@ def test_a_description_that_does_not_fit_is_refused(tmp_path, change):
     tensors, metadata = archive.open_archive(path)
     metadata["tensors"][0] |= change
     archive.save(tmp_path / "broken.safetensors", dict(tensors), json.loads(json.dumps(metadata)))
-    with pytest.raises(FileError, match="'w' does not fit its own description"):
+    with pytest.raises(FileError, match="'w'.*description"):
         mask.load(tmp_path / "broken.safetensors")

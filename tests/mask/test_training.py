@@ -285,9 +285,9 @@ def test_what_does_not_fit_is_refused():
         mask.train_only(model, optimizer, {**masks, "head.weight": masks["embed.weight"]})
     with pytest.raises(SquisherError, match="boolean"):
         mask.train_only(model, optimizer, {"up.bias": torch.ones(32)})
-    with pytest.raises(SquisherError, match=r"keeps entries of 'attention.*optimizer does not hold"):
+    with pytest.raises(SquisherError, match="'attention.*optimizer"):
         mask.train_only(model, torch.optim.SGD([model.embed.weight], lr=1), masks)
-    with pytest.raises(SquisherError, match="needs a torch.optim.Optimizer, but got a str"):
+    with pytest.raises(SquisherError, match="Optimizer.* str"):
         mask.train_only(model, "adam", masks)
     with pytest.raises(SquisherError, match="keeps no entry"):
         mask.compact(model, {}, torch.optim.SGD, lr=1)

@@ -47,7 +47,7 @@ def test_inputs_that_require_gradients_are_detached():
 def test_refusals():
     with pytest.raises(SquisherError, match="tuple of 3"):
         parse((X, Y, Y), nn.Identity(), CPU)
-    with pytest.raises(SquisherError, match="no tensor with a batch dimension"):
+    with pytest.raises(SquisherError, match="batch dimension"):
         parse({"x": 3}, nn.Identity(), CPU)
     with pytest.raises(SquisherError, match="put it into a list"):
         batches_of(X)

@@ -308,7 +308,7 @@ def test_refused_data_and_models():
 
 def test_fast_raises_where_auto_uses_the_loop():
     model, batch = build("bilinear")
-    with pytest.raises(SquisherError, match=r"method='fast' cannot do 2 of 2 parameters \(b.weight: bilinear"):
+    with pytest.raises(SquisherError, match="'fast'.* 2 of 2 .*b.weight: bilinear"):
         fisher(model, [batch], method="fast")
 
 

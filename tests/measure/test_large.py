@@ -55,7 +55,7 @@ def test_what_a_device_map_offloads_may_be_frozen(tmp_path, method):
     found = fisher(model, _batches(), parameters=HERE, method=method)
     assert set(found) == {name for name, p in model.named_parameters() if not p.is_meta and not name.startswith("lm_")}
     _assert_same(found, expected)
-    with pytest.raises(SquisherError, match=r"9 of the \d+ .*'model\.layers\.1\.self_attn\.q_proj\.weight'"):
+    with pytest.raises(SquisherError, match=r"^9 .*'model\.layers\.1\.self_attn\.q_proj\.weight'"):
         fisher(model, _batches(), parameters=r"layers\.1|model\.norm")
     with pytest.raises(SquisherError, match="device_map"):
         fisher(disk_offload(copy.deepcopy(plain), tmp_path / "all", torch.device("cpu")), _batches())

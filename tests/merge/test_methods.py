@@ -309,7 +309,7 @@ def test_nan_in_one_input_names_it(value):
         assert torch.isfinite(merged["body.bias"]).all()
         with pytest.raises(SquisherError, match=r"'body.weight'.*model 2.*NaN"):
             merged["body.weight"]
-    with pytest.raises(SquisherError, match="of the base has NaN"):
+    with pytest.raises(SquisherError, match="the base.*NaN"):
         merge.task_arithmetic(models[1], models[:1])["body.weight"]
 
 
@@ -318,7 +318,7 @@ def test_bad_importances_and_overflow_are_named():
     fishers[0]["body.bias"][1] = -1
     with pytest.raises(SquisherError, match=r"model 1.*'body.bias'.*negative"):
         merge.fisher(models, fishers)["body.bias"]
-    with pytest.raises(SquisherError, match="overflows when it is merged"):
+    with pytest.raises(SquisherError, match="overflows"):
         merge.task_arithmetic(models[0], [{n: t * 1e20 for n, t in models[1].items()}], [1e20])["body.weight"]
     large = [{n: t * 1e5 for n, t in m.items()} for m in models]
     with pytest.raises(SquisherError, match="beyond 65504"):

@@ -59,7 +59,7 @@ def test_heads_that_differ_are_kept_per_model_with_a_warning():
         assert torch.equal(own["layer.weight"], merged["layer.weight"])
         assert own["norm.num_batches_tracked"] == k + 1
         assert own.shape("head.weight") == models[k]["head.weight"].shape
-    with pytest.raises(SquisherError, match="no model 3; those that take part are 0, 1, 2, counted from 0"):
+    with pytest.raises(SquisherError, match="model 3.* 0, 1, 2"):
         merged.for_model(3)
 
 
@@ -70,22 +70,22 @@ def test_models_keep_their_numbers_when_one_before_them_is_dropped():
         merged = merge.average(models, coefficients)
     assert merged.kept["head.bias"] == "5 rows in model 3, 3 in model 2"
     assert torch.equal(merged.for_model(2)["head.weight"], second["head.weight"])
-    with pytest.raises(SquisherError, match="no model 0; those that take part are 1, 2, counted from 0"):
+    with pytest.raises(SquisherError, match="model 0.* 1, 2"):
         merged.for_model(0)
     broken = model(3)
     broken["layer.weight"][0, 0] = torch.nan
     with pytest.raises(SquisherError, match=r"'layer.weight'.*model 3.*NaN"):
         merge.average([dropped, first, broken], coefficients)["layer.weight"]
     short = {n: t[:, :-1] if n == "layer.weight" else t for n, t in model(3).items()}
-    with pytest.raises(NamingError, match="in model 2 and .* in model 3: these are different networks"):
+    with pytest.raises(NamingError, match="model 2 .*model 3.*different networks"):
         merge.average([dropped, first, short], coefficients)
-    with pytest.raises(NamingError, match="values of model 2 have a partner of the same name in model 3"):
+    with pytest.raises(NamingError, match="values of model 2.* in model 3"):
         merge.average([dropped, first, {f"x.{n}": t for n, t in short.items()}], coefficients)
-    with pytest.raises(NamingError, match="values of model 2 have a partner of the same name in the base"):
+    with pytest.raises(NamingError, match="values of model 2.* in the base"):
         merge.task_arithmetic({f"x.{n}": t for n, t in short.items()}, [dropped, first], [0, 1])
     known = squisher.Importance(dict(importance(first)), kind="fisher")
     unknown = squisher.Importance(dict(importance(first)), kind="squisher")
-    with pytest.raises(ScaleError, match="number 2 cannot.*coefficient of 0 are not counted"):
+    with pytest.raises(ScaleError, match="number 2.*coefficient of 0"):
         merge.fisher([dropped, first, first], [known, known, unknown], coefficients)
 
 
@@ -128,13 +128,13 @@ def test_names_that_do_not_match_are_an_error_and_never_a_quiet_copy():
     prefixed = {f"model.{n}": t for n, t in model(2).items()}
     with pytest.raises(NamingError, match="Did you mean 'model.embed.weight'"):
         merge.average([model(1), prefixed])
-    with pytest.raises(NamingError, match="have a partner of the same name in model 2"):
+    with pytest.raises(NamingError, match="partner.* in model 2"):
         merge.average([model(1), {"layer.weight": torch.zeros(8, 8)}])
 
 
 def test_quantised_weights_are_refused():
     quantised = {**model(1), "embed.weight": torch.zeros(50, 8, dtype=torch.uint8)}
-    with pytest.raises(NamingError, match="Quantised models cannot be merged"):
+    with pytest.raises(NamingError, match="Quantised"):
         merge.average([quantised, quantised])
     eight = {**model(1), "layer.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
     with pytest.raises(SquisherError, match="float8_e4m3fn, a quantised one"):
@@ -223,13 +223,13 @@ def test_a_wholesale_mismatch_is_always_an_error(missing):
     with pytest.raises(NamingError, match="other models.*'model.embed.weight'"):
         merge.fisher(models, renamed, missing=missing)
     most = [{n: t for n, t in importance(m).items() if n != "embed.weight"} for m in models]
-    with pytest.raises(NamingError, match="Only 99 of 499 values"):
+    with pytest.raises(NamingError, match="99 of 499"):
         merge.fisher(models, most, missing=missing)
     absent = [
         squisher.Importance({"x": torch.ones(1)}, kind="fisher", absent=dict.fromkeys(importance(m), "frozen"))
         for m in models
     ]
-    with pytest.raises(NamingError, match="list every weight as absent"):
+    with pytest.raises(NamingError, match="absent"):
         merge.fisher(models, absent, missing=missing)
 
 

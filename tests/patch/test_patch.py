@@ -141,19 +141,19 @@ def test_another_base_is_refused(tmp_path):
 def test_what_does_not_fit(tmp_path):
     base, tuned, masks = models()
     path = tmp_path / "p.safetensors"
-    with pytest.raises(NamingError, match="No tensor of the tuned model is in the base"):
+    with pytest.raises(NamingError, match="No tensor.*the base"):
         patch.make(base, {"x": torch.zeros(1)}, path)
-    with pytest.raises(NamingError, match="float32 in the base and float16 in the tuned"):
+    with pytest.raises(NamingError, match="float32.*base.*float16.*tuned"):
         patch.make(base, {**tuned, "a": tuned["a"].half()}, path)
     with pytest.raises(NamingError, match="The mask has 'x'"):
         patch.make(base, tuned, path, mask={**masks, "x": torch.ones(1, dtype=torch.bool)})
-    with pytest.raises(NamingError, match="'a' has the shape .* in the mask"):
+    with pytest.raises(NamingError, match="'a'.*shape.*mask"):
         patch.make(base, tuned, path, mask={"a": torch.ones(1, dtype=torch.bool)})
     archive.save(path, {"x": torch.zeros(1)}, {"kind": "mask"})
     with pytest.raises(FileError, match="is not a patch"):
         patch.apply(base, path)
     archive.save(path, {"x": torch.zeros(1)}, {"kind": "patch", "format_version": 2})
-    with pytest.raises(FileError, match="format 2; this version reads 1"):
+    with pytest.raises(FileError, match="format 2"):
         patch.apply(base, path)
 
 
@@ -198,7 +198,7 @@ def test_types_that_torch_knows_little_about(tmp_path, dtype):
 
 def test_a_type_that_no_file_holds(tmp_path):
     base = {"w": torch.zeros(3, dtype=torch.complex128)}
-    with pytest.raises(SquisherError, match="'w' has the type torch.complex128"):
+    with pytest.raises(SquisherError, match="'w'.*complex128"):
         patch.make(base, {"w": base["w"] + 1}, tmp_path / "p.safetensors")
     assert list(tmp_path.iterdir()) == []
 

@@ -186,7 +186,7 @@ def test_what_does_not_fit():
         prune.channels(model, {**fisher, "three.weight": torch.ones(1)}, IMAGE)
     with pytest.raises(NamingError, match="'query'.*the model"):
         prune.channels(model, fisher, IMAGE, heads={"query": 2})
-    with pytest.raises(SquisherError, match="does not run on the example input"):
+    with pytest.raises(SquisherError, match="example input"):
         prune.channels(model, fisher, torch.randn(2, 7))
     with pytest.raises(NamingError, match="regular expression"):
         prune.channels(model, fisher, IMAGE, exclude="(")
@@ -204,7 +204,7 @@ def test_an_output_that_would_shrink_is_refused():
             return super().forward(x).log_softmax(-1)
 
     model, fisher = made(Softmax)
-    with pytest.raises(SquisherError, match="output would change its shape"):
+    with pytest.raises(SquisherError, match="output.*shape"):
         prune.channels(model, fisher, IMAGE, scope="tensor")
     assert prune.channels(model, fisher, IMAGE, scope="tensor", exclude="head")(IMAGE).shape == (2, 5)
 
@@ -271,7 +271,7 @@ def test_heads_come_from_the_config_and_without_them_the_error_names_them():
     model, fisher = hugging_face("vit")
     assert set(prune.heads_of(model).values()) == {4}
     assert len(prune.heads_of(model)) == 6
-    with pytest.raises(SquisherError, match=r"The pruned model does not run any more.*heads="):
+    with pytest.raises(SquisherError, match="pruned model.*heads="):
         prune.channels(model, fisher, prune.example_input(model), sparsity=0.5, heads={})
 
 

@@ -220,7 +220,7 @@ def test_names_and_values_that_do_not_fit():
     weights, fisher = example()
     with pytest.raises(NamingError, match=r"'a\.wight'.*'a\.weight'"):
         prune.weights(weights, {"a.wight": torch.rand(16, 20)}, sparsity=0.5)
-    with pytest.raises(NamingError, match=r"'a\.bias' has the shape \(4,\)"):
+    with pytest.raises(NamingError, match=r"'a\.bias'.*\(4,\)"):
         prune.weights(weights, {**fisher, "a.bias": torch.rand(4)}, sparsity=0.5)
     weights["a.weight"][0, 0] = math.nan
     with pytest.raises(SquisherError, match=r"'a\.weight' hold NaN"):

@@ -47,7 +47,7 @@ def test_two_models_that_fit_one_optimizer_are_refused(ordered):
     shutil.copy(ordered / "optimizer.bin", ordered / "optimizer_1.bin")
     weights = torch.load(ordered / "pytorch_model.bin", weights_only=True)
     torch.save({f"twin.{name}": t for name, t in weights.items()}, ordered / "pytorch_model_1.bin")
-    with pytest.raises(NamingError, match=r"Several assignments fit.*parameter 0 is '0.weight' .* and 'twin.0.weight'"):
+    with pytest.raises(NamingError, match="parameter 0 .*'0.weight'.*'twin.0.weight'"):
         squisher.extract(ordered)
 
 
@@ -60,7 +60,7 @@ def test_sorted_weights_name_what_no_other_shape_could_be(by_name):
 
 
 def test_sorted_weights_with_shapes_that_repeat_are_refused(by_name):
-    with pytest.raises(NamingError, match=r"sorts its tensors by name.*optimizer_1\.bin.*--model.*torch\.save"):
+    with pytest.raises(NamingError, match=r"optimizer_1\.bin.*--model.*torch\.save"):
         squisher.extract(by_name)
 
 
@@ -78,13 +78,13 @@ def test_a_model_settles_it(by_name, tmp_path):
 
 def test_a_sorted_model_cannot_settle_it(by_name, tmp_path):
     save_file(second_model().state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(NamingError, match="sorted by name, so its order says nothing"):
+    with pytest.raises(NamingError, match="sorted by name"):
         squisher.extract(by_name, tmp_path / "model.safetensors", optimizer=1)
 
 
 def test_a_gap_in_the_numbers_is_refused(ordered):
     (ordered / "optimizer_1.bin").rename(ordered / "optimizer_2.bin")
-    with pytest.raises(FileError, match="one between them is missing"):
+    with pytest.raises(FileError, match="missing"):
         squisher.extract(ordered)
 
 
@@ -110,7 +110,7 @@ def test_a_fresh_folder(tmp_path, safe):
         optimizer.zero_grad()
     accelerator.save_state(str(tmp_path / "state"), safe_serialization=safe)
     if safe:
-        with pytest.raises(NamingError, match="sorts its tensors by name"):
+        with pytest.raises(NamingError, match="by name"):
             squisher.extract(tmp_path / "state")
     imp = squisher.extract(tmp_path / "state", plain if safe else None, bias_correction=False)
     live = {name: optimizer.optimizer.state[p]["exp_avg_sq"] for name, p in plain.named_parameters()}

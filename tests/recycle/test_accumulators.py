@@ -100,7 +100,7 @@ def test_what_keeps_no_squared_gradient_is_refused_by_name_with_what_to_do(name,
 def test_sgd_with_momentum_and_lbfgs():
     state, group = trained("SGD", [torch.ones(SHAPE)] * 2, momentum=0.9)
     for class_name in ("SGD", None):
-        with pytest.raises(NoAccumulatorError, match="SGD keeps a moving average of the gradient"):
+        with pytest.raises(NoAccumulatorError, match="SGD.*average of the gradient"):
             reading(state, group, class_name)
     parameter = torch.nn.Parameter(torch.ones(3))
     optimizer = torch.optim.LBFGS([parameter])
@@ -122,7 +122,7 @@ def test_every_torch_optimizer_is_in_the_table():
 
 
 def test_an_unknown_optimizer_is_refused_with_its_keys():
-    with pytest.raises(NoAccumulatorError, match=r"Mystery is not one that is known.*keys alpha_state, step"):
+    with pytest.raises(NoAccumulatorError, match="Mystery.*alpha_state, step"):
         identify({"alpha_state", "step"}, {"lr"}, "Mystery")
 
 

@@ -48,7 +48,7 @@ def test_frozen_parameters_only_when_asked_for():
 
 
 def test_a_file_that_lacks_a_parameter_is_of_another_model():
-    with pytest.raises(NamingError, match=r"'norm.weight' of shape \(4,\), but model.safetensors has no such tensor"):
+    with pytest.raises(NamingError, match=r"'norm.weight'.*\(4,\).*model.safetensors"):
         candidates_of_module(Tied(), weights(embed__weight=(5, 4)))
 
 

@@ -179,7 +179,7 @@ def test_accelerate_full_state(tmp_path):
 
 def test_accelerate_local_state_is_refused(tmp_path):
     torch.save(trained()[1].state_dict(), tmp_path / "optimizer_0_rank0.bin")
-    with pytest.raises(FileError, match="the local state of every FSDP rank.*flat shards"):
+    with pytest.raises(FileError, match="FSDP.*flat shards"):
         extract(tmp_path)
 
 
@@ -209,7 +209,7 @@ def test_groups_in_one_entry_as_older_versions_wrote_them(tmp_path, prefix):
 def test_numbers_without_planner_data_are_not_named_by_the_shuffled_entries(tmp_path):
     folder = Path(shutil.copytree(FIXTURES / "dcp" / "ddp_raw_ids", tmp_path / "c"))
     rewrite(folder, lambda metadata: setattr(metadata, "planner_data", None))
-    with pytest.raises(NamingError, match="records no names, and nothing in the source has them"):
+    with pytest.raises(NamingError, match="records no names"):
         extract(folder)
 
 
@@ -268,13 +268,13 @@ def test_megatron_by_buckets_is_refused(tmp_path):
     )
     save({key: torch.zeros(4)}, tmp_path / "c")
     torch.save({"iteration": 7}, tmp_path / "c" / "common.pt")
-    with pytest.raises(FileError, match="saved by buckets, which have no parameter names"):
+    with pytest.raises(FileError, match="buckets"):
         extract(tmp_path / "c")
 
 
 def test_a_missing_shard_is_named(fsdp2):
     (fsdp2 / "__1_0.distcp").unlink()
-    with pytest.raises(FileError, match=r"lacks the file __1_0.distcp, which holds a part of 'optimizer"):
+    with pytest.raises(FileError, match="__1_0.distcp.*'optimizer"):
         extract(fsdp2)
 
 
@@ -291,13 +291,13 @@ def test_a_bit_that_flipped_is_noticed(fsdp2):
     content[content.index(wanted)] ^= 1
     (fsdp2 / "__0_0.distcp").write_bytes(content)
     imp = extract(fsdp2)
-    with pytest.raises(FileError, match="damaged: its checksum does not fit its bytes"):
+    with pytest.raises(FileError, match="damaged.*checksum"):
         list(chunks_of(imp, "embed.weight", 4))
 
 
 def test_without_metadata_it_is_half_written(fsdp2):
     (fsdp2 / ".metadata").unlink()
-    with pytest.raises(FileError, match="no .metadata, which is written last: saving was interrupted"):
+    with pytest.raises(FileError, match=r"no \.metadata.*interrupted"):
         extract(fsdp2)
 
 
@@ -318,7 +318,7 @@ def test_an_overlap(fsdp2):
             metadata.storage_data[replace(index, offset=torch.Size([3, 0]))] = metadata.storage_data.pop(index)
 
     rewrite(fsdp2, shift)
-    with pytest.raises(FileError, match="two of its parts overlap"):
+    with pytest.raises(FileError, match="overlap"):
         extract(fsdp2)
 
 
@@ -331,7 +331,7 @@ def test_a_blob_of_another_shape(fsdp2):
 
     rewrite(fsdp2, swap)
     imp = extract(fsdp2)
-    with pytest.raises(FileError, match=r"should hold a tensor of \(4, 3\), torch.float32, but holds \(2,\)"):
+    with pytest.raises(FileError, match=r"\(4, 3\).*float32.*\(2,\)"):
         imp["embed.weight"]
 
 
@@ -342,7 +342,7 @@ def test_paths_do_not_leave_the_folder(fsdp2, name):
             metadata.storage_data[index] = replace(info, relative_path=name)
 
     rewrite(fsdp2, point)
-    with pytest.raises(FileError, match="points to a file outside of its folder"):
+    with pytest.raises(FileError, match="outside"):
         extract(fsdp2)
 
 
@@ -352,7 +352,7 @@ def test_compressed_shards(fsdp2):
             metadata.storage_data[index] = replace(info, transform_descriptors=["stream.zstd"])
 
     rewrite(fsdp2, describe)
-    with pytest.raises(FileError, match=r"compressed or transformed \(stream.zstd\), which is not read"):
+    with pytest.raises(FileError, match="stream.zstd"):
         extract(fsdp2)
 
 
@@ -362,7 +362,7 @@ def test_shards_of_safetensors(fsdp2):
             metadata.storage_data[index] = replace(info, relative_path="shard-00001.safetensors")
 
     rewrite(fsdp2, rename)
-    with pytest.raises(FileError, match="safetensors files, which are not read as shards"):
+    with pytest.raises(FileError, match="safetensors files.*shards"):
         extract(fsdp2)
 
 
@@ -372,26 +372,26 @@ def test_a_state_that_no_group_lists(fsdp2):
             del metadata.planner_data[key], metadata.state_dict_metadata[key]
 
     rewrite(fsdp2, drop)
-    with pytest.raises(FileError, match="has a state for 'blocks.0.bias', but no group of optimizer lists it"):
+    with pytest.raises(FileError, match="'blocks.0.bias'.*group"):
         extract(fsdp2)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_weights_alone(tmp_path):
-    with pytest.raises(FileError, match="without an optimizer state: it holds weights only"):
+    with pytest.raises(FileError, match="without an optimizer state"):
         extract(save({"model": {"a": torch.zeros(2)}}, tmp_path / "c"))
 
 
 def test_several_checkpoints(fsdp2):
     fsdp2.rename(fsdp2.parent / "step-10")
     shutil.copytree(fsdp2.parent / "step-10", fsdp2.parent / "step-20")
-    with pytest.raises(FileError, match=r"holds several checkpoints \(step-10, step-20\): give one of them"):
+    with pytest.raises(FileError, match="step-10, step-20"):
         extract(fsdp2.parent)
 
 
 @pytest.mark.parametrize("part", [".metadata", "__0_0.distcp"])
 def test_a_part_is_not_the_checkpoint(fsdp2, part):
-    with pytest.raises(FileError, match="is one part of a distributed checkpoint; give the folder"):
+    with pytest.raises(FileError, match="distributed checkpoint.*folder"):
         extract(fsdp2 / part)
 
 
@@ -439,7 +439,7 @@ def test_full_files(variant):
 
 
 def test_the_share_of_one_fsdp2_rank_is_refused():
-    with pytest.raises(FileError, match=r"the share of one of 2 ranks .* \(DTensor\), not the whole"):
+    with pytest.raises(FileError, match="one of 2 ranks.*DTensor"):
         extract(FIXTURES / "dcp" / "fsdp2_raw" / "rank0.pt")
 
 
@@ -452,19 +452,19 @@ def test_the_shares_of_all_fsdp2_ranks_are_joined():
 def test_a_rank_that_is_missing_among_files(tmp_path):
     for old, new in ((0, 0), (1, 2)):
         shutil.copy(FIXTURES / "dcp" / "fsdp2_raw" / f"rank{old}.pt", tmp_path / f"rank{new}.pt")
-    with pytest.raises(FileError, match="the files of the ranks 0, 2, but the state was sharded over 2"):
+    with pytest.raises(FileError, match="ranks 0, 2.* 2"):
         extract(tmp_path)
 
 
 def test_a_rank_in_the_place_of_another(tmp_path):
     for new in (0, 1):
         shutil.copy(FIXTURES / "dcp" / "fsdp2_raw" / "rank0.pt", tmp_path / f"rank{new}.pt")
-    with pytest.raises(FileError, match="mixed up: the file of rank 1 was written by rank 0"):
+    with pytest.raises(FileError, match="rank 1 .*rank 0"):
         extract(tmp_path)
 
 
 def test_flat_shards_of_fsdp1_are_refused_with_advice():
-    with pytest.raises(NamingError, match=r"flat shards, whose parameters cannot be told: save FSDP.optim_state_dict"):
+    with pytest.raises(NamingError, match="flat shards.*FSDP.optim_state_dict"):
         extract(FIXTURES / "dcp" / "fsdp1_raw" / "rank0.pt")
 
 
@@ -486,5 +486,5 @@ def test_two_processes(tmp_path):
             extract(tmp_path / variant)
     for variant in ("fsdp2_raw", "fsdp1_raw", "fsdp1_flat"):
         for rank in (0, 1):
-            with pytest.raises(SquisherError, match="the share of one of 2 ranks|flat shards"):
+            with pytest.raises(SquisherError, match="one of 2 ranks|flat shards"):
                 extract(tmp_path / variant / f"rank{rank}.pt")

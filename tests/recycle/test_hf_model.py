@@ -56,19 +56,19 @@ def test_a_model_without_weights_and_without_foreign_code(transformers, tmp_path
 
 @pytest.mark.parametrize("names", [["Unknown"], [], None, ["PreTrainedModel.__init__"], ["__version__"], [3], "Tiny"])
 def test_what_transformers_does_not_have_is_refused(transformers, tmp_path, names):
-    with pytest.raises(NamingError, match=r"code beside a model is never run"):
+    with pytest.raises(NamingError, match="code.*never run"):
         meta_model(config(tmp_path, architectures=names))
 
 
 def test_what_transformers_cannot_build_is_refused_in_one_line(transformers, tmp_path):
-    with pytest.raises(NamingError, match=r"cannot build a TinyForCausalLM .*a field is missing\. .*\(5\.0\.0\)"):
+    with pytest.raises(NamingError, match=r"TinyForCausalLM.*a field is missing.*5\.0\.0"):
         meta_model(config(tmp_path, broken=True))
 
 
 def test_a_config_of_endless_layers_is_refused(transformers, tmp_path):
-    with pytest.raises(NamingError, match="no model has that many"):
+    with pytest.raises(NamingError, match="that many"):
         meta_model(config(tmp_path, num_hidden_layers=10**9))
-    with pytest.raises(NamingError, match="no model has that many"):
+    with pytest.raises(NamingError, match="that many"):
         meta_model(config(tmp_path, text_config={"n_layers": 10**9}))
 
 

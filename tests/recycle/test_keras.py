@@ -92,7 +92,7 @@ def test_the_order_of_a_subclassed_model_is_not_guessed():
 
 
 def test_sgd_is_refused():
-    with pytest.raises(NoAccumulatorError, match="Keras's SGD, which keeps at most a moving average of the gradient"):
+    with pytest.raises(NoAccumulatorError, match="Keras's SGD.*average of the gradient"):
         squisher.extract(KERAS / "sgd.keras")
 
 
@@ -102,7 +102,7 @@ def test_weights_without_an_optimizer_are_said(tmp_path):
     shutil.copy(KERAS / "all.weights.h5", tmp_path / "w.weights.h5")
     with h5py.File(tmp_path / "w.weights.h5", "a") as file:
         del file["optimizer"]
-    with pytest.raises(FileError, match="weights but no optimizer state"):
+    with pytest.raises(FileError, match="no optimizer state"):
         squisher.extract(tmp_path / "w.weights.h5")
 
 
@@ -131,7 +131,7 @@ def test_options_that_the_variables_contradict_are_refused(tmp_path):
         config["compile_config"]["optimizer"]["config"]["use_ema"] = True
         return config
 
-    with pytest.raises(FileError, match="variables of the Keras optimizer Adam do not fit"):
+    with pytest.raises(FileError, match="Keras optimizer Adam.*fit"):
         squisher.extract(changed(tmp_path, amsgrad))
 
 
@@ -140,7 +140,7 @@ def test_an_unknown_optimizer_is_refused(tmp_path):
         config["compile_config"]["optimizer"]["class_name"] = "MyAdam"
         return config
 
-    with pytest.raises(NoAccumulatorError, match="'MyAdam', which is not one that is known"):
+    with pytest.raises(NoAccumulatorError, match="'MyAdam'.*known"):
         squisher.extract(changed(tmp_path, rename))
 
 
@@ -201,11 +201,11 @@ def test_a_heap_that_the_library_would_walk_for_ever_is_refused(tmp_path):
     heap = data.index(b"GCOL\x01\0\0\0")
     data[heap + 16 : heap + 32] = bytes(16)
     (tmp_path / "x.keras").write_bytes(data)
-    with pytest.raises(FileError, match="an object in a heap does not fit it"):
+    with pytest.raises(FileError, match="object in a heap"):
         squisher.extract(tmp_path / "x.keras")
     data[heap + 8 : heap + 16] = b"\xff" * 8
     (tmp_path / "x.keras").write_bytes(data)
-    with pytest.raises(FileError, match="a heap in it is longer than the file"):
+    with pytest.raises(FileError, match="heap.*longer"):
         squisher.extract(tmp_path / "x.keras")
 
 

@@ -255,7 +255,7 @@ def test_parameters_of_another_model_are_left_out_with_a_warning():
     model, extra = Net(), nn.Parameter(torch.ones(2))
     optimizer = torch.optim.AdamW([*model.parameters(), extra])
     train(model, optimizer)
-    with pytest.warns(SquisherWarning, match="1 of the optimizer's 8 parameters"):
+    with pytest.warns(SquisherWarning, match="^1 .* 8 parameters"):
         squisher.extract(optimizer, model)
 
 

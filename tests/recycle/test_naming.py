@@ -76,7 +76,7 @@ def test_a_frozen_layer_is_found_if_shapes_leave_one_way():
 def test_a_frozen_layer_among_equal_ones_is_refused_and_shown():
     """The trap of the wild: fc1 frozen, fc2 of the same shape. Order and shape alone would name it fc1, silently."""
     twins = (("fc1.weight", (4, 4)), ("fc1.bias", (4,)), ("fc2.weight", (4, 4)), ("fc2.bias", (4,)))
-    with pytest.raises(NamingError, match=r"parameter 0 is 'fc1\.weight'.*and 'fc2\.weight'.*--names"):
+    with pytest.raises(NamingError, match=r"'fc1\.weight'.*'fc2\.weight'.*--names"):
         resolve(optimizer([(4, 4), (4,)]), model(*twins))
 
 
@@ -87,9 +87,9 @@ def test_conventions_that_disagree_are_refused():
 
 
 def test_nothing_fits():
-    with pytest.raises(NamingError, match=r"groups of 1.*the model: 4 parameters.*--names FILE"):
+    with pytest.raises(NamingError, match="groups of 1.* 4 parameters.*--names"):
         resolve(optimizer([(9, 9)]), model(*MLP))
-    with pytest.raises(NamingError, match="nothing in the source has them"):
+    with pytest.raises(NamingError, match="nothing in the source"):
         resolve(optimizer([(9, 9)]), [])
 
 
@@ -99,13 +99,13 @@ def test_parameters_without_a_state_fit_anything_but_do_not_decide():
 
 def test_given_names(tmp_path):
     one = optimizer([(4, 3), (4,)])
-    with pytest.warns(SquisherWarning, match="None of the given names .* could be checked"):
+    with pytest.warns(SquisherWarning, match="given names.*checked"):
         assert resolve(one, model(*MLP), ["x", "y"]).names == ["x", "y"]
     known = [name for name, _ in MLP]
-    with pytest.raises(NamingError, match="1 of the 2 given names are no parameters of the source"):
+    with pytest.raises(NamingError, match="1 of the 2 given names"):
         resolve(one, model(*MLP), [known[0], "y"])
     assert {one.level for one in resolve(one, [], ["x", "y"]).how} == {"given"}
-    with pytest.raises(NamingError, match="3 names were given, but the optimizer has 2 parameters"):
+    with pytest.raises(NamingError, match="3 names.* 2 parameters"):
         resolve(one, [], ["x", "y", "z"])
     with pytest.raises(NamingError, match="'x' appears twice"):
         resolve(one, [], ["x", "x"])

@@ -72,9 +72,9 @@ def test_accumulated_steps_are_counted_as_steps_of_the_optimizer():
 
 
 def test_without_the_decay_it_is_asked_for():
-    with pytest.raises(NoAccumulatorError, match=r"β₂ of adam \(optax\) is missing.*--beta2 0.999"):
+    with pytest.raises(NoAccumulatorError, match="β₂ of adam.*missing.*--beta2"):
         squisher.extract(OPTAX / "adamw.msgpack")
-    with pytest.raises(NoAccumulatorError, match=r"β₂ of adam \(optax\) is 1.5"):
+    with pytest.raises(NoAccumulatorError, match=r"β₂ of adam.* 1\.5"):
         squisher.extract(OPTAX / "adamw.msgpack", beta2=1.5)
 
 
@@ -112,17 +112,17 @@ def test_adafactor_is_joined_over_the_axes_that_optax_chose():
 
 @pytest.mark.parametrize("name", ["lion", "momentum"])
 def test_a_momentum_alone_is_refused(name):
-    with pytest.raises(NoAccumulatorError, match="only a moving average of the gradient"):
+    with pytest.raises(NoAccumulatorError, match="average of the gradient"):
         squisher.extract(OPTAX / f"{name}.msgpack")
 
 
 def test_prodigy_is_refused_by_name():
-    with pytest.raises(NoAccumulatorError, match="a state of optax's prodigy"):
+    with pytest.raises(NoAccumulatorError, match="prodigy"):
         squisher.extract(OPTAX / "prodigy.msgpack", bias_correction=False)
 
 
 def test_one_value_per_tensor_is_refused():
-    with pytest.raises(NoAccumulatorError, match="not a value per weight"):
+    with pytest.raises(NoAccumulatorError, match="value per weight"):
         squisher.extract(OPTAX / "novograd.msgpack", beta2=0.25)
 
 
@@ -157,7 +157,7 @@ def test_arrays_in_pieces_are_one_array(tmp_path):
 
 def test_parameters_alone_hold_no_optimizer_state(tmp_path):
     (tmp_path / "x.msgpack").write_bytes(pack({"params": {"w": torch.ones(3)}}))
-    with pytest.raises(FileError, match="save the optimizer state too"):
+    with pytest.raises(FileError, match="save the optimizer state"):
         squisher.extract(tmp_path / "x.msgpack")
 
 

@@ -94,9 +94,7 @@ def test_low_precision_is_warned_of_where_values_count():
 
 
 def test_a_momentum_is_refused_by_its_signs():
-    with pytest.raises(
-        NoAccumulatorError, match=r"SGD or Lion \(bitsandbytes\) keeps a moving average of the gradient"
-    ):
+    with pytest.raises(NoAccumulatorError, match="SGD or Lion.*average of the gradient"):
         squisher.extract(FOLDER / "bnb_Lion8bit.pt", names=NAMES)
 
 
@@ -170,9 +168,7 @@ def test_one_negative_entry_makes_every_state_a_momentum():
 
 
 def test_too_few_entries_to_tell_are_asked_about():
-    with pytest.raises(
-        NoAccumulatorError, match=r"RMSprop's or Adagrad's squared gradient or a momentum.*live optimizer"
-    ):
+    with pytest.raises(NoAccumulatorError, match="RMSprop.*momentum.*live optimizer"):
         decoded([Entry({"state1": torch.ones(5), "step": 1}, {"betas": (0.9, 0.0)})])
     (entry,) = decoded([Entry({"state1": torch.ones(5), "step": 1}, {"betas": (0.9, 0.0)})], "RMSprop8bit")
     assert "square_avg" in entry.state
@@ -211,7 +207,7 @@ def test_fresh_states_and_live_optimizers_agree_with_the_library(name, tmp_path)
     optimizer, module = maker.train(name)
     if "Lion" in name or "SGD" in name:
         for source in ((tmp_path / f"{name}.pt",), (optimizer, module)):
-            with pytest.raises(NoAccumulatorError, match="moving average of the gradient"):
+            with pytest.raises(NoAccumulatorError, match="average of the gradient"):
                 squisher.extract(*source)
         return
     with warnings.catch_warnings():

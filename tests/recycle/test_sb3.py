@@ -83,7 +83,7 @@ def test_an_archive_without_its_optimizer_is_refused(tmp_path):
     def drop(content):
         return {name: value for name, value in content.items() if "optimizer" not in name}
 
-    with pytest.raises(FileError, match="a policy but no optimizer"):
+    with pytest.raises(FileError, match="policy.*no optimizer"):
         squisher.extract(changed(tmp_path, "ppo", drop))
 
 
@@ -131,6 +131,6 @@ def test_an_entropy_coefficient_that_nothing_names_does_not_block_actor_and_crit
     def drop(content):
         return {name: value for name, value in content.items() if name != "pytorch_variables.pth"}
 
-    with pytest.warns(squisher.SquisherWarning, match="each is a single number .an entropy coefficient"):
+    with pytest.warns(squisher.SquisherWarning, match="single number.*entropy coefficient"):
         imp = squisher.extract(changed(tmp_path, "sac", drop))
     assert {name.partition(".")[0] for name in imp} == {"actor", "critic"}

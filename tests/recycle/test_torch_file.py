@@ -80,7 +80,7 @@ def test_wrappings(tmp_path, run, wrapping, zipped):
 def test_a_bare_state_needs_names_and_takes_them_from_a_list_a_file_or_the_model(tmp_path, run):
     path = tmp_path / "optimizer.pt"
     torch.save(run[1].state_dict(), path)
-    with pytest.raises(NamingError, match="records no names, and nothing in the source has them"):
+    with pytest.raises(NamingError, match="records no names"):
         squisher.extract(path)
     names = [name for name, _ in run[0].named_parameters()]
     assert check(path, *run, names=names).provenance.naming.level == "given"
@@ -161,25 +161,25 @@ def test_several_optimizers_over_other_or_the_same_parameters(tmp_path):
     imp = squisher.extract(path)
     assert all(torch.equal(imp[name], live[name]) for name in live)
     assert set(squisher.extract(path, optimizer=1)) == {"1.weight", "1.bias"}
-    with pytest.raises(squisher.SquisherError, match="There is no optimizer 2: the source holds 2"):
+    with pytest.raises(squisher.SquisherError, match="no optimizer 2.* 2"):
         squisher.extract(path, optimizer=2)
     torch.save({"a": optimizers[0].state_dict(), "b": optimizers[0].state_dict()}, path)
-    with pytest.raises(NamingError, match=r"2 optimizers \(0: a, 1: b\).*--optimizer K"):
+    with pytest.raises(NamingError, match="0: a, 1: b.*--optimizer"):
         squisher.extract(path)
 
 
 def test_refusals(tmp_path, run):
     path = tmp_path / "c.pt"
-    with pytest.raises(FileError, match="There is no file or folder"):
+    with pytest.raises(FileError, match="no file or folder"):
         squisher.extract(path)
     torch.save(run[0].state_dict(), path)
-    with pytest.raises(FileError, match="holds weights but no optimizer state"):
+    with pytest.raises(FileError, match="no optimizer state"):
         squisher.extract(path)
     torch.save({"epoch": 3}, path)
     with pytest.raises(FileError, match="holds no optimizer state"):
         squisher.extract(path)
     torch.save(torch.optim.SGD(run[0].parameters(), lr=1).state_dict(), path)
-    with pytest.raises(NoAccumulatorError, match="SGD keeps nothing of the gradient"):
+    with pytest.raises(NoAccumulatorError, match="SGD keeps nothing"):
         squisher.extract(path)
     torch.save(torch.optim.AdamW(run[0].parameters()).state_dict(), path)
     with pytest.raises(NoAccumulatorError, match="has taken no step"):
@@ -187,7 +187,7 @@ def test_refusals(tmp_path, run):
     saved = run[1].state_dict()
     saved["param_groups"][0]["param_names"] = ["one"]
     torch.save(saved, path)
-    with pytest.raises(FileError, match="8 parameters and 1 names|7 parameters and 1 names"):
+    with pytest.raises(FileError, match="[87] parameters .*1 names"):
         squisher.extract(path)
 
 
@@ -196,7 +196,7 @@ def test_a_folder_with_an_optimizer_file_and_one_without(tmp_path, run):
     check(tmp_path, *run)
     (tmp_path / "optimizer.pt").unlink()
     (tmp_path / "weights.txt").write_text("")
-    with pytest.raises(FileError, match=r"no optimizer state of a known format; it has weights\.txt"):
+    with pytest.raises(FileError, match=r"no optimizer state.*weights\.txt"):
         squisher.extract(tmp_path)
 
 
@@ -250,7 +250,7 @@ def test_a_folder_with_one_checkpoint_is_read_and_with_several_refused(tmp_path,
     (tmp_path / "notes.txt").write_text("")
     check(tmp_path, *run)
     torch.save({"optimizer": run[1].state_dict()}, tmp_path / "other.pth")
-    with pytest.raises(FileError, match=r"2 torch files \(ckpt\.pt, other\.pth\)"):
+    with pytest.raises(FileError, match=r"ckpt\.pt, other\.pth"):
         squisher.extract(tmp_path)
 
 

@@ -98,7 +98,7 @@ def test_sharded_torch_weights_keep_their_order_too(bert, monkeypatch):
     (bert / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     same(squisher.extract(bert, bias_correction=False), bert / "reference.safetensors")
     (bert / "pytorch_model-00002-of-00002.bin").unlink()
-    with pytest.raises(FileError, match="which is missing; copy the whole set"):
+    with pytest.raises(FileError, match="missing.*whole set"):
         squisher.extract(bert)
 
 
@@ -119,15 +119,11 @@ def test_model_and_weights_must_belong_together(bert):
     weights = load_file(bert / "model.safetensors")
     weights["classifier.weight"] = torch.zeros(4, 8)
     save_file(weights, bert / "model.safetensors")
-    with pytest.raises(
-        NamingError, match=r"'classifier.weight' of shape \(3, 8\), but model.safetensors has it as \(4, 8\)"
-    ):
+    with pytest.raises(NamingError, match=r"'classifier.weight'.*\(3, 8\).*\(4, 8\)"):
         squisher.extract(bert)
     del weights["classifier.weight"]
     save_file(weights, bert / "model.safetensors")
-    with pytest.raises(
-        NamingError, match="model.safetensors has no such tensor: model and weights do not belong together"
-    ):
+    with pytest.raises(NamingError, match="model.safetensors.*belong together"):
         squisher.extract(bert)
 
 
@@ -135,7 +131,7 @@ def test_a_state_of_another_model_is_refused(bert):
     state = torch.load(bert / "optimizer.pt", weights_only=True)
     state["state"][0]["exp_avg_sq"] = torch.zeros(17, 8)
     torch.save(state, bert / "optimizer.pt")
-    with pytest.raises(NamingError, match="no known convention proves them"):
+    with pytest.raises(NamingError, match="no known convention"):
         squisher.extract(bert)
 
 
@@ -187,7 +183,7 @@ def test_what_was_frozen_is_asked_for(bert):
     freeze(bert, trained)
     with pytest.raises(
         NamingError,
-        match=r"--trainable REGEX .* weights that training started from may decide: give them with --base-model",
+        match="--trainable.*--base-model",
     ):
         squisher.extract(bert)
 
@@ -237,7 +233,7 @@ def test_a_base_model_that_is_none_of_it_is_refused(bert, tmp_path):
     base = other_weights(bert, tmp_path / "base", lambda n: True)
     with pytest.raises(NamingError):
         squisher.extract(bert, base_model=base)
-    with pytest.raises(FileError, match="holds no weights to compare with"):
+    with pytest.raises(FileError, match="no weights"):
         (tmp_path / "empty").mkdir()
         squisher.extract(bert, base_model=tmp_path / "empty")
 
@@ -266,7 +262,7 @@ def test_an_adapter_whose_shapes_do_not_tell_asks_for_the_base(tmp_path):
         folder / "adapter_model.safetensors",
     )
     torch.save(state, folder / "optimizer.pt")
-    with pytest.raises(NamingError, match=r"--base-model DIR .*its config.json is enough"):
+    with pytest.raises(NamingError, match="--base-model.*config.json"):
         squisher.extract(folder)
 
 
@@ -321,5 +317,5 @@ def test_a_sorted_file_without_a_config(tmp_path):
     assert torch.equal(imp["1.weight"], optimizer.state[layers[1].weight]["exp_avg_sq"])
     assert "every shape occurs once" in str(imp.provenance.naming)
     save_file({**layers.state_dict(), "more": torch.zeros(2)}, tmp_path / "model.safetensors")
-    with pytest.raises(NamingError, match="sorts its tensors by name"):
+    with pytest.raises(NamingError, match="by name"):
         squisher.extract(tmp_path)

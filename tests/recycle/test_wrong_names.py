@@ -80,7 +80,7 @@ def test_learning_rates_per_layer_with_the_top_layer_first(tmp_path):
     assert "proven" in str(imp.provenance.naming)
     blind = optimized(reversed_layers(model), torch.optim.RMSprop)
     train(model, blind)
-    with pytest.raises(NamingError, match="Several assignments fit .* the values do not decide"):
+    with pytest.raises(NamingError, match="assignments fit.*values"):
         squisher.extract(saved(tmp_path / "d.pt", model, blind))
 
 
@@ -291,7 +291,7 @@ def test_names_recorded_in_a_submodule_get_its_path(tmp_path):
     imp = squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False)
     assert right(imp, encoder, optimizer, lambda n: f"encoder.{n}")
     twins = nn.ModuleDict({"encoder": encoder, "teacher": body(2)})
-    with pytest.raises(NamingError, match=r"'encoder\.' and 'teacher\.' have such parameters"):
+    with pytest.raises(NamingError, match=r"'encoder\.'.*'teacher\.'"):
         squisher.extract(saved(tmp_path / "d.pt", twins, optimizer))
 
 
@@ -300,7 +300,7 @@ def test_weights_of_a_pickled_module_have_their_paths(tmp_path):
     optimizer = optimized(model[2].parameters())
     train(model, optimizer, 3, lambda: model(torch.randn(4, WIDTH)).square().mean())
     torch.save({"model": model, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
-    with pytest.raises(NamingError, match=r"'0\.weight' by .* and '2\.weight' by"):
+    with pytest.raises(NamingError, match=r"'0\.weight'.*'2\.weight'"):
         squisher.extract(tmp_path / "c.pt")
     imp = squisher.extract(tmp_path / "c.pt", trainable=r"^2\.", bias_correction=False)
     assert right(imp, model, optimizer)
@@ -352,7 +352,7 @@ def test_tensors_that_the_model_of_the_config_lacks_may_be_the_trained_ones(tmp_
     train(model["projection"], optimizer, 3, lambda: model["projection"](torch.randn(4, WIDTH)).square().mean())
     built = nn.ModuleDict({"pooler": nn.Linear(WIDTH, WIDTH)})
     folder = trainer_folder(tmp_path, monkeypatch, built, model.state_dict(), optimizer)
-    with pytest.raises(NamingError, match=r"'pooler\.weight' by .* and 'projection\.weight' by"):
+    with pytest.raises(NamingError, match=r"'pooler\.weight'.*'projection\.weight'"):
         squisher.extract(folder)
     imp = squisher.extract(folder, trainable="projection", bias_correction=False)
     assert right(imp, model, optimizer)
@@ -368,7 +368,7 @@ def test_a_dense_layer_of_sentence_transformers_is_not_the_pooler(tmp_path, monk
     save_file({f"linear.{name}": t for name, t in dense.state_dict().items()}, folder / "2_Dense" / "model.safetensors")
     modules = [{"idx": 0, "name": "0", "path": ""}, {"idx": 2, "name": "2", "path": "2_Dense"}]
     (folder / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(NamingError, match=r"'pooler\.dense\.weight' by .* and '2\.linear\.weight' by"):
+    with pytest.raises(NamingError, match=r"'pooler\.dense\.weight'.*'2\.linear\.weight'"):
         squisher.extract(folder)
 
 
@@ -432,10 +432,10 @@ def test_given_names_that_contradict_shapes_or_values(tmp_path):
     names = [name for name, _ in model.named_parameters()]
     assert right(squisher.extract(path, names=names, bias_correction=False), model, optimizer)
     swapped = [names[1], names[0], *names[2:]]
-    with pytest.raises(NamingError, match=r"parameter 0 of the optimizer has the shape \(32, 32\), but '0.bias' has"):
+    with pytest.raises(NamingError, match=r"parameter 0 .*\(32, 32\).*'0.bias'"):
         squisher.extract(path, names=swapped)
     rotated = [*names[2:8], *names[:2], *names[8:]]
-    with pytest.raises(NamingError, match="The values contradict the names"):
+    with pytest.raises(NamingError, match="contradict"):
         squisher.extract(path, names=rotated)
 
 
@@ -446,7 +446,7 @@ def test_layers_of_one_group_from_the_top(tmp_path):
     layers = layers_of(model)
     optimizer = optimized([p for layer in [*reversed(layers[:-1]), layers[-1]] for p in layer])
     train(model, optimizer)
-    with pytest.raises(NamingError, match="The values contradict the names"):
+    with pytest.raises(NamingError, match="contradict"):
         squisher.extract(saved(tmp_path / "c.pt", model, optimizer))
 
 

@@ -87,7 +87,7 @@ def test_a_converted_round_robin_checkpoint_is_refused_because_its_names_are_wro
     converted = torch.load(folder / "zero" / "fc1.weight" / "exp_avg_sq.pt")["param"]
     true = load_file(ZERO / "universal_z2rr" / "reference.safetensors")
     assert not torch.equal(converted, true["fc1.weight"])  # the reason for the refusal
-    with pytest.raises(FileError, match="round_robin_gradients.*under each other's names. Give the checkpoint"):
+    with pytest.raises(FileError, match="round_robin_gradients.*names"):
         extract(ZERO / "universal_z2rr")
 
 
@@ -96,14 +96,14 @@ def test_a_converted_checkpoint_that_does_not_say_how_it_was_trained(tmp_path, v
     folder = Path(shutil.copytree(ZERO / variant, tmp_path / "run"))
     change_model_states(folder, lambda content: content.update(ds_config="ds_config.json"))  # a path, if that was given
     if variant == "universal_z2rr":
-        with pytest.raises(FileError, match="one that round_robin_gradients would make"):
+        with pytest.raises(FileError, match="round_robin_gradients"):
             extract(folder)
     else:
         check(extract(folder, bias_correction=False), folder / "reference.safetensors")
 
 
 def test_elastic_checkpoints_keep_no_decay():
-    with pytest.raises(NoAccumulatorError, match="β₂ of Adam is missing.*--raw"):
+    with pytest.raises(NoAccumulatorError, match="β₂ of Adam.*--raw"):
         extract(ZERO / "z2elastic")
 
 
@@ -131,7 +131,7 @@ def test_latest_decides(z2):
     (z2 / "global_step9" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
     check(extract(z2, bias_correction=False), z2 / "reference.safetensors")
     (z2 / "latest").unlink()
-    with pytest.raises(FileError, match=r"several checkpoints \(global_step3, global_step9\) and no file `latest`"):
+    with pytest.raises(FileError, match="global_step3, global_step9.*latest"):
         extract(z2)
     shutil.rmtree(z2 / "global_step9")
     check(extract(z2, bias_correction=False), z2 / "reference.safetensors")
@@ -140,12 +140,12 @@ def test_latest_decides(z2):
 @pytest.mark.parametrize("tag", ["global_step7", "../run/global_step3", "", "."])
 def test_latest_that_names_nothing(z2, tag):
     (z2 / "latest").write_text(tag)
-    with pytest.raises(FileError, match="names the checkpoint .* which is not there"):
+    with pytest.raises(FileError, match="checkpoint .*not there"):
         extract(z2)
 
 
 def test_one_file_is_not_the_checkpoint(z2):
-    with pytest.raises(FileError, match="is one rank's part of a DeepSpeed checkpoint; give the folder"):
+    with pytest.raises(FileError, match="one rank.*DeepSpeed.*folder"):
         extract(z2 / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
 
 
@@ -171,7 +171,7 @@ def test_a_missing_rank(z2, rank):
 def test_no_rank_at_all(z2):
     for file in (z2 / "global_step3").glob("*optim_states.pt"):
         file.unlink()
-    with pytest.raises(FileError, match="lacks the optimizer states of its ranks"):
+    with pytest.raises(FileError, match="lacks the optimizer states"):
         extract(z2)
 
 
@@ -184,7 +184,7 @@ def test_no_model_states(z2):
 def test_ranks_of_another_stage_do_not_fit(z2):
     name = "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     shutil.copy(ZERO / "z3" / name, z2 / name)
-    with pytest.raises(FileError, match="mixes the files of several runs"):
+    with pytest.raises(FileError, match="several runs"):
         extract(z2)
 
 
@@ -206,7 +206,7 @@ def test_a_bit_that_flipped_is_noticed(tmp_path, variant):
     content[content.index(wanted)] ^= 1
     file.write_bytes(content)
     imp = extract(folder)
-    with pytest.raises(FileError, match="damaged: its checksum does not fit its bytes"):
+    with pytest.raises(FileError, match="damaged.*checksum"):
         imp["embed.weight"]
 
 
@@ -241,13 +241,13 @@ def test_tensor_parallelism(z3):
 def test_states_on_another_disk(z3):
     offload = {"offload_optimizer": {"device": "nvme"}}
     change_model_states(z3, lambda content: content["ds_config"]["zero_optimization"].update(offload))
-    with pytest.raises(FileError, match="swapped to disk .*nvme.* Save with offload to cpu"):
+    with pytest.raises(FileError, match="disk.*nvme.*cpu"):
         extract(z3)
 
 
 def test_shards_that_are_repeated(z3):
     change_model_states(z3, lambda content: content["ds_config"]["zero_optimization"].update(mics_shard_size=1))
-    with pytest.raises(FileError, match="trained with MiCS, which partitions parameters over 1 ranks"):
+    with pytest.raises(FileError, match="MiCS.* 1 ranks"):
         extract(z3)
 
 
@@ -272,13 +272,13 @@ def test_stage_0_is_an_ordinary_state(tmp_path):
 
 def test_flat_buffers_without_a_list_of_parameters(tmp_path):
     optimizer = {"optimizer_state_dict": {}, "fp32_groups_flat": [torch.zeros(3)]}
-    with pytest.raises(FileError, match="without ZeRO, whose flat buffers have no list of parameters"):
+    with pytest.raises(FileError, match="without ZeRO"):
         extract(without_zero(tmp_path / "run", optimizer, {}))
 
 
 def test_one_bit_adam(z3):
     change_model_states(z3, lambda content: content["ds_config"].update(optimizer={"type": "OneBitAdam"}))
-    with pytest.raises(NoAccumulatorError, match="OneBitAdam stops updating its squared gradient"):
+    with pytest.raises(NoAccumulatorError, match="OneBitAdam"):
         extract(z3)
 
 
@@ -290,14 +290,14 @@ def test_parameters_that_do_not_fit_the_buffers(z3):
 
 def test_parameters_that_do_not_fill_the_buffers(z2):
     change_model_states(z2, lambda content: content["param_shapes"][0].update({"fc1.weight": torch.Size([3, 2])}))
-    with pytest.raises(FileError, match="hold 60 elements, but its parameters need 57"):
+    with pytest.raises(FileError, match="60 elements.* 57"):
         extract(z2)
 
 
 def test_model_states_of_two_steps(z3):
     file = next(z3.glob("*/zero_pp_rank_1_mp_rank_00_model_states.pt"))
     torch.save({**torch.load(file, weights_only=False), "global_steps": 5}, file)
-    with pytest.raises(FileError, match="its model states are of the steps 3, 5"):
+    with pytest.raises(FileError, match="steps 3, 5"):
         extract(z3)
 
 
@@ -308,28 +308,28 @@ def universal(tmp_path: Path) -> Path:
 
 def test_a_universal_folder_that_is_not_whole(universal):
     shutil.rmtree(universal / "global_step3_universal" / "zero" / "fc2.weight")
-    with pytest.raises(FileError, match="lacks the folder of 'fc2.weight'"):
+    with pytest.raises(FileError, match="folder of 'fc2.weight'"):
         extract(universal)
 
 
 def test_a_universal_parameter_without_state(universal):
     for file in (universal / "global_step3_universal" / "zero" / "fc2.weight").glob("[es]*.pt"):
         file.unlink()
-    with pytest.raises(FileError, match="holds weights but no optimizer state"):
+    with pytest.raises(FileError, match="no optimizer state"):
         extract(universal)
 
 
 def test_a_universal_parameter_that_is_not_listed(universal):
     inside = universal / "global_step3_universal" / "zero"
     shutil.copytree(inside / "fc2.weight", inside / "fc3.weight")
-    with pytest.raises(FileError, match="a state for 'fc3.weight', which the model states do not list"):
+    with pytest.raises(FileError, match="'fc3.weight'.*model states"):
         extract(universal)
 
 
 def test_a_universal_file_of_another_parameter(universal):
     inside = universal / "global_step3_universal" / "zero"
     shutil.copy(inside / "fc2.bias" / "exp_avg_sq.pt", inside / "fc2.weight" / "exp_avg_sq.pt")
-    with pytest.raises(FileError, match=r"holds a tensor of \(3,\), but the parameter has the shape \(3, 3\)"):
+    with pytest.raises(FileError, match=r"\(3,\).*\(3, 3\)"):
         extract(universal)
 
 
@@ -430,7 +430,7 @@ GROUP = [{"a": torch.ones(3, 3), "b": torch.ones(2)}]
 @pytest.mark.parametrize("stage", [2, 3])
 def test_mixed_steps(tmp_path, stage):
     write(tmp_path / "run", GROUP, 3, stage, steps=[4, 4, 5])
-    with pytest.raises(FileError, match="mixes the files of several steps: rank 2 is at step 5, rank 0 at step 4"):
+    with pytest.raises(FileError, match="rank 2 .*step 5.*rank 0 .*step 4"):
         extract(tmp_path / "run")
 
 
@@ -503,7 +503,7 @@ def test_names_of_adapters_are_those_of_the_adapter_file(tmp_path):
 
 def test_names_do_not_leave_the_folder(universal):
     change_model_states(universal, lambda content: content["param_shapes"][0].update({"../../../x": torch.Size([1])}))
-    with pytest.raises(FileError, match="lacks the folder of '../../../x'"):
+    with pytest.raises(FileError, match=r"folder of '\.\./\.\./\.\./x'"):
         extract(universal)
 
 

@@ -251,5 +251,5 @@ def test_writing_is_whole_or_not_at_all(tmp_path):
 
 
 def test_data_that_json_cannot_hold_are_refused():
-    with pytest.raises(SquisherError, match="cannot be written as JSON"):
+    with pytest.raises(SquisherError, match="JSON"):
         dumped({"x": float("nan")})

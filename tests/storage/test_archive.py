@@ -35,7 +35,7 @@ def test_shards_and_their_index(tmp_path):
     assert list(lazy) == list(tensors)
     assert metadata["a"] == 1
     assert metadata["sum"]["layer.3"] == pytest.approx(tensors["layer.3"].double().sum().item())
-    with pytest.raises(FileError, match=r"big-00001-of-00004\.safetensors is still being read|still being read"):
+    with pytest.raises(FileError, match="still being read"):
         archive.save(path, tensors, {"a": 2})
     # Written again as one file, nothing of the old set is left to be found instead.
     del lazy

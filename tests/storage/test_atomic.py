@@ -124,7 +124,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_one_and_a_living_one_i
 
 def test_only_one_may_make_a_folder_at_a_time(tmp_path, hanging):
     first = hanging("folder", "out")
-    with pytest.raises(FileError, match="is being written by another process"):
+    with pytest.raises(FileError, match="another process"):
         write_model(tmp_path / "out", {"a": torch.zeros(3)})
     first.send_signal(signal.SIGKILL)
     first.wait()
@@ -194,7 +194,7 @@ def test_check_target(tmp_path):
     with pytest.raises(FileError, match="made from"):
         atomic.check_target(file, overwrite=True, sources=[tmp_path / "none", folder / ".." / "file"])
     (folder / "inside").write_text("x")
-    with pytest.raises(FileError, match="exists already: choose a new folder"):
+    with pytest.raises(FileError, match="exists already"):
         atomic.check_target(folder, overwrite=True)
     with pytest.raises(FileError, match="no folder"):
         atomic.check_target(tmp_path / "none" / "x")

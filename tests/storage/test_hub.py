@@ -162,24 +162,22 @@ def test_offline_fails_at_once_and_uses_the_cache(hub, tmp_path, monkeypatch):
     assert done.exit_code == 1
     assert "does not answer" in str(done.exception)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(FileError, match="HF_HUB_OFFLINE is set, and it is not in the cache"):
+    with pytest.raises(FileError, match="HF_HUB_OFFLINE.*cache"):
         squisher.load("hf://o/c")
 
 
 def test_refusals(hub, monkeypatch):
     hub.repositories["owner/name"] = [{"model.safetensors": b"", "config.json": b"{}"}]
-    with pytest.raises(FileError, match=r"hf://owner/name holds no optimizer state, as most.*config\.json"):
+    with pytest.raises(FileError, match=r"hf://owner/name .*optimizer state.*config\.json"):
         squisher.extract("hf://owner/name")
     with pytest.raises(FileError, match=r"hf://owner/name holds no squisher\.safetensors"):
         squisher.load("hf://owner/name")
-    with pytest.raises(
-        FileError, match="hf://no/such cannot be fetched: there is no repository no/such, or it is private"
-    ):
+    with pytest.raises(FileError, match="hf://no/such .*no repository no/such"):
         squisher.extract("hf://no/such")
-    with pytest.raises(FileError, match="hf://owner/name@v9 cannot be fetched: owner/name has no revision v9"):
+    with pytest.raises(FileError, match="hf://owner/name@v9 .*no revision v9"):
         squisher.load("hf://owner/name@v9")
     for wrong in ("hf://name", "hf://a/b@c/../../etc", "hf://a b/c"):
-        with pytest.raises(SquisherError, match="not an address on the Hub"):
+        with pytest.raises(SquisherError, match="not an address"):
             squisher.extract(wrong)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(SquisherError, match=r"torch-squisher\[hf\]"):
@@ -203,11 +201,11 @@ def test_private_and_gated(hub, tmp_path, monkeypatch):
     assert set(squisher.load("hf://o/a")) == set(importance(0))
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "another cache"))
-    with pytest.raises(FileError, match="no repository o/a, or it is private.*hf auth login"):
+    with pytest.raises(FileError, match="o/a.*private.*hf auth login"):
         squisher.load("hf://o/a")
     hub.private.clear()
     hub.gated.add("o/a")
-    with pytest.raises(FileError, match="o/a is gated: agree to its terms"):
+    with pytest.raises(FileError, match="o/a is gated"):
         squisher.load("hf://o/a")
 
 

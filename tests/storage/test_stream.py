@@ -116,7 +116,7 @@ def test_a_file_cut_after_opening_is_noticed_when_read(tmp_path):
     archive.save(path, {"a": torch.rand(1000)}, {})
     lazy, _ = archive.open_archive(path)
     os.truncate(path, path.stat().st_size - 100)
-    with pytest.raises(FileError, match="changed since it was opened"):
+    with pytest.raises(FileError, match="changed since"):
         lazy["a"]
     with pytest.raises(FileError, match="truncated"):
         read_header(path)
@@ -142,7 +142,7 @@ class Filling:
 def test_a_disk_that_fills_up_is_told_and_leaves_nothing(tmp_path, calls):
     path = tmp_path / "x.safetensors"
     writer = SafetensorsWriter(path, {"a": (torch.float32, (4,))}, {})
-    with pytest.raises(FileError, match="x.safetensors: the disk is full. Nothing was left behind"), writer:
+    with pytest.raises(FileError, match="x.safetensors.*disk is full.*Nothing"), writer:
         writer._partial.file = Filling(writer._partial.file, calls)
         writer.write(torch.ones(4))
         writer.finish({})
@@ -165,14 +165,14 @@ def test_short_writes_are_continued(tmp_path):
 
 def test_a_folder_of_the_same_name_is_told(tmp_path):
     (tmp_path / "x.safetensors" / "inside").mkdir(parents=True)
-    with pytest.raises(FileError, match="Cannot write .*x.safetensors: .*Nothing was left behind"):
+    with pytest.raises(FileError, match="x.safetensors.*Nothing was left"):
         archive.save(tmp_path / "x.safetensors", {"a": torch.ones(4)}, None)
     assert [p.name for p in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 def test_a_writer_that_got_too_few_bytes_does_not_publish(tmp_path):
     writer = SafetensorsWriter(tmp_path / "a.safetensors", {"a": (torch.float32, (4,))}, {})
-    with pytest.raises(FileError, match="8 bytes came instead of 16"), writer:
+    with pytest.raises(FileError, match="8 bytes.* 16"), writer:
         writer.write(torch.zeros(2))
         writer.finish({})
     assert not list(tmp_path.iterdir())

@@ -297,7 +297,7 @@ def test_a_zip_archive_of_very_many_entries(tmp_path):
     locator = data.rfind(b"PK\x06\x06", 0, end)
     count = (600_000).to_bytes(8, "little")
     path.write_bytes(data[: locator + 24] + count + count + data[locator + 40 :])
-    with pytest.raises(FileError, match="too long to be read"):
+    with pytest.raises(FileError, match="too long"):
         read(path)
 
 

@@ -197,7 +197,7 @@ def test_tuples_that_cannot_be_hashed_safely_are_refused(data: bytes) -> None:
 @pytest.mark.parametrize("key", [b"]", b"}", b"\x8f", b"(]t", b"\x96" + bytes(8)])
 def test_unhashable_keys_are_refused(key: bytes) -> None:
     for data in (b"}" + key + b"Ns.", b"\x8f(" + key + b"\x90.", b"(" + key + b"\x91."):
-        with pytest.raises(FileError, match="a key of the type"):
+        with pytest.raises(FileError, match="a key of"):
             pickles.unpickle(b"\x80\x05" + data)
 
 
@@ -316,10 +316,10 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     torch.save(torch.arange(1000.0), path)
     tensor = pickles.read(path)
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(FileError, match="changed since it was opened, and has 1000 bytes instead"):
+    with pytest.raises(FileError, match="changed since.*1000 bytes"):
         tensor.load()
     path.unlink()
-    with pytest.raises(FileError, match="cannot be read: no such file"):
+    with pytest.raises(FileError, match="no such file"):
         tensor.load()
 
 
@@ -332,7 +332,7 @@ def test_arrays_that_do_not_fit_are_refused_when_asked_for() -> None:
     version, _, dtype, order, content = array.state
     for shape in ((5,), (2**40, 2**40), (-4,), [4]):
         array.state = (version, shape, dtype, order, content)
-        with pytest.raises(FileError, match="does not fit its data"):
+        with pytest.raises(FileError, match="fit its data"):
             array.numpy()
     objects = pickles.unpickle(pickle.dumps(np.array([os.system, None], dtype=object), 2))
     with pytest.raises(FileError, match="plain numbers"):

@@ -432,7 +432,7 @@ def test_a_deflated_pickle_is_read_but_deflated_storages_are_not(tmp_path: Path)
         if readable:
             assert pickles.read(path)["v"].load().tolist() == list(range(64))
         else:
-            with pytest.raises(FileError, match="compressed, which torch never does"):
+            with pytest.raises(FileError, match="compressed"):
                 pickles.read(path)
 
 
