@@ -42,7 +42,7 @@ def test_a_tutorial_runs_and_becomes_a_page(script, made_pages):
 
 def test_text_and_code_are_told_apart(made_pages):
     source = '"""Title.\n\nIntroduction.\n"""\n\n# ## Head\n#\n# words\nx = 1  # not text\nif x:\n    # nor this\n    print(x)\n'
-    assert list(made_pages.pieces(source)) == [
+    assert list(made_pages.blocks(source)) == [
         ("text", "# Title\n\nIntroduction."),
         ("text", "## Head\n\nwords"),
         ("code", "x = 1  # not text\nif x:\n    # nor this\n    print(x)"),
