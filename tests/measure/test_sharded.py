@@ -45,8 +45,10 @@ def _mlp():
 
 def _decoder():
     torch.manual_seed(2)
-    model, batch = build("decoder")
-    return model, [batch]
+    model, (ids, labels) = build("decoder")
+    fewer = labels.clone()
+    fewer[:, 3:] = -100  # fewer positions that count: fewer columns on the second process
+    return model, [(ids, labels), (ids.flip(0), fewer)]
 
 
 def _prepared(case):
@@ -238,6 +240,7 @@ def test_a_decoder_with_tied_weights(folder, unit):
     alone = fisher(model, batches, likelihood="tokens", unit=unit, labels="sampled")
     found = squisher.load(folder / f"decoder-{unit}.safetensors")
     _same(found, alone)
+    assert found.provenance.coverage == {"method": "fast", "loop": {}, "unused": {}}
     assert found.provenance.tied == alone.provenance.tied == {"head.weight": "tokens.weight"}
 
 

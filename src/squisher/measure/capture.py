@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -119,6 +120,7 @@ class Pass(Following):
         guessed: whether one was.
         reentrant: whether a parameter was used without gradients, perhaps to be used again in the backward pass (checkpointing).
         types: of the gradients that arrived.
+        at_least: columns to send back, with zeros after the last: processes that share a model need the same number.
     """
 
     def __init__(
@@ -138,6 +140,7 @@ class Pass(Following):
         self.guess, self.guessed = guess, False
         self.reentrant = False
         self.types: set[torch.dtype] = set()
+        self.at_least = 0
         self._names = {id(p): name for name, p in parameters.items()}
         self._sharded = gathered is not None
         self._detached: dict[int, tuple[Tensor, Tensor]] = {}
@@ -424,9 +427,11 @@ class Pass(Following):
 
     def _columns(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
         columns = iter(self.objective.columns(outputs, index))
-        while True:
+        for number in count():
             with torch._C.DisableTorchFunction():
                 column = next(columns, None)
+                if column is None and number < self.at_least:
+                    column = torch.zeros_like(outputs.values)
             if column is None:
                 return
             yield column

@@ -83,9 +83,7 @@ class Together:
         self.model, self.objective, self.parameters, self.per, self.shift = model, objective, parameters, per, shift
         self.strict, self.replicas = method == "fast", replicas
         self.left: dict[str, str] = {}
-        if per == "example" and method != "loop" and objective.unit == "token":
-            self._leave({"": "unit='token' has another number of passes on every process"})
-        self.quick = per == "example" and method != "loop" and not self.left
+        self.quick = per == "example" and method != "loop"
         self.shards = Shards(model, parameters)
         self.noted: dict[str, Any] = {}
         self.totals: dict[str, Tensor] | None = {} if totals else None
@@ -398,6 +396,8 @@ class Together:
         late = set().union(*(t.used_again for t in told))
         whole = self._whole = WholeSums(self.shards, sums, weight, late, self._tally)
         self._one = one
+        if one.objective.unit == "token":  # a column for every position that counts
+            one.at_least = max(self._exchange(sum(1 for _ in one.objective.columns(outputs, index))))
         try:
             with self.shards.requiring(), self._following(one):
                 one.backward(outputs, index, whole)
