@@ -105,7 +105,7 @@ def test_it_gives_what_merge_fisher_gives(models, tmp_path, shared, options):
     ("change", "words"),
     [
         (lambda t: t.replace("models:", "tokenizer_source: union\nmodels:"), "does not take tokenizer_source"),
-        (lambda t: t.replace("weight: 2.0\n", "weight: 2.0\n      #").replace("#      importance", "#"), "holds no squisher.safetensors"),
+        (lambda t: t.replace("weight: 2.0\n", "weight: 2.0\n      #").replace("#      importance", "#"), "no importance for"),
         (lambda t: t.replace("importance-of-c", "nothing"), "There is no file"),
         (lambda t: t.replace("parameters: {}", "parameters: {normalize: l1}"), "normalize is mean, l2 or none"),
         (lambda t: t.replace("merge_method", "method"), "is not a mergekit configuration"),

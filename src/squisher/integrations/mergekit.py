@@ -86,9 +86,11 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
     with new_folder(out) as folder:  # called as it will be, because mergekit names the model after it
         try:
             run_merge(merge_config, str(folder), merge_options, config_source=source)
+        except SquisherError:
+            raise
         except (
             Exception
-        ) as error:  # of several libraries: it asks the Hub about every folder whose name could be a model's there
+        ) as error:  # of several libraries: mergekit asks the Hub about every folder that could be a model's name
             cause = error.__cause__ if isinstance(error.__cause__, SquisherError) else error
             raise SquisherError(f"mergekit could not merge: {' '.join(str(cause).split())}") from error
 
