@@ -421,3 +421,43 @@ def test_a_shared_input_as_long_as_the_batch_is_named(name):
     for method in ("auto", "fast", "loop"):
         with pytest.raises(SquisherError, match=f"input '{name}' has as many rows"):
             fisher(Weighted(), [{"x": torch.randn(4, 4), name: shared, "labels": _labels(4)}], method=method)
+
+
+@pytest.mark.parametrize(
+    "labels", [[0, 3, 2, 1], [0, 0, 3, 3]]
+)  # the second: weights that are right by chance where one looks first
+@pytest.mark.parametrize("named", [True, False])
+def test_class_weights_as_many_as_examples_are_named(labels, named):
+    """A function as likelihood gets its class weights with the batch, and there are four classes and four examples."""
+
+    def by_hand(model, batch):
+        x, y, weights = batch.values() if named else batch
+        return -(F.one_hot(y, 4) * weights * model(x).log_softmax(-1)).sum(-1)
+
+    def by_torch(model, batch):
+        x, y, weights = batch.values() if named else batch
+        return F.cross_entropy(model(x), y, weight=weights, reduction="none")
+
+    torch.manual_seed(0)
+    batch = [torch.randn(4, 5), torch.tensor(labels), torch.tensor([0.1, 0.5, 1.0, 2.0])]
+    for likelihood in (by_hand, by_torch):
+        with pytest.raises(SquisherError, match=f"input {repr('w') if named else 'number 3'} has as many rows"):
+            given = dict(zip("xyw", batch, strict=True)) if named else tuple(batch)
+            fisher(nn.Linear(5, 4), [given], likelihood=likelihood, method="loop")
+
+
+def test_tuples_of_any_length_for_a_function():
+    torch.manual_seed(0)
+    model, x, y, weight = nn.Linear(5, 4).double(), torch.randn(7, 5).double(), torch.arange(7) % 4, torch.rand(7)
+
+    def weighted(model, batch):
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none") * batch[2]
+
+    expected = sum(
+        torch.autograd.grad(weight[n] * F.cross_entropy(model(x[n]), y[n]), model.weight)[0] ** 2 / 7 for n in range(7)
+    )
+    for method in ("auto", "loop"):
+        found = fisher(
+            model, [(x[:4], y[:4], weight[:4]), [x[4:], y[4:], weight[4:]]], likelihood=weighted, method=method
+        )
+        assert torch.allclose(found["weight"].double(), expected)

@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from squisher.errors import FileError
+from squisher.errors import FileError, NamingError, SquisherWarning
 from squisher.recycle.formats.model_source import pinned
 from squisher.recycle.states import Entry, OptimizerState
 from squisher.storage.folders import open_weights
@@ -51,6 +52,20 @@ def test_a_bad_index_is_refused(tmp_path, index, message):
     (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
     with pytest.raises(FileError, match=message):
         open_weights(tmp_path)
+
+
+def test_an_index_and_its_shards_name_the_same_tensors(tmp_path):
+    torch.save({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.bin")
+    save_file({"a": torch.zeros(2), "b": torch.zeros(2)}, tmp_path / "x.safetensors")
+    for name in ("pytorch_model.bin", "model.safetensors"):
+        shard = "x" + Path(name).suffix
+        index = tmp_path / f"{name}.index.json"
+        index.write_text(json.dumps({"weight_map": {"a": shard, "gone": shard}}))
+        with pytest.raises(NamingError, match="promises 'gone'"):
+            open_weights(index)
+    index.write_text(json.dumps({"weight_map": {"a": shard}}))
+    with pytest.warns(SquisherWarning, match="does not name 1 tensors that its shards hold, 'b'"):
+        assert set(open_weights(index).tensors) == {"a"}
 
 
 def test_a_torch_file_without_weights_is_refused(tmp_path):

@@ -61,7 +61,8 @@ def fisher(
 
     Args:
         model: any module; wrappers (compiled, data parallel) are looked through. Nothing about it is changed.
-        batches: an iterable of mappings (`model(**batch)`, labels under "labels"), pairs (inputs, labels), or inputs alone.
+        batches: an iterable of mappings (`model(**batch)`, labels under "labels"), pairs (inputs, labels), or inputs alone; for a
+            function as likelihood, of mappings, lists or tuples of any tensors.
         likelihood: "categorical", "tokens", "bernoulli", "gaussian" (σ = 1), a function `(model, batch) -> losses` with one
             loss per example, or "auto": what a Hugging Face model says, otherwise categorical. Losses are summed over the
             outputs or positions of an example; the label -100 is ignored.
@@ -122,7 +123,8 @@ def fisher(
         kept = Unfinished(unfinished, {**settings, "max_examples": max_examples}, by_name)
     replicas = Replicas.of(model)
     walk = Walk(model, objective, by_name, per, method, shift, dtype, device, standard_error, kept, replicas)
-    walk.over(Stream(batches, model, max_examples, divided, replicas), eval_mode, progress)
+    whole = callable(objective.likelihood)
+    walk.over(Stream(batches, model, max_examples, divided, replicas, whole), eval_mode, progress)
     values, errors = walk.means(dtype)
     return Importance(
         values,

@@ -64,7 +64,12 @@ class Batch:
         """Examples that were taken from this batch, but with one argument (as `named_tensors` calls it) as it was."""
         args = tuple(self.args[n] if name == f"number {n + 1}" else a for n, a in enumerate(taken.args))
         kwargs = {k: self.kwargs[k] if name == repr(k) else v for k, v in taken.kwargs.items()}
-        return dataclasses.replace(taken, args=args, kwargs=kwargs)
+        raw = taken.raw  # what a function as likelihood gets
+        if isinstance(raw, dict):
+            raw = {k: self.raw[k] if name == repr(str(k)) else v for k, v in raw.items()}
+        elif isinstance(raw, (tuple, list)) and len(raw) > 2:
+            raw = args
+        return dataclasses.replace(taken, raw=raw, args=args, kwargs=kwargs)
 
     def select(self, indices: list[int]) -> Batch:
         """Return these examples, in this order."""
@@ -84,13 +89,14 @@ class Batch:
         )
 
 
-def parse(raw: Any, model: nn.Module, device: torch.device) -> Batch:
+def parse(raw: Any, model: nn.Module, device: torch.device, whole: bool = False) -> Batch:
     """Take a batch apart.
 
     Args:
         raw: a mapping (`model(**batch)`, labels under "labels"), a pair (inputs, labels), or inputs alone.
         model: asked how it makes decoder inputs from labels, where it does.
         device: where the tensors go.
+        whole: for a function as likelihood, which takes the batch as it is: a list or tuple may be of any length.
 
     Returns:
         The batch.
@@ -108,6 +114,8 @@ def parse(raw: Any, model: nn.Module, device: torch.device) -> Batch:
             kwargs.update(_decoder_inputs(model, kwargs, labels))
         return Batch(raw, (), kwargs, _labels(labels), _size(labels, kwargs.values()))
     if isinstance(raw, (tuple, list)):
+        if whole and len(raw) > 2:
+            return Batch(raw, tuple(raw), {}, None, _size(None, raw))
         if len(raw) not in (1, 2):
             raise SquisherError(
                 f"A batch is a list or tuple of {len(raw)}. Expected (inputs, labels), inputs alone, or a mapping of the "
@@ -208,12 +216,19 @@ class Stream:
         max_examples: stop after this many, of all processes together.
         divided: whether each process has batches of its own.
         replicas: the processes that share examples.
+        whole: whether a function as likelihood takes them as they are.
     """
 
     def __init__(
-        self, batches: Iterable[Any], model: nn.Module, max_examples: int | None, divided: bool, replicas: Replicas
+        self,
+        batches: Iterable[Any],
+        model: nn.Module,
+        max_examples: int | None,
+        divided: bool,
+        replicas: Replicas,
+        whole: bool = False,
     ):
-        self.batches, self.model, self.divided, self.replicas = batches, model, divided, replicas
+        self.batches, self.model, self.divided, self.replicas, self.whole = batches, model, divided, replicas, whole
         self.count, self.mine = len(replicas.groups), replicas.mine
         self.most = max_examples
         if divided and max_examples is not None:
@@ -239,7 +254,7 @@ class Stream:
         for number, raw in enumerate(batches_of(self.batches)):
             if not ranks.is_alone():
                 _mark(self.digest, leaves_of(raw))
-            batch = parse(raw, self.model, device)
+            batch = parse(raw, self.model, device, self.whole)
             if batch.size == 0:
                 continue
             if self.most is not None:

@@ -50,6 +50,7 @@ _COARSEST = max(_TOLERANCE.values())
 # How far the outputs of an example alone may be from those in its batch, relative to the largest.
 _SAME = {torch.float64: 1e-8, torch.float32: 1e-3}
 _NEARLY_SAME = 5e-2
+_SOME = 8  # examples whose losses are compared
 _SAMPLED = 1 << 14
 
 
@@ -274,14 +275,19 @@ def check_alone(
     Raises:
         SquisherError: they differ, so examples influence each other, or share an input that was cut.
     """
-    chosen = list(alone) if alone is not None else two_of(batch) or []
+    if alone is not None:
+        chosen = list(alone)
+    elif callable(objective.likelihood):  # a loss is one number, which may agree by chance
+        chosen = list(range(min(batch.size, _SOME)))
+    else:
+        chosen = two_of(batch) or []
     for n in chosen:
         taken = batch.take(n, n + 1)
         try:
             # With gradients: re-entrant checkpointing warns without.
             own = alone[n] if alone is not None else objective.outputs(model, taken).values[0].detach()
             found = difference_of(model, own, values, n)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError, IndexError) as error:
             found = f"cannot be computed ({error}), unlike"
         if not found:
             continue
@@ -304,9 +310,9 @@ def _refuse_cut_input(
     model: nn.Module, objective: Objective, batch: Batch, taken: Batch, values: Tensor, n: int
 ) -> None:
     for name in dict.fromkeys(name for name, t in batch.named_tensors() if t.dim() and t.shape[0] == batch.size):
-        if not callable(objective.likelihood) and _fits(model, objective, batch.with_whole(name, taken), values, n):
+        if _fits(model, objective, batch.with_whole(name, taken), values, n):
             raise SquisherError(
-                f"The input {name} has as many rows as the batch has examples ({batch.size}), but the model uses it whole for every "
+                f"The input {name} has as many rows as the batch has examples ({batch.size}), but it is used whole for every "
                 "example. Give it a leading dimension of 1, batches of another size, or bind it to the model."
             )
 
@@ -328,7 +334,7 @@ def difference_of(model: nn.Module, own: Tensor, values: Tensor, n: int) -> str:
 def _fits(model: nn.Module, objective: Objective, batch: Batch, values: Tensor, n: int) -> bool:
     try:
         return not difference_of(model, objective.outputs(model, batch).values[0].detach(), values, n)
-    except (RuntimeError, SquisherError):
+    except (RuntimeError, ValueError, IndexError, SquisherError):
         return False
 
 

@@ -102,6 +102,7 @@ def _torch_shards(index: Path) -> Weights:
     tensors: dict[str, TensorSource] = {}
     for shard in sorted(set(weight_map.values())):  # numbered, and each holds the next parameters of the module
         tensors.update(_torch_weights(index.parent / shard))
+    safetensors.check_promised(index, weight_map, tensors)
     return Weights(index.name, tensors, True)
 
 

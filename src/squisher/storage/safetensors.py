@@ -13,7 +13,8 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -23,15 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import FileError, NamingError, SquisherError
+from ..errors import FileError, NamingError, SquisherError, SquisherWarning
 from .atomic import PartialFile, check_free, check_not_read, exclusive, told, write_file
 from .byte_range import ByteRange, shown
 from .json_files import no_duplicates, parse_json, read_json
 from .tensors import CHUNK, FileTensor, LazyTensors, chunks_of, dtype_of, shape_of
 
 __all__ = [
-    "KEY", "SHARD_BYTES", "WIDEST", "Progress", "SafetensorsWriter", "check_dtype", "exists", "open_archive", "open_safetensors",
-    "read_header", "read_index", "rounded", "save", "sums_of",
+    "KEY", "SHARD_BYTES", "WIDEST", "Progress", "SafetensorsWriter", "check_dtype", "check_promised", "exists", "open_archive",
+    "open_safetensors", "read_header", "read_index", "rounded", "save", "sums_of",
 ]  # fmt: skip
 
 KEY = "squisher"
@@ -132,6 +133,17 @@ def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, 
     return weight_map, strings
 
 
+def check_promised(index: Path, weight_map: Mapping[str, str], found: Collection[str]) -> None:
+    """Refuse an index that names a tensor which its shards do not hold.
+
+    Raises:
+        NamingError: It does.
+    """
+    for name, shard in weight_map.items():
+        if name not in found:
+            raise NamingError(f"{index} promises {name!r} in {shard}, which does not have it.")
+
+
 def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
     """Return a safetensors file, or a sharded set through its `….safetensors.index.json`, as lazy named tensors.
 
@@ -147,11 +159,18 @@ def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
     opened = ByteRange.of(path)
     weight_map, metadata = read_index(path)
     found: dict[str, FileTensor] = {}
+    left_out: list[str] = []
     for shard in sorted(set(weight_map.values())):
-        found.update({n: t for n, t in read_header(path.parent / shard)[0].items() if weight_map.get(n) == shard})
-    missing = [name for name in weight_map if name not in found]
-    if missing:
-        raise NamingError(f"{path} promises {missing[0]!r} in {weight_map[missing[0]]}, which does not have it.")
+        held = read_header(path.parent / shard)[0]
+        found.update({n: t for n, t in held.items() if weight_map.get(n) == shard})
+        left_out += [name for name in held if name not in weight_map]
+    check_promised(path, weight_map, found)
+    if left_out:
+        warnings.warn(
+            f"{path} does not name {len(left_out)} tensors that its shards hold, {left_out[0]!r} for example: they are left out.",
+            SquisherWarning,
+            stacklevel=2,
+        )
     opened.read()  # who replaces a set removes its index first: if it is still the same, so were all shards
     return LazyTensors({name: found[name] for name in weight_map}, metadata)
 
