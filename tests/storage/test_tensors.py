@@ -93,24 +93,24 @@ def test_tensors_that_are_computed_when_asked_for_are_not_tied_by_a_recycled_add
 
 
 def test_a_piece_that_somebody_holds_is_never_overwritten_and_its_memory_is_used_again_afterwards():
-    first = tensors.room_for(1 << 17, torch.float32).fill_(1.0)
+    first = tensors.buffer_for(1 << 17, torch.float32).fill_(1.0)
     view = first[10:20].numpy()  # holds the memory, though the tensor goes
     place = first.data_ptr()
     del first
-    others = [tensors.room_for(1 << 17, torch.float32).fill_(k) for k in range(2, 60)]
+    others = [tensors.buffer_for(1 << 17, torch.float32).fill_(k) for k in range(2, 60)]
     assert all(bool((t == k).all()) for k, t in enumerate(others, 2))
     assert len({t.data_ptr() for t in others}) == len(others)
     assert (view == 1.0).all()
     assert place not in {t.data_ptr() for t in others}
     del view, others
-    again = [tensors.room_for(1 << 17, torch.bfloat16) for _ in range(40)]
+    again = [tensors.buffer_for(1 << 17, torch.bfloat16) for _ in range(40)]
     assert place in {t.data_ptr() for t in again}
     assert len({t.data_ptr() for t in again}) == len(again)
 
 
 def test_room_of_other_sizes_is_plain_memory():
     for numel in (0, 1, 1 << 24):
-        room = tensors.room_for(numel, torch.float32)
+        room = tensors.buffer_for(numel, torch.float32)
         assert room.shape == (numel,)
         assert room.dtype == torch.float32
 
@@ -118,7 +118,7 @@ def test_room_of_other_sizes_is_plain_memory():
 def test_threads_never_share_a_room():
     def work(number):
         for _ in range(300):
-            mine = tensors.room_for(1 << 16, torch.float64)
+            mine = tensors.buffer_for(1 << 16, torch.float64)
             mine.fill_(number)
             if not bool((mine == number).all()):
                 return False

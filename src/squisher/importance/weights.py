@@ -86,7 +86,7 @@ def match(importance: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Ma
 
 
 def _same(known: str, found: str, dtype: torch.dtype) -> bool | None:
-    """Whether two hashes are of the same values, in the same type or rounded to bfloat16; None if types cannot be compared."""
+    """Return whether two hashes are of the same values, in the same type or rounded to bfloat16; None if types cannot be compared."""
     if ("/" in known) == ("/" in found):
         return known.partition("/")[0] == found.partition("/")[0]
     if dtype == torch.float16:  # and the values before had more digits

@@ -100,7 +100,7 @@ def prune_folder(
         SquisherError: With one sentence on what is wrong; nothing is then left behind.
     """
 
-    def told(what: str) -> Callable[[int, int], None] | None:
+    def reporting(what: str) -> Callable[[int, int], None] | None:
         return None if progress is None else lambda done, of: progress(what, done, of)
 
     opened = open_model(model)
@@ -112,13 +112,13 @@ def prune_folder(
     label = hub.Address.read(model).repo if hub.is_hub_id(model) else opened.name
     check_weights([importance], [opened.weights], [label], any_weights)
     options: dict[str, Any] = {"sparsity": sparsity, "nm": nm, "scope": scope, "score": score, "exclude": exclude}
-    pruned = prune_weights(opened.weights, importance, **options, seed=seed, progress=told("ranking"))
+    pruned = prune_weights(opened.weights, importance, **options, seed=seed, progress=reporting("ranking"))
     settings = {key: value for key, value in options.items() if value is not None}
     settings |= {"seed": seed} if score == "random" else {}
-    done = Pruning(pruned.counts(told("counting")), settings)
+    done = Pruning(pruned.counts(reporting("counting")), settings)
     card = pruning_card(label, settings, None if importance is None else described(importance), done.counts)
     like = opened.path if opened.path.is_dir() else None
-    write_model(out, pruned, like, card=card, leave_out=tied_names(opened.weights), progress=told("writing"))
+    write_model(out, pruned, like, card=card, leave_out=tied_names(opened.weights), progress=reporting("writing"))
     return done
 
 

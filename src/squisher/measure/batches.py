@@ -37,7 +37,7 @@ class Batch:
     size: int
 
     def tensors(self) -> Iterator[tuple[Tensor, bool]]:
-        """All tensors that the model or the likelihood gets, and whether each has a row for every example."""
+        """Return all tensors that the model or the likelihood gets, and whether each has a row for every example."""
         for t in leaves_of([self.raw, list(self.args), self.kwargs, self.labels]):
             yield t, t.dim() > 0 and t.shape[0] == self.size
 
@@ -57,11 +57,11 @@ class Batch:
         return self._map(lambda t: t[start:stop], stop - start)
 
     def several_inputs(self) -> bool:
-        """Whether more than one input has as many rows as there are examples, so that one of them may be shared by all."""
+        """Return whether more than one input has as many rows as there are examples, so that one of them may be shared by all."""
         return self.size > 1 and sum(t.dim() > 0 and t.shape[0] == self.size for _, t in self.named_tensors()) > 1
 
     def with_whole(self, name: str, taken: Batch) -> Batch:
-        """Examples that were taken from this batch, but with one argument (as `named_tensors` calls it) as it was."""
+        """Return examples taken from this batch, with one argument (named as in `named_tensors`) as it was."""
         args = tuple(self.args[n] if name == f"number {n + 1}" else a for n, a in enumerate(taken.args))
         kwargs = {k: self.kwargs[k] if name == repr(k) else v for k, v in taken.kwargs.items()}
         raw = taken.raw  # what a function as likelihood gets
@@ -142,7 +142,7 @@ def batches_of(source: Any) -> Iterator[Any]:
 
 
 def leaves_of(raw: Any) -> list[Tensor]:
-    """All tensors of a batch, in order."""
+    """Return all tensors of a batch, in order."""
     found: list[Tensor] = []
 
     def look(t: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def leaves_of(raw: Any) -> list[Tensor]:
 
 
 def _decoder_inputs(model: nn.Module, kwargs: dict[str, Any], labels: Any) -> dict[str, Any]:
-    """Encoder-decoder models make the decoder's inputs from the labels; without labels they cannot be called."""
+    """Return the decoder's inputs, which an encoder-decoder model makes from the labels and cannot be called without."""
     config = getattr(model, "config", None)
     if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" in kwargs:
         return {}
@@ -302,7 +302,7 @@ def same_model(parameters: Mapping[str, Tensor]) -> None:
         digest.update(name.encode())
         _mark(digest, [ranks.local_of(parameter)])
         places[_place(parameter)] = None
-    # Who holds the same shards has the same places.
+    # Processes with the same shards have the same places.
     marks = ranks.gather((tuple(places), digest.hexdigest()))
     first = {place: k for k, (place, _) in reversed(list(enumerate(marks)))}
     for other, (place, mark) in enumerate(marks):
@@ -322,14 +322,14 @@ def _place(parameter: Any) -> tuple[int, ...]:
 
 
 def digest_of(batch: Batch) -> str:
-    """Return what tells one batch from another."""
+    """Return a digest that differs between batches."""
     digest = hashlib.sha256()
     _mark(digest, (t for t, _ in batch.tensors()))
     return digest.hexdigest()
 
 
 def _mark(digest: Any, tensors: Iterable[Tensor]) -> None:
-    """Add the form of tensors and some thousand of their entries."""
+    """Add the shapes of tensors, and some thousand of their entries, to a hash."""
     for t in tensors:
         t = t.detach()
         digest.update(f"{tuple(t.shape)} {t.dtype};".encode())

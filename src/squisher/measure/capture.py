@@ -263,7 +263,7 @@ class Pass(Following):
                 self._expected[id(t)] = self._expected.get(id(t), 0) + 1
 
     def _as_if_apart(self, func: Any, tensors: list[Tensor], look: Look) -> bool:
-        """Whether to take an operation on shared tensors for one on examples, because it has a row for each of them.
+        """Return whether an operation on shared tensors is treated as one on examples, because it has a row for each of them.
 
         Nothing is believed by it: if the rows are used otherwise later, they meet rows of examples in another place, and what
         comes of that is UNKNOWN.
@@ -479,7 +479,7 @@ class Pass(Following):
             summand.add_squares(self.sums[name], squares)
 
     def _aggregate(self, name: str, summand: Outer) -> None:
-        """Σ_columns (g²)ᵀ(a²) = (Σ_columns g²)ᵀ(a²): one matrix product for all columns."""
+        """Sum the squares over columns first: Σ_columns (g²)ᵀ(a²) = (Σ_columns g²)ᵀ(a²) takes one matrix product."""
         g = (summand.left if summand.gradient_on_left else summand.right)[:, 0].to(self.sums[name].dtype)
         if name in self._squares:
             self._squares[name][1].addcmul_(g, g)
@@ -488,7 +488,7 @@ class Pass(Following):
 
     @torch.no_grad()
     def _end_column(self) -> None:
-        """Finish a backward pass: what waits for a use whose output did not matter is complete."""
+        """Finish a backward pass: add what still waits for a use whose output got no gradient."""
         with torch._C.DisableTorchFunction():
             waiting, self._pending = self._pending, {}
             behind: set[str] = set()
@@ -529,7 +529,7 @@ class Pass(Following):
 
     @torch.no_grad()
     def _end(self) -> None:
-        """All columns are through."""
+        """Return all columns are through."""
         with torch._C.DisableTorchFunction():
             for name, (summand, squares) in self._squares.items():
                 total = self.sums[name].view(self.sums[name].shape[0], -1)

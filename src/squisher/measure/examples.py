@@ -104,7 +104,7 @@ class Look:
 
 
 def state_after(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
-    """Where the examples are in what an operation returned, given where they were in its arguments.
+    """Return where the examples are in what an operation returned, given where they were in its arguments.
 
     Args:
         name: of `name_of`.
@@ -493,7 +493,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 def place_after(t: Tensor, dim: int, parts: Sequence[Any], size: int) -> int | None:
-    """Where a dimension is after indexing with integers, slices, None and `...`; None if it is not kept whole."""
+    """Return where a dimension is after indexing with integers, slices, None and `...`; None if it is not kept whole."""
     given = sum(p is not None and p is not Ellipsis for p in parts)
     before, after = 0, 0
     for part in (*parts, *(() if any(p is Ellipsis for p in parts) else (Ellipsis,))):

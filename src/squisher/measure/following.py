@@ -115,12 +115,12 @@ _VIEWS = {"get.T", "get.mT", "get.H", "get.mH", "get.data", "get.real", "get.ima
 
 
 def looks_only(name: str) -> bool:
-    """Whether an operation only looks at a tensor's form; `name` from `name_of`."""
+    """Return whether an operation only looks at a tensor's form; `name` from `name_of`."""
     return name in _FORM or (name.startswith("get.") and name not in _VIEWS)
 
 
 def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers."""
+    """Return whether a call draws random numbers."""
     if "dropout" in name:
         return bool(argument(args, kwargs, 2, ("training", "train"), True)) and bool(
             argument(args, kwargs, 1, "p", 0.5)
@@ -178,7 +178,7 @@ class Following:
         raise NotImplementedError
 
     def carry(self, before: Tensor, after: Tensor) -> None:
-        """Note that another tensor stands for this one: its rows belong to the same examples."""
+        """Note that another tensor replaces this one: its rows belong to the same examples."""
         mark = self._marks.get(id(before))
         if mark is not None and mark[0]() is before:
             self._mark(after, *mark[2:])
@@ -340,7 +340,7 @@ def factor_of(name: str, state: Examples, args: tuple[Any, ...], kwargs: dict[st
 
 
 def counts_positions(name: str, t: Tensor, state: Examples) -> bool:
-    """Whether a loss over classes has several positions for each example, as a language model's has."""
+    """Return whether a loss over classes has several positions for each example, as a language model's has."""
     return name in _BY_CLASS and (state.inner > 1 or t.dim() > 2)
 
 

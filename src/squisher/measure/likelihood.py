@@ -189,7 +189,7 @@ class Objective:
         return Outputs(values, targets, mask)
 
     def units(self, outputs: Outputs) -> int:
-        """How many things the mean is over: examples, or tokens that count."""
+        """Return how many things the mean is over: examples, or tokens that count."""
         return int(outputs.mask.sum()) if self.unit == "token" else outputs.values.shape[0]
 
     # -- the definition ------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class Objective:
                     yield losses.sum(1)
 
     def _losses(self, outputs: Outputs, targets: Tensor | None) -> Tensor:
-        """Negative log-likelihood of every position, 0 where it does not count."""
+        """Return the negative log-likelihood of every position, 0 where it does not count."""
         values = outputs.values
         if targets is None:
             raise SquisherError("There are no labels.")
@@ -248,7 +248,7 @@ class Objective:
 
     @torch.no_grad()
     def columns(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
-        """Gradients with respect to `outputs.values` (possibly the same memory again) that stand for the terms."""
+        """Yield gradients with respect to `outputs.values` that are equivalent to the terms; they may share memory."""
         if callable(self.likelihood):
             yield torch.ones_like(outputs.values)
         elif self.labels == "exact":
@@ -318,7 +318,7 @@ class Objective:
 
     @torch.no_grad()
     def sample(self, outputs: Outputs, index: Tensor, draw: int) -> Tensor:
-        """Labels drawn from the model, in the layout of targets."""
+        """Return labels drawn from the model, in the layout of targets."""
         values = outputs.values.detach()
         if self.likelihood in ("categorical", "tokens"):
             return self._draw_classes(values.softmax(2), outputs, index, draw)
@@ -350,7 +350,7 @@ def _range(labels: Tensor) -> tuple[int, int]:
 
 
 def _minus_one_hot(p: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
-    """P minus the one-hot targets, in place; zero where the mask is False."""
+    """Subtract the one-hot targets from p, in place; zero where the mask is False."""
     index = targets.clamp(min=0)[:, :, None]
     p.scatter_add_(2, index, torch.full_like(index, -1, dtype=p.dtype))
     if not bool(mask.all()):

@@ -67,7 +67,7 @@ class Replicas(NamedTuple):
 
 
 def is_spread(model: nn.Module, tensor_parallel: bool = True) -> bool:
-    """Whether the parameters are sharded over all processes.
+    """Return whether the parameters are sharded over all processes.
 
     Args:
         model: resharded, if a forward pass left something gathered.

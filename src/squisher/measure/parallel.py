@@ -34,7 +34,7 @@ def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
 
 
 def can_localise(source: Tensor, rule: Rule) -> bool:
-    """Whether `shard_of_gradients` can do this use of a DTensor."""
+    """Return whether `shard_of_gradients` can do this use of a DTensor."""
     if not isinstance(rule, (Linear, Lookup, Broadcast)):
         return False
     dim = _sharded_dim(source)

@@ -318,7 +318,7 @@ def _refuse_cut_input(
 
 
 def difference_of(model: nn.Module, own: Tensor, values: Tensor, n: int) -> str:
-    """How the outputs of one example differ from its row of the batch's; "" if they do not."""
+    """Return how the outputs of one example differ from its row of the batch's; "" if they do not."""
     row = values[n]
     if own.shape != row.shape:
         return f"have the shape {tuple(own.shape)} instead of {tuple(row.shape)}"
@@ -339,7 +339,7 @@ def _fits(model: nn.Module, objective: Objective, batch: Batch, values: Tensor, 
 
 
 def two_of(batch: Batch) -> list[int] | None:
-    """Two examples whose labels count: the fullest and the emptiest, as padding may make a model take another way.
+    """Return two examples whose labels count: the fullest and the emptiest, as padding may change what a model does.
 
     Examples that are all zero (black images) prove little and are taken last.
     """
@@ -368,13 +368,13 @@ class Probe(Objective):
 
     @classmethod
     def of(cls, objective: Objective) -> Probe:
-        """With two draws where the objective has several columns, which the engine adds up in another way."""
+        """Return a probe for an objective; with two draws where it has several columns, which the fast engine adds up in another way."""
         given = {f.name: getattr(objective, f.name) for f in fields(objective)}
         several = objective.labels == "exact" or (objective.labels == "sampled" and objective.draws > 1)
         return cls(**{**given, "draws": 2 if several else 1})
 
     def terms(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
-        """Scalars whose gradients with respect to the outputs are the random ones."""
+        """Yield scalars whose gradients with respect to the outputs are the random ones."""
         for draw in range(self.draws):
             products = outputs.values * self._random(outputs, index, draw)
             by_position = products.sum(2) if products.dim() == 3 else products

@@ -25,7 +25,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 def uniforms(seed: int, index: Tensor, draw: int, positions: int) -> Tensor:
-    """Uniform numbers in (0, 1), float64, of shape (examples, positions), on the CPU.
+    """Return uniform numbers in (0, 1), float64, of shape (examples, positions), on the CPU.
 
     Args:
         seed: any integer.
@@ -88,7 +88,7 @@ def _invert(weights: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Tensor) -> Tensor:
-    """First column whose cumulative weight exceeds the target; where rounding leaves none, the last one with weight."""
+    """Return the first column whose cumulative weight exceeds the target; where rounding leaves none, the last one with weight."""
     cumulative = weights.cumsum(1)
     found = torch.searchsorted(cumulative, target[:, None].contiguous(), right=True)[:, 0]
     last = torch.searchsorted(cumulative, cumulative[:, -1:].contiguous())[:, 0]

@@ -114,7 +114,7 @@ class StepPass(Pass):
         return self._finish(output, "flat", lambda _: (FLAT, ""))
 
     def is_reduced(self, t: Tensor) -> bool:
-        """Whether this is (a part of) the loss."""
+        """Return whether this is (a part of) the loss."""
         return self._state(t) is REDUCED
 
     def without_gradient(self, args: Any, kwargs: Any) -> None:

@@ -44,7 +44,7 @@ class Sums(dict[str, Tensor]):
         return torch.promote_types(torch.promote_types(self.parameters[name].dtype, torch.float32), self.dtype)
 
     def complete(self) -> dict[str, Tensor]:
-        """All parameters in their order, also those to which nothing was added."""
+        """Return all parameters in their order, also those to which nothing was added."""
         return {name: self[name] for name in self.parameters}
 
 

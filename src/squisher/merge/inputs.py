@@ -55,7 +55,7 @@ class Graded(Computed):
             raise (SquisherError(f"In {self._who}: {error}") if type(error) is SquisherError else error) from None
 
     def sums(self, name: str) -> tuple[float, float]:
-        """Sum and sum of squares on the common scale: from the file where it has them, otherwise by one pass, once."""
+        """Return sum and sum of squares on the common scale: from the file where it has them, otherwise by one pass, once."""
         if name not in self._sums:
             p = self._stored.provenance if isinstance(self._stored, Importance) else None
             stored_name = self._name_there(name)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError, near
-from ..storage.tensors import CHUNK, chunks_of, dtype_of, room_for, shape_of
+from ..storage.tensors import CHUNK, buffer_for, chunks_of, dtype_of, shape_of
 from .inputs import Plan
 
 __all__ = ["Merged", "Rule"]
@@ -125,7 +125,7 @@ class Merged(Mapping[str, Tensor]):
         return size
 
     def _merged(self, name: str, chunks: Sequence[Tensor]) -> Tensor:
-        out = room_for(chunks[0].numel(), self.dtype(name))
+        out = buffer_for(chunks[0].numel(), self.dtype(name))
         self._rule.fill(name, chunks, out)
         if not _finite(out):
             raise self._not_finite(name)
@@ -135,7 +135,7 @@ class Merged(Mapping[str, Tensor]):
         chunk, target = chunks[0], self.dtype(name)
         if chunk.dtype == target:
             return chunk
-        out = room_for(chunk.numel(), target)
+        out = buffer_for(chunk.numel(), target)
         for to, block in zip(out.split(_BLOCK), chunk.split(_BLOCK), strict=True):
             to.copy_(block)
         if target == torch.float16 and not _finite(out):

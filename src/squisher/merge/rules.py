@@ -265,7 +265,7 @@ class Term(NamedTuple):
 
 
 def differences(chunks: Sequence[Tensor], factors: Sequence[float], work: torch.dtype, out: Tensor) -> None:
-    """Start + Σ factor·(θ − start); the start comes first.
+    """Compute start + Σ factor·(θ − start); the start is the first chunk.
 
     Args:
         chunks: The chunks, in this order.

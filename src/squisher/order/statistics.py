@@ -24,7 +24,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 def spearman(x: Tensor, y: Tensor) -> float:
-    """Rank correlation with mid-ranks for ties; nan where there is nothing, or a side is constant."""
+    """Return the rank correlation with mid-ranks for ties; nan where there is nothing, or a side is constant."""
     if not x.numel():
         return math.nan
     _, bins_x, counts_x = x.unique(return_inverse=True, return_counts=True)
@@ -82,7 +82,7 @@ class Rounded:
             self._cross += float(torch.dot(of_x, of_y))
 
     def spearman(self) -> float:
-        """Rank correlation with mid-ranks; nan where there is nothing, or all rounded values of a side are equal."""
+        """Return the rank correlation with mid-ranks; nan where there is nothing, or all rounded values of a side are equal."""
         if self._ranks is None:
             return math.nan
         return correlation(self._cross, *self._ranks, self._counts[0], self._counts[1])

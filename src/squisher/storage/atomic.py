@@ -56,7 +56,7 @@ class PartialFile:
         self._pending = False
 
     def __enter__(self) -> PartialFile:
-        with told(self.path):
+        with as_file_error(self.path):
             _check_name(self.path)
             check_not_read(self.path)
             _remove_left_over(self.path.parent)
@@ -82,7 +82,7 @@ class PartialFile:
         Raises:
             FileError: It cannot have the name: a folder has it, or something still reads the file that has it.
         """
-        with told(self.path):
+        with as_file_error(self.path):
             check_not_read(self.path)
             os.fsync(self.file.fileno())
             if fcntl is None:  # where a lock is no reason to keep it open, an open file cannot be renamed
@@ -112,7 +112,7 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
         FileError: The disk is full or the folder cannot be written.
     """
     with PartialFile(path) as partial:
-        with told(partial.path):
+        with as_file_error(partial.path):
             partial.write(data)
         partial.publish()
 
@@ -129,12 +129,12 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     out = Path(out)
     check_target(out)
     target = out.resolve()
-    with told(out), exclusive(target.parent):
+    with as_file_error(out), exclusive(target.parent):
         _remove_left_over(target.parent, refuse=target)
         outer, handle = _new_partial_folder(target)
     inner = outer / target.name
     try:
-        with told(out):
+        with as_file_error(out):
             inner.mkdir()
             yield inner
             _sync_folder(inner)
@@ -223,8 +223,8 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
-    """Turn what the system says about a file that cannot be written into one sentence."""
+def as_file_error(path: Path) -> Iterator[None]:
+    """Turn an error of the system about a file that cannot be written into one message."""
     try:
         yield
     except (OSError, UnicodeEncodeError) as error:
@@ -248,7 +248,7 @@ def _new_partial_folder(target: Path) -> tuple[Path, int]:
 
 
 def _check_name(path: Path) -> None:
-    """Find out before the work, not after it, that the system takes no file of this name."""
+    """Refuse, before the work and not after it, a name that the system does not accept."""
     with contextlib.suppress(FileNotFoundError):
         if "\0" in str(path):
             raise OSError(errno.EINVAL, "a name cannot hold a zero byte")
@@ -265,7 +265,7 @@ def _short(name: str) -> str:
 
 
 def _machine() -> str:
-    """Return eight digits that are the same for all who share this machine's locks, containers too, since it was started."""
+    """Return eight digits that are the same for all processes that share this machine's locks, in containers too, until it is restarted."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()[:8]
     return hashlib.sha256(os.fsencode(getattr(os, "uname", lambda: ("", "?"))()[1])).hexdigest()[:8]
@@ -314,7 +314,7 @@ def _remove_left_over(folder: Path, refuse: Path | None = None) -> None:
 
 
 def _is_left_over(path: Path, same_machine: bool) -> bool:
-    """Remove a partial file or folder if its writer is dead; whether it was."""
+    """Remove a partial file or folder if its writer is dead; return whether it was."""
     try:
         handle = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
     except OSError:  # gone, not ours, or a link

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..errors import FileError, NamingError, SquisherError, check_choice
 from .safetensors import sums_of
-from .tensors import CHUNK, Computed, LazyTensors, TensorSource, chunks_of, dtype_of, numel_of, room_for, shape_of
+from .tensors import CHUNK, Computed, LazyTensors, TensorSource, buffer_for, chunks_of, dtype_of, numel_of, shape_of
 
 __all__ = ["BLOCK", "CODECS", "Encoded", "check_codec", "decoded"]
 
@@ -236,7 +236,7 @@ class Log8Tensor(NamedTuple):
 
     def _decoded(self, start: int, stop: int, first: int, base: Tensor, step: Tensor, scale: Tensor) -> Tensor:
         """Return elements `start` to `stop`, given what belongs to the blocks from block `first` on."""
-        out = room_for(stop - start, torch.float32)
+        out = buffer_for(stop - start, torch.float32)
         code = self.code.read_flat(start, stop).numpy()
         _log8_values(code, base.numpy(), step.numpy(), scale.numpy(), start - first * BLOCK, out.numpy())
         return out
@@ -281,7 +281,7 @@ class Rank1Tensor(NamedTuple):
 
 def _outer(row: Tensor, column: Tensor, start: int, stop: int, first: int) -> Tensor:
     """Return elements `start` to `stop` of the product of the rows from row `first` on, and the columns."""
-    out = room_for(stop - start, torch.float32)
+    out = buffer_for(stop - start, torch.float32)
     for begin, end, rows, columns in _segments(start, stop, column.numel()):
         place = out[begin - start : end - start].view(rows.stop - rows.start, -1)
         torch.mul(row[rows.start - first : rows.stop - first, None], column[columns], out=place)
@@ -289,7 +289,7 @@ def _outer(row: Tensor, column: Tensor, start: int, stop: int, first: int) -> Te
 
 
 def _bounds(numel: int, size: int) -> Iterator[tuple[int, int]]:
-    """Start and stop of each flat chunk."""
+    """Yield start and stop of each flat chunk."""
     for start in range(0, numel, size):
         yield start, min(start + size, numel)
 
@@ -308,12 +308,12 @@ def _parts(codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, 
 
 
 def _split(shape: tuple[int, ...]) -> int:
-    """Return how many of the first axes are the rows: as many as make rows and columns fewest."""
+    """Return how many leading axes form the rows, such that rows and columns are fewest."""
     return min(range(1, max(2, len(shape))), key=lambda k: math.prod(shape[:k]) + math.prod(shape[k:]))
 
 
 def _owner(stored: str, codec: str) -> tuple[str, str] | None:
-    """Return the tensor and the part that a stored name stands for; None for a name of its own."""
+    """Return which tensor a stored name belongs to, and which component it is; None for a plain name."""
     name, _, part = stored.rpartition(f".{codec}.")
     return (name, part) if name and part in _PARTS[codec] else None
 
@@ -434,7 +434,7 @@ class _Sample:
         self._after: list[Tensor] = []
 
     def places(self, name: str, start: int, numel: int) -> Array:
-        """Return the flat places in one tensor of those that are taken of a chunk."""
+        """Return the flat indices, in one tensor, of the entries sampled from a chunk."""
         first = start + (-(self._offsets[name] + start)) % self._every
         return np.arange(first, start + numel, self._every)
 

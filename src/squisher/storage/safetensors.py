@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ..errors import FileError, NamingError, SquisherError, SquisherWarning
-from .atomic import PartialFile, check_free, check_not_read, exclusive, told, write_file
+from .atomic import PartialFile, as_file_error, check_free, check_not_read, exclusive, write_file
 from .byte_range import ByteRange, shown
 from .json_files import no_duplicates, parse_json, read_json
 from .tensors import CHUNK, FileTensor, LazyTensors, chunks_of, dtype_of, shape_of
@@ -258,7 +258,7 @@ class SafetensorsWriter:
         """
         if not chunk.numel():
             return  # nothing to write; torch gives empty tensors strides that cannot be viewed as bytes
-        with told(self.path):
+        with as_file_error(self.path):
             view = chunk.contiguous().view(-1).view(torch.uint8).numpy().data
             self._partial.write(view)
             self._done += len(view)
@@ -279,7 +279,7 @@ class SafetensorsWriter:
         header = self._header(metadata)
         if len(header) > self._room:
             raise FileError(f"Cannot write {self.path}: its header outgrew the room kept for it.")
-        with told(self.path):
+        with as_file_error(self.path):
             self._partial.file.seek(0)
             self._partial.write(struct.pack("<Q", self._room) + header.ljust(self._room))
             os.fsync(self._partial.file.fileno())
@@ -396,7 +396,7 @@ def _publish(path: Path, writers: list[SafetensorsWriter], index: str | None) ->
 
     Until the last rename nothing answers to the name of a set: an old index goes first, a new one comes last.
     """
-    with told(path), exclusive(path.parent):
+    with as_file_error(path), exclusive(path.parent):
         old = _old_files(path)
         for target in {*old, path}:
             check_not_read(target)

@@ -36,12 +36,12 @@ __all__ = [
     "LazyTensors",
     "Slice",
     "TensorSource",
+    "buffer_for",
     "chunks_of",
     "dtype_of",
     "name_pattern",
     "numel_of",
     "one_thread",
-    "room_for",
     "shape_of",
     "tied_names",
 ]
@@ -201,7 +201,7 @@ class FileTensor(NamedTuple):
 
     def read_flat(self, start: int, stop: int) -> Tensor:
         """Return elements `start` to `stop` in flat order."""
-        out = room_for(stop - start, self.dtype)
+        out = buffer_for(stop - start, self.dtype)
         if stop > start:
             self.byte_range.read_into(out.view(torch.uint8).numpy().data, start * self.dtype.itemsize)
         return out
@@ -296,36 +296,36 @@ def _address(tensor: Tensor) -> Any:
     )
 
 
-_ROOM = 8 * CHUNK  # bytes
-_ROOMS = 32
-_rooms: list[np.ndarray] = []
-_rooms_lock = Lock()
+_BUFFER_BYTES = 8 * CHUNK  # bytes
+_MOST_BUFFERS = 32
+_buffers: list[np.ndarray] = []
+_buffers_lock = Lock()
 
 
-def room_for(numel: int, dtype: torch.dtype) -> Tensor:
+def buffer_for(numel: int, dtype: torch.dtype) -> Tensor:
     """Return memory for a chunk, with arbitrary content; the memory of an earlier chunk is used again once nothing refers to it.
 
     The system takes chunks of this size back when they are freed, and a page fault for every 4 kB of a new one costs as much as
     the work on it. The first free one is taken, so that few are in use and those are in the cache.
     """
     size = numel * dtype.itemsize
-    if not _ROOM // 16 <= size <= _ROOM:
+    if not _BUFFER_BYTES // 16 <= size <= _BUFFER_BYTES:
         return torch.empty(numel, dtype=dtype)
-    with _rooms_lock:
-        place = next((k for k in range(len(_rooms)) if _holders(_rooms, k) == _NOBODY), None)
+    with _buffers_lock:
+        place = next((k for k in range(len(_buffers)) if _references(_buffers, k) == _UNUSED), None)
         if place is None:
-            if len(_rooms) == _ROOMS:
+            if len(_buffers) == _MOST_BUFFERS:
                 return torch.empty(numel, dtype=dtype)
-            _rooms.append(np.empty(_ROOM, np.uint8))
+            _buffers.append(np.empty(_BUFFER_BYTES, np.uint8))
             place = -1
-        return torch.from_numpy(_rooms[place][:size]).view(dtype)
+        return torch.from_numpy(_buffers[place][:size]).view(dtype)
 
 
-def _holders(rooms: list[np.ndarray], place: int) -> int:
-    return sys.getrefcount(rooms[place])
+def _references(buffers: list[np.ndarray], place: int) -> int:
+    return sys.getrefcount(buffers[place])
 
 
-_NOBODY = _holders([np.empty(0, np.uint8)], 0)  # as this interpreter counts: nothing but the list, and what counts
+_UNUSED = _references([np.empty(0, np.uint8)], 0)  # as this interpreter counts: nothing but the list, and what counts
 
 
 @dataclass(frozen=True)

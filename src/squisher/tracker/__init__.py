@@ -361,7 +361,7 @@ class Tracker:
         self.close()
 
     def _turn(self) -> bool:
-        """Whether this step is to be observed."""
+        """Return whether this step is to be observed."""
         self._calls += 1
         return (self._calls - 1) % self.every == 0
 

@@ -16,7 +16,7 @@ __all__ = ["multi_head_attention", "supports"]
 
 
 def supports(arguments: dict[str, Any]) -> bool:
-    """Whether `multi_head_attention` does what torch would do with these arguments."""
+    """Return whether `multi_head_attention` does what torch would do with these arguments."""
     rare = ("bias_k", "bias_v", "static_k", "static_v", "use_separate_proj_weight", "add_zero_attn")
     return not any(arguments.get(name) is not None and arguments[name] is not False for name in rare) and (
         arguments["query"].dim() == 3 and arguments["in_proj_weight"] is not None

@@ -67,7 +67,7 @@ Uses = Iterable[tuple[Any, Rule]]
 
 
 def to_examples(t: Tensor, dim: int, examples: int) -> Tensor:
-    """(examples, rows per example, ...), where the examples are at `dim` and rows of one example are neighbours."""
+    """Return (examples, rows per example, ...) from a tensor with examples at `dim`, where rows of one example are neighbours."""
     t = t.movedim(dim, 0) if dim else t
     if t.shape[0] == examples:
         return t.unsqueeze(1)

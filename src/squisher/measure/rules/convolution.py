@@ -90,7 +90,7 @@ class ConvolutionGradients:
         return gradients[1]
 
     def can_unfold(self) -> bool:
-        """Whether it can be written as an outer product."""
+        """Return whether it can be written as an outer product."""
         return self.a.dim() == 4 and self.settings.groups == 1 and not self.settings.transposed
 
     def unfolded(self) -> Outer:

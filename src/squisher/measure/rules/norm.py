@@ -37,7 +37,7 @@ class Broadcast:
         return cls(t.shape, tuple(t.shape))
 
     def apart_from(self, dim: int, dims: int) -> bool:
-        """Whether it has no entries of its own for each row of this dimension of the output."""
+        """Return whether it has no entries of its own for each row of this dimension of the output."""
         place = dim - (dims - len(self.aligned))
         return place < 0 or self.aligned[place] == 1
 
