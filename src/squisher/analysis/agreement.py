@@ -24,7 +24,7 @@ from ..names import align
 from ..order import Rounded, Selection, Source, median, ratios, spearman, thresholds, total
 from ..storage.tensors import one_thread
 
-__all__ = ["EXACT_LIMIT", "FRACTIONS", "Agreement", "Overlap", "Row", "compare"]
+__all__ = ["EXACT_LIMIT", "FRACTIONS", "Agreement", "Overlap", "Row", "compare", "json_safe"]
 
 
 EXACT_LIMIT = 10_000_000
@@ -117,7 +117,7 @@ class Agreement:
             "only_b": self.only_b,
             "rows": [asdict(row) for row in self.rows],
         }
-        return {key: _plain(value) for key, value in plain.items()}
+        return {key: json_safe(value) for key, value in plain.items()}
 
     def __repr__(self) -> str:
         at = next((f", overlap at 10% {o.overlap:.3f}" for o in self.overlaps if o.fraction == ROW_FRACTION), "")
@@ -231,12 +231,12 @@ def _ratio(total_a: float, total_b: float) -> float:
     return total_a / total_b if total_b else math.nan
 
 
-def _plain(value: Any) -> Any:
+def json_safe(value: Any) -> Any:
     """Return a value without nan and infinity, which JSON does not have."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [json_safe(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..analysis.agreement import Agreement, compare
+from ..analysis.agreement import Agreement, compare, json_safe
 from ..analysis.distribution import LOG10_EDGES, places_of
 from ..analysis.health import Health, examine
 from ..embed import distances, embedding
@@ -92,7 +92,7 @@ def collect(subjects: Sequence[Subject], progress: Progress | None = None) -> di
         "tasks": _or_sentence(lambda: similarities_between(tasks)) if len(tasks) > 1 else None,
     }
     document["summary"] = summary(document)
-    return _plain(document)
+    return json_safe(document)
 
 
 def _pairs(subjects: Sequence[Subject]) -> list[tuple[Subject, Subject]]:
@@ -224,15 +224,6 @@ def _or_sentence(compute: Callable[..., dict[str, Any]], *args: Any) -> dict[str
 
 def _as(what: str, progress: Progress | None) -> Callable[[int, int], None] | None:
     return None if progress is None else lambda done, total: progress(what, done, total)
-
-
-def _plain(value: Any) -> Any:
-    """Return a value without nan and infinity, which JSON does not have."""
-    if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)

@@ -19,7 +19,7 @@ from ..analysis.agreement import Agreement
 from ..analysis.health import Diagnosis, Health
 from ..importance import Importance
 from .heat import clustered
-from .words import short_names
+from .words import counted, short_names
 
 __all__ = [
     "compare_json",
@@ -82,7 +82,7 @@ def compare_tables(agreement: Agreement, a: str = "A", b: str = "B", max_rows: i
         max_rows: Longer tables are shortened in the middle.
     """
     facts = _list()
-    entries = f"{agreement.numel:,} in {_plural(len(agreement.rows), 'parameter')}"
+    entries = f"{agreement.numel:,} in {counted(len(agreement.rows), 'parameter')}"
     rounded = "" if agreement.exact else "; ranks and ratios of values rounded to 16 bits"
     facts.add_row(Text("A", style="dim"), Text(a))
     facts.add_row(Text("B", style="dim"), Text(b))
@@ -161,7 +161,7 @@ def facts(importance: Importance, health: Health) -> list[tuple[str, str]]:
     per_unit = p.kind == "fisher" or p.per_unit
     known.append(("unit", (f"mean per {p.unit}" if per_unit else p.unit) if p.unit else None))
     known.append(("scale", f"multiplied by {p.scale:g}" if p.scale != 1 else None))
-    known.append(("values", f"{health.totals.numel:,} in {_plural(len(health.rows), 'parameter')}"))
+    known.append(("values", f"{health.totals.numel:,} in {counted(len(health.rows), 'parameter')}"))
     known.append(("source type", p.dtype_of_source))
     known.append(("names", str(p.naming) if p.naming else None))
     low_, high_ = _number(health.totals.min), _number(health.totals.max)
@@ -228,10 +228,6 @@ def _labels(rows: Sequence[Any]) -> dict[str, str]:
 def _listed(names: Sequence[str], count: int = 4) -> str:
     more = f" and {len(names) - count:,} more" if len(names) > count else ""
     return ", ".join(short_names(names[:count], _NAME_WIDTH)) + more
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _shape(shape: Sequence[int]) -> str:
