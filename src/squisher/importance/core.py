@@ -82,16 +82,16 @@ class Importance(Mapping[str, Tensor]):
             # Taken over with another importance's provenance, its sums would speak for values that they are not of.
             provenance = {key: value for key, value in provenance.items() if key not in ("sum", "sum_of_squares")}
         self._tensors = tensors
-        self._names = tuple(tensors)
+        self._names = dict.fromkeys(tensors)  # in order, and quick to look into
         self._factor = 1.0
         self.provenance = Provenance.from_dict({**provenance, "kind": kind})
 
     def _derive(self, names: Sequence[str] | None = None, factor: float = 1.0, **changes: Any) -> Importance:
         new = object.__new__(Importance)
         new._tensors = self._tensors
-        new._names = self._names if names is None else tuple(names)
+        new._names = self._names if names is None else dict.fromkeys(names)
         new._factor = self._factor * factor
-        kept = set(new._names)
+        kept = new._names
         p = self.provenance
         sums = {n: s * factor for n, s in p.sum.items() if n in kept}
         squares = {n: s * factor * factor for n, s in p.sum_of_squares.items() if n in kept}
@@ -113,7 +113,7 @@ class Importance(Mapping[str, Tensor]):
         return len(self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors and (len(self._names) == len(self._tensors) or name in self._names)
+        return name in self._names
 
     def __repr__(self) -> str:
         p = self.provenance
@@ -237,7 +237,7 @@ class Importance(Mapping[str, Tensor]):
             wanted = pattern if isinstance(pattern, re.Pattern) else name_pattern(pattern)
             names = [name for name in self if wanted is None or wanted.search(name)]
         if not names:
-            raise NamingError(f"No parameter name matches {pattern!r}; there are {', '.join(self._names[:4])}, ….")
+            raise NamingError(f"No parameter name matches {pattern!r}; there are {', '.join(list(self._names)[:4])}, ….")
         kept = set(names)
         p = self.provenance
         return self._derive(
