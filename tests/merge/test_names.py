@@ -108,6 +108,22 @@ def test_a_head_that_one_model_lacks_is_kept():
     with pytest.warns(SquisherWarning, match="not all models"):
         merged = merge.task_arithmetic(b, [a])
     assert merged.kept["head.weight"] == "the base does not have it"
+    with pytest.warns(
+        SquisherWarning, match="'head.weight', 'head.bias' of model 2, which model 1 does not have, are left out"
+    ):
+        assert "head.weight" not in merge.average([b, a])
+    assert "head.weight" not in merge.average([b, a], exclude="^head")
+    assert "head.weight" not in merge.task_arithmetic(a, [b])  # a base may have a head of its own
+
+
+def test_the_lower_half_of_a_deeper_network_is_no_network():
+    deep = {f"layer.{k}.weight": torch.rand(4, 4) for k in range(5)}
+    shallow = {name: torch.rand(4, 4) for name in list(deep)[:2]}
+    for models in ([shallow, deep], [deep, shallow]):
+        with pytest.raises(NamingError, match="layer.2.weight"):
+            merge.average(models)
+    with pytest.raises(NamingError, match="layer.2.weight"):
+        merge.task_arithmetic(deep, [shallow])
 
 
 def test_vocabularies_that_differ_are_refused_with_both_sizes():

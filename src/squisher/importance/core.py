@@ -237,7 +237,9 @@ class Importance(Mapping[str, Tensor]):
             wanted = pattern if isinstance(pattern, re.Pattern) else name_pattern(pattern)
             names = [name for name in self if wanted is None or wanted.search(name)]
         if not names:
-            raise NamingError(f"No parameter name matches {pattern!r}; there are {', '.join(list(self._names)[:4])}, ….")
+            raise NamingError(
+                f"No parameter name matches {pattern!r}; there are {', '.join(list(self._names)[:4])}, …."
+            )
         kept = set(names)
         p = self.provenance
         return self._derive(

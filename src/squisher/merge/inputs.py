@@ -289,16 +289,24 @@ def plan(
             kept[name] = _why_not(models, name, numbers)
             unasked.append(name)
     for k, other in enumerate(others, 1):
-        _check_overlap(first, other, merged, copied, kept, (_who(0, numbers), _who(k, numbers)))
+        pair = _who(0, numbers), _who(k, numbers)
+        _check_overlap(first, other, merged, copied, kept, pair)
+        lost = _only_there(first, other, pattern, pair)
+        if lost and k < len(numbers):  # a base may have a head of its own
+            warnings.warn(
+                f"{_list(lost)} of {pair[1]}, which {pair[0]} does not have, {'is' if len(lost) == 1 else 'are'} left out: the result has "
+                f"the names of {pair[0]}. Exclude them by a pattern if this is intended.",
+                SquisherWarning,
+                stacklevel=3,
+            )
     if not merged:
         raise NamingError(f"No tensor is left to merge: {exclude!r} excludes all of them.")
     if unasked:
-        names = ", ".join(repr(name) for name in unasked[:3]) + (", …" if len(unasked) > 3 else "")
         warnings.warn(
             f"{len(unasked)} of {len(first)} tensors are not merged but kept as each model has them, because not all models "
-            f"have them with one shape: {names}. Exclude them by a pattern if this is intended.",
+            f"have them with one shape: {_list(unasked)}. Exclude them by a pattern if this is intended.",
             SquisherWarning,
-            stacklevel=4,
+            stacklevel=3,
         )
     return Plan(tuple(merged), kept, tuple(copied), aliases, tuple(numbers))
 
@@ -367,6 +375,28 @@ def _check_overlap(
         f"Only {shared:,} of {total:,} values of {who} have a partner of the same name in {partner}: {lost!r}, for example, is "
         f"not there.{near(lost, other)} Models are merged by name; rename the tensors, or exclude what does not belong."
     )
+
+
+def _only_there(
+    first: Mapping[str, Tensor], other: Mapping[str, Tensor], pattern: re.Pattern[str] | None, pair: tuple[str, str]
+) -> list[str]:
+    """Return the weights that the first model does not have; refuse a model that they are more than half of."""
+    new = [name for name in other if name not in first and not (pattern is not None and pattern.search(name))]
+    new = [name for name in new if dtype_of(other, name) in _FLOATS and not _BUFFER.search(name)]
+    if new:
+        aliases = _aliases([other, first], {})
+        new = [name for name in new if name not in aliases]
+    lost, total = (sum(numel_of(other, name) for name in names) for names in (new, other))
+    if 2 * lost > total:
+        raise NamingError(
+            f"{lost:,} of {total:,} values of {pair[1]} are in tensors that {pair[0]} does not have, {new[0]!r} for example: these are "
+            f"different networks. If they are meant to be left out, exclude them by a pattern."
+        )
+    return new
+
+
+def _list(names: Sequence[str]) -> str:
+    return ", ".join(repr(name) for name in names[:3]) + (", …" if len(names) > 3 else "")
 
 
 def _aliases(models: Sequence[Mapping[str, Tensor]], known: Mapping[str, str]) -> dict[str, str]:
