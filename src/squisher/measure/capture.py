@@ -26,6 +26,7 @@ from .examples import (
     UNKNOWN,
     Examples,
     Look,
+    Rows,
     State,
     broadcasts,
     replaced,
@@ -35,11 +36,13 @@ from .examples import (
 from .following import NEEDING_NO_VALUES, Following, Watch, is_random, leaves_behind, operations_behind
 from .likelihood import Objective, Outputs
 from .parallel import can_localise, local_gradient, shard_of_gradients
+from .routing import GROUPED, Routes, behind_transpose, ends_of
 from .rules import (
     OPERATIONS,
     Broadcast,
     Dense,
     Gradients,
+    Grouped,
     Outer,
     Rule,
     Squares,
@@ -156,6 +159,7 @@ class Pass(Following):
         self._squares: dict[str, tuple[Outer, Tensor]] = {}
         self._leaf = torch.zeros((), requires_grad=True)
         self._watch = Watch(self)
+        self._routes = Routes(batch.size)
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -219,6 +223,10 @@ class Pass(Following):
         if name == "setitem":
             return self._set_item(func, args, states)
         kinds = states.values()
+        if name == "getitem" or any(isinstance(s, Rows) for s in kinds):
+            routed = self._routed(func, name, args, kwargs, states)
+            if routed is not None:
+                return routed
         if UNKNOWN in kinds:
             reason = next((self._why(t) for t in tensors if states[id(t)] is UNKNOWN), "")
             return self._finish(func(*args, **kwargs), name, lambda _: (UNKNOWN, reason))
@@ -253,6 +261,36 @@ class Pass(Following):
         if base is not None and output is args[0] and self._state(output) == base[1]:
             self._mark(base[0], base[2])
         return output
+
+    def _routed(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int, State]
+    ) -> Any:
+        """Run an operation that puts rows into another order, or works on such rows; None if it is neither."""
+        if name == "getitem":
+            state = self._routes.taken(args[0], states[id(args[0])], args[1])
+            if state is not None:
+                return self._finish(func(*args), name, lambda _: (state, ""))
+        rows = states.get(id(args[0])) if args else None
+        if not any(isinstance(s, Rows) for s in states.values()):
+            return None
+        ends = ends_of(args, kwargs) if name in GROUPED and isinstance(rows, Rows) and not rows.dim else None
+        weight = args[1] if ends is not None and torch.is_grad_enabled() and args[1].requires_grad else None
+        if weight is not None and isinstance(rows, Rows) and ends is not None:
+            leaf, transposed = behind_transpose(weight)
+            rule = Grouped(args[0].detach(), ends, self._routes.owners[rows.owner], transposed)
+            output = func(args[0], self._detach(weight), *args[2:], **kwargs)
+            output = self._captured(output, [(leaf, rule)], lambda _: (Examples(0), ""))
+        else:
+            output = func(*args, **kwargs)
+
+        def after(t: Tensor) -> tuple[State, str]:
+            unseen = weight is None and any(
+                t.requires_grad for t in tensors_in((args, kwargs)) if states[id(t)] is SHARED
+            )
+            found = UNKNOWN if unseen else self._routes.after(name, args, kwargs, t, states)
+            return found, why_unknown(name) if found is UNKNOWN else ""
+
+        return self._finish(output, name, after)
 
     # -- uses of parameters --------------------------------------------------------------------------------------------
 

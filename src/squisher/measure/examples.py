@@ -21,6 +21,7 @@ __all__ = [
     "Examples",
     "Look",
     "Other",
+    "Rows",
     "State",
     "argument",
     "broadcasts",
@@ -39,6 +40,13 @@ class Examples(NamedTuple):
     inner: int = 1
 
 
+class Rows(NamedTuple):
+    """Dimension `dim` has rows of examples in any order and number; which ones, `routing.Routes` knows by this number."""
+
+    dim: int
+    owner: int
+
+
 class Other(NamedTuple):
     """Where there are no examples to follow."""
 
@@ -49,7 +57,7 @@ SHARED = Other("shared")
 """No row belongs to an example: parameters, buffers, constants, and what is made of them alone."""
 UNKNOWN = Other("unknown")
 
-State = Examples | Other
+State = Examples | Rows | Other
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -449,6 +457,10 @@ def _index_select(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     return state if isinstance(state, Examples) and state.dim != dim and look(index) is SHARED else UNKNOWN
 
 
+def _new(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
+    return SHARED  # the tensor only says which type and device
+
+
 def _triangle(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
     t = _first(args, kwargs)
     state = look(t)
@@ -601,6 +613,7 @@ _RULES: dict[str, Rule] = {
     **_each("cat concat concatenate stack", _joined),
     **_each("gather scatter scatter_add take_along_dim", _gathered),
     "index_select": _index_select,
+    **_each("new_empty new_zeros new_ones new_full", _new),
     **dict.fromkeys(("tril", "triu"), _triangle),
     **_each(
         "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss "

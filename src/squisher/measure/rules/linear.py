@@ -14,7 +14,7 @@ from .base import Gradients, Rule, Squares, Uses, square_of, to_examples
 from .lookup import Rows
 from .norm import Broadcast
 
-__all__ = ["LINEAR", "Linear", "Outer", "join_outer", "outer_squares"]
+__all__ = ["LINEAR", "Grouped", "Linear", "Outer", "join_outer", "outer_squares"]
 
 TILE = 1 << 19  # elements of a gradient that is squared while it is in the cache
 SMALL = 1 << 14  # weights up to this size are done several examples at a time
@@ -58,6 +58,72 @@ class Outer:
         left, right = self.left[n], self.right[n]
         dtype = torch.promote_types(left.dtype, right.dtype)  # they differ under autocast
         return (left.mT.to(dtype) @ right.to(dtype)).view(shape)
+
+
+@dataclass
+class Grouped:
+    """output = rows of a, those up to ends[k] times W[k], or its transpose if transposed.
+
+    Attributes:
+        a: the rows.
+        ends: where those of each matrix end.
+        owner: the example of each row.
+        transposed: whether W[k] is (columns of the output, columns of a).
+    """
+
+    a: Tensor
+    ends: Tensor
+    owner: Tensor
+    transposed: bool
+
+    def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
+        """Return the gradients of this use."""
+        a = self.a.square() if squared else self.a
+        left, right = (g, a) if self.transposed else (a, g)
+        return GroupedOuter(left, right, self.ends, self.owner, examples)
+
+    def saved(self) -> Sequence[Tensor]:
+        """Return the tensors that must not change before the backward pass."""
+        return (self.a, self.ends)
+
+
+@dataclass
+class GroupedOuter:
+    """Gradient of example n and matrix k = Σ over the rows of n among those of k of left[row] right[row]ᵀ."""
+
+    left_rows: Tensor
+    right_rows: Tensor
+    ends: Tensor
+    owner: Tensor
+    examples: int
+
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
+        """Add Σ_n (gradient of example n)²."""
+        for k, here in enumerate(self._groups()):
+            if here.start == here.stop:
+                continue
+            _, inverse, counts = self.owner[here].unique(return_inverse=True, return_counts=True)
+            order = inverse.argsort(stable=True)
+            owner = inverse[order]
+            place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[owner]
+            sides = []
+            for rows in (self.left_rows[here], self.right_rows[here]):  # as many positions for each, the rest zeros
+                side = rows.new_zeros(len(counts), int(counts.max()), rows.shape[1])
+                side[owner, place] = rows[order]
+                sides.append(side)
+            outer_squares(total[k], Outer(sides[0], sides[1]))
+
+    def example(self, n: int, shape: torch.Size) -> Tensor:
+        """Return the gradient of one example, in full."""
+        whole = self.left_rows.new_zeros(shape)
+        for k, here in enumerate(self._groups()):
+            mine = self.owner[here] == n
+            whole[k] = self.left_rows[here][mine].mT @ self.right_rows[here][mine].to(whole.dtype)
+        return whole
+
+    def _groups(self) -> list[slice]:
+        ends = self.ends.tolist()
+        return [slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 
 
 def outer_squares(total: Tensor, outer: Outer, rows: Rows | None = None, squares: Squares | None = None) -> None:

@@ -1,0 +1,82 @@
+"""Rows of examples that were put into another order: tokens that are sorted by the expert that they go to.
+
+Whoever takes rows by their number takes whole rows, and the numbers say of which examples, however they were found. So it is known by
+value which example each row belongs to, until the rows are back in their order. In between, operations are followed that keep rows
+apart, and products with the matrices of experts (`grouped_mm`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .examples import UNKNOWN, Examples, Look, Rows, State, argument, state_after, tensors_in
+
+__all__ = ["GROUPED", "Routes", "behind_transpose", "ends_of"]
+
+GROUPED = {"grouped_mm", "_grouped_mm", "grouped_mm_fallback", "grouped_mm_fallback.default"}
+"""Names of the product of rows with one matrix of several, in torch and in transformers."""
+
+
+class Routes:
+    """To which examples the rows of tensors belong.
+
+    Args:
+        examples: how many there are.
+    """
+
+    def __init__(self, examples: int):
+        self.examples = examples
+        self.owners: list[Tensor] = []
+
+    def taken(self, t: Tensor, state: State, index: Any) -> State | None:
+        """Return the state of `t[index]`, where that takes rows of examples by their number; otherwise None."""
+        if not isinstance(state, (Examples, Rows)) or state.dim or not isinstance(index, Tensor):
+            return None
+        if index.dim() != 1 or index.dtype not in (torch.long, torch.int):
+            return None
+        rows = index.detach().long() % t.shape[0]
+        return self._state_of(rows // state.inner if isinstance(state, Examples) else self.owners[state.owner][rows])
+
+    def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, states: Any) -> State:
+        """Return the state of the output of an operation on such rows: as if each were an example, if it keeps them apart."""
+        if name in GROUPED:
+            return states[id(args[0])] if isinstance(states.get(id(args[0])), Rows) else UNKNOWN
+        found = {s.owner for s in states.values() if isinstance(s, Rows)}
+        if len(found) != 1 or any(s is UNKNOWN or isinstance(s, Examples) for s in states.values()):
+            return UNKNOWN
+        (owner,) = found
+        single = {key: Examples(s.dim) if isinstance(s, Rows) else s for key, s in states.items()}
+        after = state_after(name, args, kwargs, output, Look(single, len(self.owners[owner])))
+        return Rows(after.dim, owner) if isinstance(after, Examples) and after.inner == 1 else UNKNOWN
+
+    def _state_of(self, owner: Tensor) -> State:
+        inner, rest = divmod(len(owner), self.examples)
+        order = torch.arange(self.examples, device=owner.device).repeat_interleave(inner)
+        if not rest and torch.equal(owner, order):
+            return Examples(0, inner)
+        for number, known in enumerate(self.owners):
+            if known.shape == owner.shape and torch.equal(known, owner):
+                return Rows(0, number)
+        self.owners.append(owner)
+        return Rows(0, len(self.owners) - 1)
+
+
+def ends_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return where the rows of each matrix end, of a product in `GROUPED`; None if it is another one."""
+    ends = argument(args, kwargs, 2, "offs", None)
+    plain = len(tensors_in((args, kwargs))) == 3 and args[0].dim() == 2 and args[1].dim() == 3
+    return ends if isinstance(ends, Tensor) and plain else None
+
+
+def behind_transpose(t: Tensor) -> tuple[Tensor, bool]:
+    """Return the leaf that this tensor is, or is the transpose of its last two dimensions of, and whether it is."""
+    node = t.grad_fn
+    if node is None or node.name() != "TransposeBackward0" or t.dim() != 3:
+        return t, False
+    leaf = getattr(node.next_functions[0][0], "variable", None)
+    if leaf is None or leaf.shape != t.mT.shape or leaf.stride() != t.mT.stride():
+        return t, False
+    return leaf, True
