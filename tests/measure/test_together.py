@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from squisher.errors import SquisherError
 from squisher.measure import fisher
+from squisher.measure.sharded import WholeSums
 from tests.measure.zoo import build, split
 
 WORLD = 4
@@ -242,3 +243,35 @@ def test_a_process_that_fails_inside_a_pass_tells_the_others(tmp_path):
     assert (tmp_path / "1.txt").read_text() == "MemoryError: nothing left"
     told = "SquisherError: Process 1 of 2 failed, so this one stops too. There: MemoryError: nothing left"
     assert (tmp_path / "0.txt").read_text() == told
+
+
+@pytest.fixture
+def alone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_what_is_whole_at_once_is_a_layer_or_two(alone, monkeypatch):
+    """Counted in bytes that tensors hold, not in what the process has: the C library keeps some of what is freed."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 16), *(Block(16) for _ in range(6)), nn.Linear(16, 4))
+    for child in model:
+        fully_shard(child)
+    fully_shard(model)
+    largest = max(sum(p.numel() for p in child.parameters()) for child in model)
+    held: list[tuple[int, int]] = []
+    flush = WholeSums.flush
+
+    def counted(self, group, names=None):
+        members = [p for g in self.shards.groups for p in g.group.fsdp_params]
+        gathered = sum(p._unsharded_param.untyped_storage().nbytes() for p in members)
+        held.append((sum(t.nbytes for t in self.values()), gathered))
+        return flush(self, group, names)
+
+    monkeypatch.setattr(WholeSums, "flush", counted)
+    found = fisher(model, [(X.float(), Y)], labels="exact")
+    assert len(held) >= len(model)
+    assert 0 < max(sums for sums, _ in held) <= 4 * largest  # float32, of one layer
+    assert 0 < max(gathered for _, gathered in held) <= 3 * 4 * largest  # that layer, and those fetched ahead
+    assert sum(v.to_local().numel() for v in found.values()) == sum(p.numel() for p in model.parameters())
