@@ -465,3 +465,39 @@ def test_random_groups_are_right_or_refused(tmp_path):
         optimizer = optimized([{"params": group} for group in groups if group])
         train(model, optimizer, 25)
         assert right_or_refused(saved(tmp_path / f"{trial}.pt", model, optimizer), model, optimizer)
+
+
+# -- parts of one shape, handed over in another order in one group ------------------------------------------------------------
+
+
+def exchanged_towers(model):
+    return [*model.right.parameters(), *model.left.parameters(), *model.head.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"), [(torch.optim.AdamW, 1), (torch.optim.AdamW, 40), (torch.optim.RMSprop, 200)]
+)
+def test_towers_that_are_exchanged_in_one_group(tmp_path, kind, steps):
+    """Every shape fits; the sums over whole towers speak against it, with first moments and without them."""
+    torch.manual_seed(2)
+    model = Towers()
+    ordinary = optimized(model.parameters(), kind)
+    train(model, ordinary, steps)
+    assert right(squisher.extract(saved(tmp_path / "c.pt", model, ordinary), bias_correction=False), model, ordinary)
+    torch.manual_seed(2)
+    model = Towers()
+    hostile = optimized(exchanged_towers(model), kind)
+    train(model, hostile, steps)
+    with pytest.raises(NamingError, match="The values contradict the names.*--names"):
+        squisher.extract(saved(tmp_path / "d.pt", model, hostile))
+    names = [n for part in ("right", "left", "head") for n, _ in model.named_parameters() if n.startswith(part)]
+    assert right(squisher.extract(tmp_path / "d.pt", names=names, bias_correction=False), model, hostile)
+
+
+@pytest.mark.parametrize("seed", [4, 6, 15, 20, 23, 37, 57, 69])
+def test_a_slice_of_the_scripts_made_to_mislead(tmp_path, seed):
+    """The whole is `benchmarks/naming_scripts.py`."""
+    from benchmarks import naming_scripts
+
+    found = naming_scripts.run(seed)
+    assert found["outcome"] == "right" if found["registration"] else found["outcome"] != "wrong", found

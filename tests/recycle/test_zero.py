@@ -216,12 +216,20 @@ def test_a_bit_that_flipped_is_noticed(tmp_path, variant):
         ("layer_1_expert_0_mp_rank_00_optim_states.pt", "the experts of a mixture"),
         ("expp_rank_0_mp_rank_00_optim_states.pt", "the experts of a mixture"),
         ("layer_01-model_01-model_states.pt", "tensor parallelism"),
-        ("zero_pp_rank_0_mp_rank_01_optim_states.pt", "second model-parallel rank"),
     ],
 )
 def test_other_kinds_of_parallelism(z2, name, why):
     shutil.copy(z2 / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt", z2 / "global_step3" / name)
     with pytest.raises(FileError, match=f"{why}.*only data-parallel ZeRO is read"):
+        extract(z2)
+
+
+def test_a_rank_without_its_model_states(z2):
+    folder = z2 / "global_step3"
+    shutil.copy(
+        folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    )
+    with pytest.raises(FileError, match=r"lacks its model states \(mp_rank_01_model_states.pt\)"):
         extract(z2)
 
 
@@ -571,11 +579,13 @@ def test_a_pipeline_of_one_stage_is_plain_data_parallelism(tmp_path):
 # -- GPT-NeoX with DeeperSpeed 1, by its published layout --------------------------------------------------------------
 
 
-def neox(folder: Path, world: int, intervals: int) -> dict[str, torch.Tensor]:
+NEOX = {"0.word_embeddings.weight": (7, 3), "2.attention.dense.weight": (3, 5), "2.attention.dense.bias": (5,),
+        "2.norm.weight": (3,), "4.final_linear.weight": (4, 3)}  # fmt: skip
+
+
+def neox(folder: Path, world: int, intervals: int, shapes: Any = NEOX, stage: int = 0, stages: int = 1) -> dict[str, torch.Tensor]:  # fmt: skip
     """Write what two Adam groups leave behind: flat, cut into intervals, each dealt out to the ranks, padding removed."""
-    torch.manual_seed(0)
-    shapes = {"0.word_embeddings.weight": (7, 3), "2.attention.dense.weight": (3, 5), "2.attention.dense.bias": (5,),
-              "2.norm.weight": (3,), "4.final_linear.weight": (4, 3)}  # fmt: skip
+    torch.manual_seed(stage)
     moments = {name: torch.rand(shape) for name, shape in shapes.items()}
     ranks: list[list[list[dict[str, Any]]]] = [[] for _ in range(world)]
     for matrices in (True, False):
@@ -586,7 +596,7 @@ def neox(folder: Path, world: int, intervals: int) -> dict[str, torch.Tensor]:
             ranks[rank].append(
                 [{"exp_avg": -flat[b : b + size], "exp_avg_sq": flat[b : b + size].clone()} for b in begins]
             )
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     for rank, groups in enumerate(ranks):
         saved = {
             "base_optimizer_state": groups,
@@ -595,16 +605,16 @@ def neox(folder: Path, world: int, intervals: int) -> dict[str, torch.Tensor]:
             "num_comm_intervals_per_group": [intervals] * 2,
         }
         content = {"optimizer_state_dict": saved, "param_shapes": {n: torch.Size(s) for n, s in shapes.items()}}
-        torch.save(content, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        torch.save(content, folder / f"zero_pp_rank_{rank}_mp_rank_{stage:02d}_optim_states.pt")
     model = {
         "module": None,
         "optimizer": None,
         "global_steps": 12,
         "skipped_steps": 2,
         "dp_world_size": world,
-        "mp_world_size": 1,
+        "mp_world_size": stages,
     }
-    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    torch.save(model, folder / f"mp_rank_{stage:02d}_model_states.pt")
     torch.save({"word_embeddings.weight": torch.zeros(7, 3)}, folder / "layer_00-model_00-model_states.pt")
     return moments
 
@@ -634,3 +644,43 @@ def test_pythia_with_other_groups_or_ranks_is_refused(tmp_path):
     last.unlink()
     with pytest.raises(FileError, match="lacks"):
         extract(tmp_path / "global_step12")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_stages_of_a_pipeline(tmp_path, world):
+    """DeepSpeed numbers the stages as model-parallel ranks; each has its own layers."""
+    folder = tmp_path / "global_step12"
+    own = [dict(list(NEOX.items())[:3]), dict(list(NEOX.items())[3:])]
+    moments = {n: m for k in range(2) for n, m in neox(folder, world, 2, own[k], k, 2).items()}
+    imp = extract(folder, beta2=0.95)
+    assert set(imp) == set(NEOX)
+    for name, moment in moments.items():
+        torch.testing.assert_close(imp[name], moment / (1 - 0.95**10))
+    (folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt").rename(tmp_path / "elsewhere.pt")
+    with pytest.raises(FileError, match="lacks|holds the states of 1 such ranks"):
+        extract(folder, beta2=0.95)
+
+
+def test_tensor_parallel_ranks_are_no_stages(tmp_path):
+    """Both ranks hold every name: the parameters are cut, and nothing says how."""
+    folder = tmp_path / "global_step12"
+    for rank in range(2):
+        neox(folder, 1, 1, NEOX, rank, 2)
+    with pytest.raises(FileError, match="two model-parallel ranks with different states: tensor parallelism"):
+        extract(folder, beta2=0.95)
+
+
+def test_a_layer_that_two_stages_share(tmp_path):
+    """Tied embeddings are in the first and in the last stage, with the same state."""
+    folder = tmp_path / "global_step12"
+    tied = {"tied_modules.embed.word_embeddings.weight": (7, 3)}
+    first = neox(folder, 1, 1, {**tied, "2.norm.weight": (3,)}, 0, 2)
+    second = neox(folder, 1, 1, {**tied, "4.norm.weight": (3,)}, 1, 2)
+    file = folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
+    content = torch.load(file, weights_only=False)
+    held = content["optimizer_state_dict"]["base_optimizer_state"][0][0]
+    held.update(exp_avg_sq=first[next(iter(tied))].flatten(), exp_avg=-first[next(iter(tied))].flatten())
+    torch.save(content, file)
+    imp = extract(folder, beta2=0.95)
+    assert set(imp) == {*first, *second}
+    torch.testing.assert_close(imp[next(iter(tied))], first[next(iter(tied))] / (1 - 0.95**10))

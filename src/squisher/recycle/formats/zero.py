@@ -6,6 +6,7 @@ as well are wrong under round-robin gradients; they are compared and never follo
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,8 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ...errors import FileError
 from ...importance import Pollution, Spoiler
@@ -26,8 +29,9 @@ from .zero_neox import neox_parameters
 from .zero_run import MODEL_FILE, Run
 from .zero_universal import is_universal, read_universal
 
-__all__ = ["OPTIMIZER_FILE", "is_zero", "parameters", "rank_files", "read_zero"]
+__all__ = ["OPTIMIZER_FILE", "is_zero", "parameters", "read_zero", "stage_files"]
 
+_COMPARED = 4096  # elements of a state that two stages hold
 _TAG = re.compile(r"global_step\d+(?:_universal)?")
 
 
@@ -50,23 +54,69 @@ def read_zero(path: Path, options: Options) -> Found:
     source = path if folder != path else path.absolute().parent
     if is_universal(folder):
         return with_model(read_universal(folder, source), options)
-    run = Run(folder)
-    files = rank_files(folder)
-    if not files:
-        return with_model(_without_zero(run, folder), options)
+    stages = stage_files(folder)
+    if not stages:
+        return with_model(_without_zero(Run(folder), folder), options)
+    read_stages = [_stage(folder, number, files, len(stages)) for number, files in stages.items()]
+    run = read_stages[0][0]
+    entries = _one_model(folder, [own for _, own, _ in read_stages])
     if not run.shapes:
-        older = neox_parameters(folder, files, run.content)
-        if older is not None:
-            return with_model(Found([OptimizerState(older, None, folder.name)]), options)
+        return with_model(Found([OptimizerState(entries, None, folder.name)]), options)
+    facts = run.facts(source, next((step_of(e.state, e.group) for e in entries if e.state), None))
+    of_stages = [run.facts(source, None) for run, _, _ in read_stages]
+    notes = dict.fromkeys(note for *_, own in read_stages for note in own)
+    facts = replace(
+        facts,
+        pollution=(*facts.pollution, *notes),
+        absent={name: why for own in of_stages for name, why in own.absent.items()},
+        tied={alias: name for own in of_stages for alias, name in own.tied.items()},
+    )
+    listed = {c.name: c for run, _, _ in read_stages for _, own in run.models() for c in own}
+    models = [(run.models()[0][0], list(listed.values()))]
+    found = Found([OptimizerState(entries, run.class_name, folder.name)], models, facts, assume_mean=False)
+    return with_model(found, options)
+
+
+def _stage(
+    folder: Path, number: int, files: Mapping[int, Path], stages: int
+) -> tuple[Run, list[Entry], list[Pollution]]:
+    """Return what one stage of a pipeline holds; without one, there is one stage."""
+    run = Run(folder, number, stages)
+    if run.shapes:
+        _refuse_other_places(run)
+        return run, *parameters(run, files)
+    older = neox_parameters(folder, files, run.content)
+    if older is None:
         raise FileError(
             f"The model states in {folder} list no parameters (param_shapes): a version of DeepSpeed too old to be read."
         )
-    _refuse_other_places(run)
-    entries, notes = parameters(run, files)
-    facts = run.facts(source, next((step_of(e.state, e.group) for e in entries if e.state), None))
-    facts = replace(facts, pollution=(*facts.pollution, *notes))
-    found = Found([OptimizerState(entries, run.class_name, folder.name)], run.models(), facts, assume_mean=False)
-    return with_model(found, options)
+    return run, older, []
+
+
+def _one_model(folder: Path, stages: Sequence[Sequence[Entry]]) -> list[Entry]:
+    """Return the entries of all stages; a layer that two stages share must have the same state in both.
+
+    Raises:
+        FileError: Stages hold different states under one name, as tensor parallelism writes them.
+    """
+    known: dict[str | None, Entry] = {}
+    for entry in itertools.chain(*stages):
+        other = known.setdefault(entry.name, entry)
+        if other is not entry and not _same_state(other, entry):
+            raise FileError(
+                f"{folder} holds {entry.name!r} in two model-parallel ranks with different states: tensor parallelism cuts "
+                "parameters in ways that the files do not say; only data-parallel ZeRO is read, and the stages of a pipeline."
+            )
+    return list(known.values())
+
+
+def _same_state(one: Entry, other: Entry) -> bool:
+    """Whether two stages hold the same state, by its shape and the beginning of its values."""
+    tensors = [{key: v for key, v in e.state.items() if isinstance(v, Joined)} for e in (one, other)]
+    if one.shape != other.shape or tensors[0].keys() != tensors[1].keys():
+        return False
+    count = min(math.prod(one.shape or ()), _COMPARED)
+    return all(torch.equal(v.read_flat(0, count), tensors[1][key].read_flat(0, count)) for key, v in tensors[0].items())
 
 
 # -- which folder ------------------------------------------------------------------------------------------------------
@@ -192,28 +242,22 @@ class _Rank:
         return lengths.pop() if lengths else 0
 
 
-def rank_files(folder: Path) -> dict[int, Path]:
-    """Return the optimizer states in a folder, by rank.
+def stage_files(folder: Path) -> dict[int, dict[int, Path]]:
+    """Return the optimizer states in a folder, by stage of the pipeline and rank.
 
     Raises:
-        FileError: Some are of a second model-parallel rank.
+        FileError: Two are of the same rank.
     """
-    files: dict[int, Path] = {}
+    stages: dict[int, dict[int, Path]] = {}
     for file in sorted(folder.iterdir()):
         match = OPTIMIZER_FILE.fullmatch(file.name)
         if match is None:
             continue
-        if int(match["mp"]):
-            raise FileError(
-                f"{file} is of a second model-parallel rank: tensor and pipeline parallelism cut parameters in ways that the "
-                "files do not say; only data-parallel ZeRO is read."
-            )
-        if int(match["dp"]) in files:
-            raise FileError(
-                f"{folder} holds two files of rank {match['dp']}: {files[int(match['dp'])].name} and {file.name}."
-            )
-        files[int(match["dp"])] = file
-    return dict(sorted(files.items()))
+        files, rank = stages.setdefault(int(match["mp"]), {}), int(match["dp"])
+        if rank in files:
+            raise FileError(f"{folder} holds two files of rank {rank}: {files[rank].name} and {file.name}.")
+        files[rank] = file
+    return {number: dict(sorted(files.items())) for number, files in sorted(stages.items())}
 
 
 def _ranks(folder: Path, files: Mapping[int, Path]) -> list[_Rank]:

@@ -37,23 +37,29 @@ class Run:
         names: Name in the weight file, by live name.
         config: DeepSpeed's own configuration.
         content: Everything in the first file.
+
+    Args:
+        folder: Where they are.
+        stage: Which stage of a pipeline, by the number that DeepSpeed calls its model-parallel rank.
+        stages: How many there are.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, stage: int = 0, stages: int = 1) -> None:
         self.folder = folder
         _refuse_other_layouts(folder)
-        files = sorted(file for file in folder.iterdir() if MODEL_FILE.fullmatch(file.name))
-        if not files:
+        files = {file: int(m["mp"]) for file in sorted(folder.iterdir()) if (m := MODEL_FILE.fullmatch(file.name))}
+        own = next((file for file, number in files.items() if number == stage), None)
+        if own is None:
             raise FileError(
-                f"The DeepSpeed checkpoint {folder} lacks its model states (mp_rank_00_model_states.pt). Get it again."
+                f"The DeepSpeed checkpoint {folder} lacks its model states (mp_rank_{stage:02d}_model_states.pt). Get it again."
             )
-        self.content: dict[str, Any] = _content(files[0])
+        self.content: dict[str, Any] = _content(own)
         steps = {_content(file).get("global_steps") for file in files}
         if len(steps) > 1:
             raise FileError(
                 f"{folder} mixes the files of several checkpoints: its model states are of the steps {_list(steps)}."
             )
-        _refuse_parallel(folder, self.content)
+        _refuse_parallel(folder, self.content, stages)
         self.config: dict[str, Any] = _dictionary(self.content.get("ds_config"))
         self.shapes = list(self._groups())
         self.frozen = self._frozen()
@@ -205,13 +211,18 @@ def _refuse_other_layouts(folder: Path) -> None:
                 )
 
 
-def _refuse_parallel(folder: Path, content: Mapping[str, Any]) -> None:
+def _refuse_parallel(folder: Path, content: Mapping[str, Any], stages: int) -> None:
     degrees = _dictionary(content.get("checkpoint_parallel_dimensions"))
-    counts = [content.get("mp_world_size"), degrees.get("tp_degree"), degrees.get("pp_degree")]
-    if any(isinstance(n, int) and n > 1 for n in counts):
+    tensor, ranks = degrees.get("tp_degree"), [content.get("mp_world_size"), degrees.get("pp_degree")]
+    if isinstance(tensor, int) and tensor > 1:
         raise FileError(
-            f"The DeepSpeed checkpoint {folder} was written with tensor or pipeline parallelism (degrees {_list(set(counts))}), "
-            "which cuts parameters in ways that the files do not say; only data-parallel ZeRO is read."
+            f"The DeepSpeed checkpoint {folder} was written with tensor parallelism of degree {tensor}, which cuts parameters in "
+            "ways that the files do not say; only data-parallel ZeRO is read, and the stages of a pipeline."
+        )
+    if any(isinstance(n, int) and n > stages for n in ranks):
+        raise FileError(
+            f"The DeepSpeed checkpoint {folder} was written with tensor or pipeline parallelism (degrees {_list(set(ranks))}), but "
+            f"holds the states of {stages} such ranks. Get all of its files (zero_pp_rank_*_mp_rank_*_optim_states.pt)."
         )
 
 

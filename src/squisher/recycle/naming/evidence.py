@@ -19,8 +19,8 @@ from statistics import NormalDist
 import numpy as np
 
 from ..states import Candidate, Entry
-from .laws import Law
-from .values import Array, Values
+from .laws import NO_HEADS, Law, Reading
+from .values import FEWEST, Array, Values, carried, certainty, concordance
 
 __all__ = ["Evidence", "weigh"]
 
@@ -34,7 +34,6 @@ NEIGHBOURS = 6  # matrices of the model, on either side, that a matrix may be ti
 MOVED = 0.1  # correlation of a movement with the steps of its state
 TIMES = 3.0  # and so many times that of any other entry
 COPY = 0.5  # correlation of two weights beyond which one may be an earlier, averaged or otherwise trained copy of the other
-CARRIED = 8  # fewer channels cannot tell anything
 CHANCE = 1e-4  # that one of all the comparisons made comes out as well as this by accident
 
 
@@ -46,11 +45,13 @@ class Evidence:
         names: Entry to name.
         margins: Entry to the distance of the second best answer, in correlation.
         by: What told them, for people.
+        values: What was read for it.
     """
 
     names: Mapping[int, str] = field(default_factory=dict)
     margins: Mapping[int, float] = field(default_factory=dict)
     by: str = ""
+    values: Values | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def weigh(
         {entry: candidates[vote.candidate].name for entry, vote in agreed.items()},
         {entry: vote.margin for entry, vote in agreed.items()},
         " and ".join(kinds),
+        values,
     )
 
 
@@ -134,7 +136,7 @@ def _by_laws(values: Values) -> Iterator[_Vote]:
                     near = abs(values.place[own[0]] - values.place[other[0]]) <= NEIGHBOURS
                     if not near or set(own) & set(other) or (left is right and a >= b):
                         continue
-                    agreement = _concordance(left.sums[:, a], right.sums[:, b])
+                    agreement = concordance(left.sums[:, a], right.sums[:, b])
                     agreement[same] = -1.0
                     compared += agreement.size
                     _remember(nearest, own, left.entries, agreement.max(1))
@@ -158,25 +160,20 @@ def _needed(compared: int) -> float:
     return -NormalDist().inv_cdf(min(0.5, CHANCE / max(compared, 1)))
 
 
-def _certainty(agreement: float, channels: float) -> float:
-    """Return by how many standard deviations a correlation over so many channels differs from none (Fisher's z)."""
-    return math.atanh(min(agreement, 1 - 1e-9)) * math.sqrt(channels - 3) if channels >= CARRIED else 0.0
-
-
 def _matrices(values: Values) -> Iterator[_Side]:
     for shape in values.shapes:
         candidates = [(k,) for k, c in enumerate(values.candidates) if c.shape == shape and c.weight is not None]
         entries = [(k,) for k, e in enumerate(values.entries) if e.shape == shape and values.has_moment(k)]
         if len(shape) >= 2 and candidates and entries:
             for axis in (0, 1):
-                if shape[axis] >= CARRIED:
-                    yield _Side(shape[axis], candidates, entries, values.sums(candidates, entries, axis))
+                if shape[axis] >= FEWEST:
+                    yield _Side(shape[axis], candidates, entries, values.read(shape, Reading(axis), NO_HEADS))
 
 
 def _norms(values: Values) -> Iterator[_Side]:
     """Weight and bias of the norms of one length, with every two neighbours among the entries."""
     for shape in values.shapes:
-        if len(shape) != 1 or shape[0] < CARRIED:
+        if len(shape) != 1 or shape[0] < FEWEST:
             continue
         own = {c.name: k for k, c in enumerate(values.candidates) if c.shape == shape and c.weight is not None}
         both = [(k, own.get(f"{name[:-6]}bias")) for name, k in own.items() if name.endswith("weight")]
@@ -196,28 +193,13 @@ def _best_pair(left: _Side, a: int, right: _Side, b: int, agreement: Array) -> I
     best = float(agreement[i, j])
     if best < AGREE:
         return
-    certainty = _certainty(best, min(_carried(left.sums[:, a, i]), _carried(right.sums[:, b, j])))
+    sure = certainty(best, min(carried(left.sums[:, a, i]), carried(right.sums[:, b, j])))
     for k, side, chosen, axis in ((i, left, a, 1), (j, right, b, 0)):
         others = np.delete(agreement.max(axis), k)
         margin = best - float(others.max(initial=-1.0))
         # A norm's weights are all near one: its sums tell which entry it is tied to, not which norm that entry is.
         if margin >= APART and len(side.candidates[chosen]) == 1:
-            yield _Vote(side.entries[k][0], side.candidates[chosen][0], best, margin, certainty)
-
-
-def _concordance(a: Array, b: Array) -> Array:
-    """Return how nearly each column of a equals each of b: 1 if it does, 0 if they have nothing to do with each other."""
-    mean_a, mean_b = a.mean(0), b.mean(0)
-    x, y = a - mean_a, b - mean_b
-    size = (x * x).sum(0)[:, None] + (y * y).sum(0)[None] + len(a) * (mean_a[:, None] - mean_b[None]) ** 2
-    return np.asarray(2 * (x.T @ y) / np.maximum(size, 1e-300))
-
-
-def _carried(sums: Array) -> float:
-    """Return by how many channels a vector is carried: (Σ x²)² / Σ x⁴, three times that for a normal distribution."""
-    squares = (sums - sums.mean()) ** 2
-    fourth = float(squares @ squares)
-    return min(len(sums), 3 * float(squares.sum()) ** 2 / fourth) if fourth > 0 else 0.0
+            yield _Vote(side.entries[k][0], side.candidates[chosen][0], best, margin, sure)
 
 
 # -- laws of the model's structure -----------------------------------------------------------------------------------------
@@ -290,17 +272,17 @@ def _law_votes(law: Mapping[int, _Member], entry_of: Mapping[int, int]) -> Itera
     first = law[unknown[0]]
     rest = -fixed[:, None] if len(unknown) == 1 else -fixed[:, None] - law[unknown[1]].sums
     others = [-1] if len(unknown) == 1 else law[unknown[1]].entries
-    agreement = _concordance(first.sums, rest)
+    agreement = concordance(first.sums, rest)
     agreement[np.equal.outer(np.array(first.entries), np.array(others))] = -1.0
     i, j = divmod(int(agreement.argmax()), agreement.shape[1])
     best = float(agreement[i, j])
     if best < AGREE:
         return
-    certainty = _certainty(best, min(_carried(first.sums[:, i]), _carried(rest[:, j])))
+    sure = certainty(best, min(carried(first.sums[:, i]), carried(rest[:, j])))
     for candidate, place, axis in ((unknown[0], i, 1), (unknown[-1], j, 0))[: len(unknown)]:
         second = float(np.delete(agreement.max(axis), place).max(initial=-1.0))
         if best - second >= APART and 1 - second >= CLEARER * (1 - best):
-            yield _Vote(law[candidate].entries[place], candidate, best, best - second, certainty)
+            yield _Vote(law[candidate].entries[place], candidate, best, best - second, sure)
 
 
 # -- profiles of v -------------------------------------------------------------------------------------------------------
@@ -333,9 +315,9 @@ def _by_profiles(values: Values, known: Mapping[int, _Vote]) -> Iterator[_Vote]:
             j = int(agreement[i].argmax())
             best = float(agreement[i, j])
             second = max(np.delete(agreement[i], j).max(), np.delete(agreement[:, j], i).max(initial=-1.0))
-            certainty = _certainty(best, min(_carried(rows[i]), _carried(profiles[j])))
+            sure = certainty(best, min(carried(rows[i]), carried(profiles[j])))
             if best >= ALIKE and best - second >= ALONE:
-                found.append(_Vote(biases[j], bias, best, best - float(second), certainty))
+                found.append(_Vote(biases[j], bias, best, best - float(second), sure))
     yield from (vote for vote in found if vote.certainty >= _needed(compared))
 
 
@@ -382,8 +364,8 @@ def _by_movement(values: Values, copies: Mapping[int, Sequence[int]]) -> Iterato
             if best < max(MOVED, TIMES * second) or int(agreement[:, j].argmax()) != i:
                 continue
             other = np.delete(np.stack(steps), j, 0)[int(rivals.argmax())] if len(rivals) else 0.0
-            certainty = min(_moved_surely(x, steps[j], other, best, second) for x in moved[i])
-            found.append(_Vote(entries[j], candidates[i], best, best - second, certainty))
+            sure = min(_moved_surely(x, steps[j], other, best, second) for x in moved[i])
+            found.append(_Vote(entries[j], candidates[i], best, best - second, sure))
     yield from (vote for vote in found if vote.certainty >= _needed(compared))
 
 
@@ -391,7 +373,7 @@ def _moved_surely(moved: Array, step: Array, other: Array | float, best: float, 
     """Return how surely a movement is that of one entry's steps, and not of another's."""
     consistent = min(_spread(moved * step), _spread(moved * (step - other)))
     lines = _lines(moved, step)
-    return max(consistent, _certainty(best, lines) - _certainty(max(second, 0.0), lines))
+    return max(consistent, certainty(best, lines) - certainty(max(second, 0.0), lines))
 
 
 def _spread(products: Array) -> float:

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Heads", "Law", "Reading", "derived_laws"]
+__all__ = ["NO_HEADS", "Heads", "Law", "Reading", "derived_laws"]
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 _SMALL = {
@@ -39,6 +39,10 @@ class Heads:
     queries: int
     keys: int
     channels: int
+
+
+NO_HEADS = Heads(1, 1, 1)
+"""For readings that take every channel alone."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...errors import NamingError
@@ -19,8 +20,8 @@ from ...importance import Level, Naming
 from ..states import Candidate, OptimizerState
 from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
 from .evidence import Evidence, weigh
+from .exchanges import Exchange, exchanged_parts
 from .laws import Law
-from .layers import Exchange, exchanged_layers
 from .partitions import sorted_as_text, ways
 
 __all__ = ["RULES", "Rule", "Solution", "resolve"]
@@ -145,9 +146,9 @@ class _Tier:
         wrong = [entry for entry, name in self.evidence.names.items() if names[entry] != name]
         if wrong:
             raise NamingError(_contradicted(names, by, self.evidence, wrong, self.settles))
-        exchange = _exchanged(self.optimizer, self.sources, names)
+        exchange = _exchanged(self.evidence, names)
         if exchange is not None:
-            raise NamingError(_other_layers(by, exchange, self.settles))
+            raise NamingError(_other_parts(by, exchange, self.settles))
 
     def _decided(self) -> tuple[tuple[str, ...], str] | None:
         """Return the answer that the values leave, if they leave one."""
@@ -197,20 +198,17 @@ def _weighed(optimizer: OptimizerState, sources: Sequence[Source], laws: Callabl
     for _, candidates in sources:
         if any(c.name in every and every[c.name].weight is not c.weight for c in candidates):
             each = [weigh(own, optimizer.entries, laws) for _, own in sources]
-            return max(each, key=lambda evidence: len(evidence.names))
+            return replace(max(each, key=lambda evidence: len(evidence.names)), values=None)
         every.update({c.name: c for c in candidates})
     return weigh(list(every.values()), optimizer.entries, laws)
 
 
-def _exchanged(optimizer: OptimizerState, sources: Sequence[Source], names: Sequence[str]) -> Exchange | None:
-    """Return two layers whose states are exchanged, if values say so; of several networks with the same names, nothing is said."""
-    known: dict[str, Candidate] = {}
-    for _, candidates in sources:
-        if any(c.name in known and known[c.name].weight is not c.weight for c in candidates):
-            return None
-        known.update({c.name: c for c in candidates})
-    own = [known.get(name, Candidate(name, ())) for name in names]
-    return exchanged_layers(own, optimizer.entries)
+def _exchanged(evidence: Evidence, names: Sequence[str]) -> Exchange | None:
+    """Return two parts whose states are exchanged, if the values say so; of several networks with the same names, nothing is said."""
+    if evidence.values is None:
+        return None
+    number = {c.name: k for k, c in enumerate(evidence.values.candidates)}
+    return exchanged_parts(evidence.values, {number[n]: k for k, n in enumerate(names) if n in number}, evidence.names)
 
 
 def _proven(optimizer: OptimizerState, sources: Sequence[Source], evidence: Evidence) -> set[int]:
@@ -278,9 +276,9 @@ def _checked_given(
     wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
     if wrong:
         raise NamingError(_contradicted(given, _GIVEN, evidence, wrong, GIVE_OTHERS))
-    exchange = _exchanged(optimizer, sources, given)
+    exchange = _exchanged(evidence, given)
     if exchange is not None:
-        raise NamingError(_other_layers(_GIVEN, exchange, GIVE_OTHERS))
+        raise NamingError(_other_parts(_GIVEN, exchange, GIVE_OTHERS))
     return Solution(list(given), [Naming(Level.GIVEN)] * len(given))
 
 
@@ -392,8 +390,9 @@ def _contradicted(names: Sequence[str], by: str, evidence: Evidence, wrong: Sequ
     )
 
 
-def _other_layers(by: str, exchange: Exchange, settles: str) -> str:
+def _other_parts(by: str, exchange: Exchange, settles: str) -> str:
     return (
-        f"The values contradict the names: what is {exchange.name!r} by «{by}» is {exchange.other!r} by the sizes of the weights "
-        f"and of v ({exchange.certainty:.1f} standard deviations), so that the layers stand in another order. {settles}"
+        f"The values contradict the names: what is {exchange.name!r} by «{by}» is {exchange.other!r} by the weights, moments and "
+        f"v of the parts they belong to (exp({exchange.gain:.0f}) times likelier), so that these stand in another order. "
+        f"{settles}"
     )

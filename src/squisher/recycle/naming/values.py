@@ -7,25 +7,35 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ...storage.tensors import CHUNK
-from ..states import Candidate, Entry, is_tensor
-from .laws import Heads, Reading
+from ..optimizers.accumulators import identify
+from ..states import Candidate, Entry, is_tensor, stored
+from .laws import NO_HEADS, Heads, Reading
 
-__all__ = ["Array", "Values", "numbers"]
+__all__ = ["FEWEST", "Array", "Shape", "Values", "carried", "certainty", "concordance", "independent"]
 
 _ELEMENTS = 1 << 14  # of one tensor, for movement
 _WIDTH = 128  # of a row of it
 _OPENING = 1 << 15  # elements that are read in the time it takes to open a file
+FEWEST = 8  # channels; fewer cannot tell anything
+_SOON = 20_000_000  # elements of a model whose v is read beside its first moments
 _MOST = 2_000_000_000  # elements of the model beyond which a look would take minutes
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
+
+
+class _Carried(NamedTuple):
+    """Ranks over sampled channels: of each entry's own v, and of what a candidate's weight makes of an entry's v."""
+
+    own: dict[int, Array]
+    predicted: dict[tuple[int, int], Array]
 
 
 class Values:
@@ -42,12 +52,25 @@ class Values:
         self._profiles: dict[int, Array] = {}
         self._weights: dict[int, Array] = {}
         self._read: dict[tuple[Shape, Reading, int], Array] = {}
+        self._carried: dict[tuple[Shape, int], _Carried] = {}
+        self._still: dict[Shape, Array] = {}
         total = sum(math.prod(c.shape) for c in candidates)
         self.channels = 128 if total <= 200_000_000 else 64 if total <= 1_000_000_000 else 32
         wanted = {entry.shape for entry in entries}
         self.shapes: list[Shape] = [s for s in dict.fromkeys(c.shape for c in candidates) if s in wanted]
         if total > _MOST:
             self.shapes = []
+        self._weighty: dict[
+            Shape, dict[int, int]
+        ] = {}  # candidates with weights, and their places among those of their shape
+        self._moving: dict[Shape, dict[int, int]] = {}  # entries with a first moment, likewise
+        for shape in self.shapes:
+            weighty = [k for k, c in enumerate(candidates) if c.shape == shape and c.weight is not None]
+            moving = [k for k, e in enumerate(entries) if e.shape == shape and self.has_moment(k)]
+            self._weighty[shape] = {k: place for place, k in enumerate(weighty)}
+            self._moving[shape] = {k: place for place, k in enumerate(moving)}
+        # Laws of the first moment say more; v is looked at too where that is soon done.
+        self.wants_squares = total <= _SOON or not any(map(self.has_moment, range(len(entries))))
         matrices = 0
         self.place: list[int] = []  # how many matrices come before each candidate
         for c in candidates:
@@ -94,22 +117,64 @@ class Values:
         sums = np.asarray(np.matmul(weights, moments), dtype=np.float64)
         return sums if sets is None else sums.reshape(*sets.shape, *sums.shape[1:]).sum(1)
 
-    def read(self, shape: Shape, reading: Reading, heads: Heads, most: int) -> Array:
+    def read(self, shape: Shape, reading: Reading, heads: Heads, most: int | None = None) -> Array:
         """Return the channel sums of one reading, of all candidates with all entries of a shape: channel, candidate, entry."""
+        most = most or self.channels
         key = (shape, reading, most)
         if key not in self._read:
             sets = reading.channels(shape[reading.axis], heads)
             if sets is None:
                 raise ValueError(f"{reading} does not fit {shape}.")
-            candidates = [(k,) for k, c in enumerate(self.candidates) if c.shape == shape and c.weight is not None]
-            entries = [(k,) for k, e in enumerate(self.entries) if e.shape == shape and self.has_moment(k)]
+            candidates, entries = [(k,) for k in self._weighty[shape]], [(k,) for k in self._moving[shape]]
             self._read[key] = self.sums(candidates, entries, reading.axis, sets[_chosen(len(sets), most)])
         return self._read[key]
 
+    def together(self, candidate: int, entry: int, reading: Reading) -> Array:
+        """Return the channel sums of one weight with one first moment."""
+        table = self.read(self.candidates[candidate].shape, reading, NO_HEADS)
+        return np.asarray(table[:, self.row(candidate), self._moving[self.candidates[candidate].shape][entry]])
+
     def row(self, candidate: int) -> int:
         """Return a candidate's place among those of its shape."""
+        return self._weighty[self.candidates[candidate].shape][candidate]
+
+    def still(self, candidate: int, entry: int) -> Array:
+        """Return the square of each row's sum of weight times first moment, relative to what an accident would give."""
         shape = self.candidates[candidate].shape
-        return sum(c.shape == shape and c.weight is not None for c in self.candidates[:candidate])
+        if shape not in self._still:
+            sums = self.read(shape, Reading(0), NO_HEADS) ** 2
+            weights = [self._channels(self.candidates[k].weight, 0) ** 2 for k in self._weighty[shape]]
+            moments = [self._channels(self.entries[k].state["exp_avg"], 0) for k in self._moving[shape]]
+            scale = [np.max(np.abs(m), initial=1e-30) for m in moments]  # squares of small moments would vanish
+            squares = [(m / s) ** 2 for m, s in zip(moments, scale, strict=True)]
+            by_chance = np.matmul(np.stack(weights, 1), np.stack(squares, 2)) * np.square(scale, dtype=np.float64)
+            self._still[shape] = np.where(by_chance > 0, sums / np.maximum(by_chance, 1e-300), np.nan)
+        found = self._still[shape][:, self.row(candidate), self._moving[shape][entry]]
+        return np.asarray(found[~np.isnan(found)])
+
+    def square(self, entry: int, axis: int) -> Array:
+        """Return the mean of v over all axes but one, as ranks of norm one over the sampled channels."""
+        shape = self.entries[entry].shape or ()
+        return self._carry(shape, axis).own[entry]
+
+    def predicted(self, candidate: int, entry: int, axis: int) -> Array:
+        """Return the ranks of the sums of weight² · v over all axes but one, v as it is on average along that axis."""
+        return self._carry(self.candidates[candidate].shape, axis).predicted[candidate, entry]
+
+    def _carry(self, shape: Shape, axis: int) -> _Carried:
+        if (shape, axis) not in self._carried:
+            own: dict[int, Array] = {}
+            profiles: dict[int, Array] = {}
+            for entry in (k for k, e in enumerate(self.entries) if e.shape == shape and e.state):
+                v = self._channels(_square(self.entries[entry]), axis)
+                own[entry], profiles[entry] = ranks(v.mean(1, dtype=np.float64)), v.mean(0)
+            every = np.stack(list(profiles.values()), 1)
+            predicted: dict[tuple[int, int], Array] = {}
+            for candidate in self._weighty[shape]:
+                sums = np.square(self._channels(self.candidates[candidate].weight, axis)) @ every
+                predicted |= {(candidate, entry): ranks(s) for entry, s in zip(profiles, sums.T, strict=True)}
+            self._carried[shape, axis] = _Carried(own, predicted)
+        return self._carried[shape, axis]
 
     def steps(self, entry: int) -> Array:
         """Return the direction of the last steps, −m / √v, of sampled elements."""
@@ -190,6 +255,51 @@ def _sample(source: Any) -> Array:
     return np.stack([numbers(source.read_flat(start, start + width)) for start in starts])
 
 
+def _square(entry: Entry) -> Any:
+    return stored(identify(entry.state, entry.group).key, entry.state, entry.group)
+
+
+def ranks(x: Array) -> Array:
+    """Return the ranks of a vector's elements, equal ones alike, centred and of norm one; nought where all are equal."""
+    _, place, counts = np.unique(x, return_inverse=True, return_counts=True)
+    own = (np.cumsum(counts) - (counts + 1) / 2)[place]
+    centred = own - own.mean()
+    return np.asarray(centred / max(math.sqrt(float(centred @ centred)), 1e-12))
+
+
 def numbers(tensor: Tensor) -> Array:
     """Return a tensor's elements as a numpy array of single precision."""
     return np.asarray(tensor.to(torch.float32).cpu().numpy())
+
+
+# -- how well two vectors agree --------------------------------------------------------------------------------------------
+
+
+def certainty(agreement: float, channels: float) -> float:
+    """Return by how many standard deviations a correlation over so many channels differs from none (Fisher's z)."""
+    return math.atanh(max(min(agreement, 1 - 1e-9), 1e-9 - 1)) * math.sqrt(channels - 3) if channels >= FEWEST else 0.0
+
+
+def concordance(a: Array, b: Array) -> Array:
+    """Return how nearly each column of a equals each of b: 1 if it does, 0 if they have nothing to do with each other."""
+    mean_a, mean_b = a.mean(0), b.mean(0)
+    x, y = a - mean_a, b - mean_b
+    size = (x * x).sum(0)[:, None] + (y * y).sum(0)[None] + len(a) * (mean_a[:, None] - mean_b[None]) ** 2
+    return np.asarray(2 * (x.T @ y) / np.maximum(size, 1e-300))
+
+
+def carried(sums: Array) -> float:
+    """Return by how many channels a vector is carried: (Σ x²)² / Σ x⁴, three times that for a normal distribution."""
+    squares = (sums - sums.mean()) ** 2
+    fourth = float(squares @ squares)
+    return min(len(sums), 3 * float(squares.sum()) ** 2 / fourth) if fourth > 0 else 0.0
+
+
+def independent(x: Array, y: Array) -> float:
+    """Return how many of the channels of two vectors of norm one count: those of one attention head go together.
+
+    That is n / (1 + 2 Σ ρx(k) ρy(k)), over the lags k.
+    """
+    n = len(x)
+    in_x, in_y = (np.correlate(z, z, "full")[n : n + n // 4 - 1] for z in (x, y))
+    return n / max(1 + 2 * float(in_x @ in_y), 1.0)
