@@ -82,3 +82,17 @@ def test_a_folder_is_never_replaced(files, command):
     refused = run(*COMMANDS[command][:-1], "tuned", "--overwrite", cwd=files)
     assert refused.returncode == 1
     assert sorted(p.name for p in (files / "tuned").iterdir()) == ["model.safetensors"]
+
+
+def test_the_weights_in_a_source_folder_are_never_replaced(files):
+    (files / "imp.safetensors").rename(files / "base" / "imp.safetensors")
+    weights = files / "base" / "model.safetensors"
+    before = weights.read_bytes()
+    arguments = ["mask", "base/imp.safetensors", "--model", "base", "--keep", "0.5", "--overwrite", "--out"]
+    refused = run(*arguments, "base/model.safetensors", cwd=files)
+    assert refused.returncode == 1
+    assert "not made by squisher" in refused.stderr
+    assert weights.read_bytes() == before
+    (files / "mask.safetensors").rename(files / "base" / "mask.safetensors")
+    done = run(*arguments, "base/mask.safetensors", cwd=files)
+    assert done.returncode == 0, done.stderr

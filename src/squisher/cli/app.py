@@ -168,8 +168,23 @@ def check_target(path: Path, overwrite: bool, *sources: str | Path | None, suffi
         raise SquisherError(f"--out {path}: the name of this file ends in {suffix}.")
     given = [source for source in sources if source is not None]
     check(path, overwrite=overwrite, sources=given)
+    folder = next((s for s in given if path.resolve().is_relative_to(Path(s).resolve())), None)
+    if folder is not None and path.suffix == ".safetensors" and path.is_file() and not _is_ours(path):
+        raise SquisherError(
+            f"{path} lies in {folder}, which the output is made from, and was not made by squisher: choose another name."
+        )
     if path.suffix == ".safetensors":
         check(path.with_name(f"{path.name}.index.json"), overwrite=overwrite, sources=given)  # a set of shards
+
+
+def _is_ours(path: Path) -> bool:
+    """Return whether a safetensors file says that it is one of ours; weights do not."""
+    from ..storage.safetensors import KEY, read_header
+
+    try:
+        return KEY in read_header(path)[1]
+    except SquisherError:
+        return False
 
 
 def whole(number: float | None) -> float | int | None:
