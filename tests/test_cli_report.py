@@ -74,11 +74,11 @@ def test_names_are_the_shortest_that_tell_files_apart(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--out report.html, or prints its data with --json"),
+        ((), "--out.*--json"),
         (("--out", "report.txt"), "ends in .html"),
         (("--out", "nowhere/report.html"), "no folder nowhere"),
-        (("--json", "--model", "a", "--model", "b", "--model", "c"), "2 importances and 3 models"),
-        (("--json", "--model", "missing"), "There is no model missing"),
+        (("--json", "--model", "a", "--model", "b", "--model", "c"), "2 importances.*3 models"),
+        (("--json", "--model", "missing"), "no model missing"),
     ],
 )
 def test_mistakes_are_told_before_the_work(files, arguments, message):

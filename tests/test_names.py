@@ -28,12 +28,12 @@ def test_names_that_are_the_same_belong_together_in_the_first_order():
     ("here", "there", "options", "words"),
     [
         ({"weigth": 2}, {"weight": 2}, {}, "The importance.*'weigth'.*the model.*'weight'"),
-        ({"a": 2}, {"a": 3}, {}, r"'a' has the shape \(2,\) in the importance and \(3,\) in the model"),
+        ({"a": 2}, {"a": 3}, {}, r"'a'.*\(2,\).*importance.*\(3,\).*model"),
         ({"a": 2}, {"a": 2, "b": 1}, {"both": True}, "The model.*'b'.*the importance"),
-        ({"a": 2}, {"a": 2}, {"exclude": "a"}, "'a' excludes all of it"),
-        ({"a": 2}, {"b": 2}, {"partial": True}, "no name is in both"),
+        ({"a": 2}, {"a": 2}, {"exclude": "a"}, "'a' excludes"),
+        ({"a": 2}, {"b": 2}, {"partial": True}, "in both"),
         ({"a": 2}, {"a": 2}, {"exclude": "("}, "not a regular expression"),
-        ({"a": 2, "b": 2}, {"a": 2}, {"tied": {"b": "a"}}, "'a' and 'b', which are one tensor"),
+        ({"a": 2, "b": 2}, {"a": 2}, {"tied": {"b": "a"}}, "'a' and 'b'.*one tensor"),
         ({"x": 2}, {"a": 2}, {"advice": "Do this."}, r"Do this\.$"),
     ],
 )  # fmt: skip

@@ -115,8 +115,8 @@ def test_files_give_the_same(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"select": 0}, "select is a positive number"),
-        ({"strength": float("nan")}, "strength is a positive number"),
+        ({"select": 0}, "select.*positive"),
+        ({"strength": float("nan")}, "strength.*positive"),
         ({"forget_importance": {"body.wieght": torch.ones(13, 5)}}, "the model.*'body.weight'"),
         ({"importance": {"body.bias": torch.ones(7)}}, "importance of all data"),
         ({"forget_importance": {"body.weight": torch.ones(5, 13)}}, "shape"),

@@ -135,7 +135,7 @@ def test_without_their_sizes_they_are_warned_about_or_refused():
         ({"keep": 1.5}, r"from 0 to 1, not 1\.5"),
         ({"keep": math.nan}, "from 0 to 1, not nan"),
         ({"keep": 0.1, "minimum": 2}, "minimum is the fraction"),
-        ({"keep": 0.1, "always": "head"}, r"keep=0\.1 of 700 entries: 70 entries .* 80 are always kept"),
+        ({"keep": 0.1, "always": "head"}, r"keep=0\.1.* 70 .* 80 "),
         ({"keep": 0.5, "always": "nose"}, "'nose' matches no parameter"),
         ({"keep": 0.5, "always": "("}, "not a regular expression"),
     ],

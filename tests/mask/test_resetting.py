@@ -34,20 +34,20 @@ def test_everything_or_nothing_gives_one_of_the_two_back():
             {"a": torch.zeros(2)},
             {"a": torch.zeros(3)},
             {},
-            r"'a' has the shape \(2,\) in the tuned model and \(3,\) in the base",
+            r"'a'.*\(2,\).*tuned.*\(3,\).*base",
         ),
         (
             {"a": torch.zeros(2)},
             {"a": torch.zeros(2).double()},
             {},
-            "float32 in the tuned model and float64 in the base",
+            "float32.*tuned.*float64.*base",
         ),
         ({"a": torch.zeros(2)}, {"a": torch.zeros(2)}, {"x": torch.ones(2) > 0}, "The mask has 'x'"),
         (
             {"a": torch.zeros(2)},
             {"a": torch.zeros(2)},
             {"a": torch.ones(3) > 0},
-            r"'a' has the shape \(3,\) in the mask",
+            r"'a'.*\(3,\).*mask",
         ),
     ],
 )

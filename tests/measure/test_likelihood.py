@@ -114,7 +114,7 @@ def test_labels_equal_to_input_ids_need_a_shift():
         (Objective("categorical"), torch.randn(3, 4), "needs labels"),
         (Objective("categorical", "exact"), torch.randn(3, 2000), "Use labels='sampled'"),
         (Objective("bernoulli"), (torch.randn(3, 2), torch.full((3, 2), 2.0)), "between 0 and 1"),
-        (Objective("gaussian"), (torch.randn(3, 2), torch.randn(3)), "one number for each output"),
+        (Objective("gaussian"), (torch.randn(3, 2), torch.randn(3)), "each output"),
         (Objective(lambda model, b: b[0].sum()), (torch.randn(3, 2), torch.zeros(3)), "one loss per example"),
     ],
 )

@@ -81,7 +81,7 @@ def test_without_the_library_one_sentence_says_what_to_install(monkeypatch):
     ("options", "message"),
     [
         ({"sparsity": 1.0}, "below 1"),
-        ({"scope": "x"}, "scope is global or tensor"),
+        ({"scope": "x"}, "scope.*global or tensor"),
         ({"score": "x"}, "score is fisher"),
         ({"score": "orthoreg"}, "needs gradients="),
     ],

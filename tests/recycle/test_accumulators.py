@@ -129,11 +129,11 @@ def test_an_unknown_optimizer_is_refused_with_its_keys():
 @pytest.mark.parametrize(
     ("keys", "group", "words"),
     [
-        ("exp_avg exp_avg_sq Q GG", "betas", "SOAP keeps its squared gradient in a rotated basis"),
+        ("exp_avg exp_avg_sq Q GG", "betas", "SOAP.*rotated basis"),
         ("exp_avg exp_avg_sq exp_avg_diff", "betas", "Adan averages"),
         ("exp_avg exp_avg_var", "betas", "AdaBelief averages"),
         ("exp_avg exp_avg_sq", "betas initial_accumulator", "Yogi changes"),
-        ("exp_avg", "betas", "Lion keeps a moving average"),
+        ("exp_avg", "betas", "Lion.*moving average"),
     ],
 )
 def test_what_only_looks_like_adam_is_refused(keys, group, words):
