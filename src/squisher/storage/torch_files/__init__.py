@@ -30,7 +30,7 @@ from .values import (
     is_optimizer,
     shortened,
     walk,
-)  # fmt: skip
+)
 
 __all__ = [
     "Array", "Global", "Record", "Storage", "StoredTensor", "Verified", "find_weights", "is_in_backward", "is_optimizer", "read", "unpickle", "walk",
