@@ -79,6 +79,33 @@ def data(tmp_path):
 
 
 @pytest.mark.formats
+def test_a_tokenizer_that_pads_on_the_left_changes_nothing(tmp_path, data):
+    from squisher.integrations.text import load_text_model, text_batches
+
+    folder_of("language model", tmp_path / "model")
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "padding_side": "left"}))  # as for generation
+    data.write_text("\n".join(json.dumps({"text": row["text"]}) for row in LINES))
+    loaded = load_text_model(tmp_path / "model")
+    alone, together = (
+        squisher.fisher(loaded.model, text_batches(data, loaded, batch_size=size)) for size in (1, len(LINES))
+    )
+    for name in alone:
+        torch.testing.assert_close(alone[name], together[name])
+
+
+@pytest.mark.formats
+def test_a_pair_in_some_lines_only_is_refused_by_its_line(tmp_path, data):
+    from squisher.integrations.text import load_text_model, text_batches
+
+    folder_of("classifier", tmp_path / "model")
+    data.write_text("\n".join(json.dumps(row) for row in (LINES[0], {"text": "the cat", "label": 1})))
+    loaded = load_text_model(tmp_path / "model")
+    with pytest.raises(FileError, match=r"line 2: 'text_pair' is None"):
+        list(text_batches(data, loaded))
+
+
+@pytest.mark.formats
 @pytest.mark.parametrize("kind", ["classifier", "language model"])
 @pytest.mark.parametrize("batch_size", [1, 2])
 def test_the_command_gives_the_definition(tmp_path, data, kind, batch_size):

@@ -87,6 +87,10 @@ def load_text_model(
         tokenizer.pad_token = tokenizer.eos_token  # masked out everywhere, so any token serves
     if tokenizer.pad_token is None:
         raise SquisherError(f"The tokenizer of {path} has no token to pad with; set its pad_token.")
+    if task == "language modelling":
+        tokenizer.padding_side = (
+            "right"  # on the left, absolute positions would depend on how long the others of a batch are
+        )
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return TextModel((model if shard else model.to(device)).eval(), tokenizer, task)
@@ -202,7 +206,12 @@ def _batch(
     device: torch.device,
 ) -> dict[str, Tensor]:
     pairs = [row.get("text_pair") for row in rows]
-    given = [pairs] if any(pair is not None for pair in pairs) else []
+    given = [pairs] if pairs[0] is not None else []
+    for row, pair in zip(rows, pairs, strict=True):
+        if bool(given) != isinstance(pair, str):
+            raise FileError(
+                f"{row['line']}: 'text_pair' is {pair!r}; expected text in every line of a file, or in none of them."
+            )
     encoded = tokenizer(
         [row["text"] for row in rows], *given, padding=True, truncation=True, max_length=limit, return_tensors="pt"
     )
@@ -217,6 +226,8 @@ def _batch(
 def _label(row: Mapping[str, Any], config: Any) -> int | float:
     label, line = row["label"], row["line"]
     if config.num_labels == 1:
+        if isinstance(label, bool) or not isinstance(label, (int, float)):
+            raise FileError(f"{line}: the label {label!r} is not a number, which the model predicts.")
         return float(label)
     if isinstance(label, str):
         known = {str(name): int(k) for k, name in (config.id2label or {}).items()}
