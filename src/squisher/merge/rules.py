@@ -1,7 +1,7 @@
 """What each method weighs a tensor's chunks with, and the arithmetic on one chunk: pure functions of the models' chunks.
 
 Everything is built from differences of weights, never from products of weights: what is equal in all models comes back to
-the bit. All steps are done on one block before the next block is touched, so that what is between them stays in the cache.
+the bit, except that an average turns -0.0 into 0.0. All steps are done on one block before the next block is touched, so that what is between them stays in the cache.
 """
 
 from __future__ import annotations
