@@ -355,6 +355,20 @@ def test_a_first_batch_without_labels_that_count_proves_nothing():
     assert expected["tokens.weight"].sum() > 0
 
 
+@pytest.mark.parametrize("method", ["auto", "loop"])
+@pytest.mark.parametrize("per", ["example", "batch"])
+def test_examples_without_a_label_do_not_count(method, per):
+    """A label of -100 takes an example out of the mean, as it does out of a training loss."""
+    (inputs, labels), *_ = BATCHES
+    some = torch.arange(len(labels)) % 3 == 0
+    found = fisher(_mlp(), [(inputs, labels.masked_fill(~some, -100))], method=method, per=per)
+    expected = fisher(_mlp(), [(inputs[some], labels[some])], method=method, per=per)
+    assert found.provenance.examples == expected.provenance.examples == int(some.sum())
+    assert all(torch.allclose(found[n], expected[n], rtol=1e-5) for n in expected)
+    with pytest.raises(SquisherError, match="every label is -100"):
+        fisher(_mlp(), [(inputs, torch.full_like(labels, -100))], method=method, per=per)
+
+
 def test_a_wrong_rule_is_found_out(monkeypatch):
     """The proof can fail: with a rule that is wrong by a factor, the loop takes over."""
     from squisher.measure.rules import linear as layers

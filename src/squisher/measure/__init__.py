@@ -65,7 +65,7 @@ def fisher(
             function as likelihood, of mappings, lists or tuples of any tensors.
         likelihood: "categorical", "tokens", "bernoulli", "gaussian" (σ = 1), a function `(model, batch) -> losses` with one
             loss per example, or "auto": what a Hugging Face model says, otherwise categorical. Losses are summed over the
-            outputs or positions of an example; the label -100 is ignored.
+            outputs or positions of an example; the label -100 is ignored, and an example that has no other is not part of the mean.
         labels: "data" (the empirical Fisher), "sampled" from the model (unbiased for the Fisher) or "exact" (the Fisher).
         per: "example" squares the gradient of each example; "batch" that of each whole batch, at the price of one plain
             backward (with sampled labels it is unbiased for the Fisher at any batch size).
@@ -131,7 +131,7 @@ def fisher(
         kind="fisher",
         estimator={"labels": labels, "per": per, "draws": draws, "likelihood": _name_of(objective), **walk.noted},
         unit=objective.unit,  # what the mean is over
-        examples=walk.examples,
+        examples=walk.examples if objective.unit == "token" else walk.units,
         dtype_of_source=_dtypes(by_name.values()),
         absent=absent,
         tied={alias: p.name for p in chosen for alias in p.aliases},

@@ -189,8 +189,8 @@ class Objective:
         return Outputs(values, targets, mask)
 
     def units(self, outputs: Outputs) -> int:
-        """Return how many things the mean is over: examples, or tokens that count."""
-        return int(outputs.mask.sum()) if self.unit == "token" else outputs.values.shape[0]
+        """Return how many things the mean is over: tokens that count, or examples in which anything counts."""
+        return int((outputs.mask if self.unit == "token" else outputs.mask.any(1)).sum())
 
     # -- the definition ------------------------------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ class Walk:
 
     Attributes:
         examples: how many there were.
-        units: what the mean is over: examples, or tokens that count.
+        units: what the mean is over: tokens that count, or examples in which anything counts.
         coverage: what was computed how.
         noted: what to write down about the model's own loss.
     """
