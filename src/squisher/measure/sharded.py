@@ -98,7 +98,8 @@ class Group:
         return found
 
     def _dim(self, name: str) -> int:
-        return int(self.members[name].fsdp_placement.dim)
+        placement = getattr(self.members[name], "fsdp_placement", None)  # since torch 2.6; before, rows always
+        return 0 if placement is None else int(placement.dim)
 
 
 class Shards:
