@@ -588,3 +588,20 @@ def test_two_processes_average_the_squares_of_all_their_examples(tmp_path: Any) 
         torch.optim.SGD(model.parameters(), lr=0.1).step()
     for name, value in by_hand.values.items():
         torch.testing.assert_close(first["values"][name].double(), value, rtol=1e-4, atol=1e-10)
+
+
+def test_memory_that_is_used_again_holds_nothing_of_the_step_before():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4))
+    tracker = squisher.Tracker(model, per="example", beta2=0.0)  # the last step alone
+    for dtype in (torch.float32, torch.float64, torch.float64):
+        model.to(dtype)
+        for _ in range(3):
+            x, y = torch.randn(7, 5, dtype=dtype), torch.randint(0, 4, (7,))
+            with tracker.step():
+                nn.functional.cross_entropy(model(x), y).backward()
+            model.zero_grad()
+        expected = squisher.fisher(model, [(x, y)], method="loop", dtype=dtype)
+        found = squisher.extract(tracker, model)
+        for name, value in expected.items():
+            assert torch.allclose(found[name].to(dtype), value, rtol=1e-4, atol=1e-9), name

@@ -186,7 +186,12 @@ class _ShardedPass(StepPass):
             self._weighing = False
         self._proof["arrived"].flush_rest(ranks.gather)
 
-    def start(self, dtype: torch.dtype, expected: dict[str, Tensor | None] | None) -> None:
+    def start(
+        self,
+        dtype: torch.dtype,
+        expected: dict[str, Tensor | None] | None,
+        spare: dict[str, Tensor] | None = None,
+    ) -> None:
         """Begin to take the squares of what arrives."""
         weights = self.weights
         super().start(dtype, expected)

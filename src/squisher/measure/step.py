@@ -38,10 +38,21 @@ _open_attention = FunctionType(
 )
 
 
+_SPARE = 1 << 28
+
+
 class Proven(dict[Any, set[str]]):
     """For every sequence of operations, the parameters for which the rules were seen to be right; `guess` as of `Pass`."""
 
     guess = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare: dict[str, Tensor] = {}
+
+    def keep(self, sums: Mapping[str, Tensor]) -> None:
+        """Keep the memory of sums for the next step, if it is little: to get it from the system again takes longer than to fill it."""
+        self.spare = dict(sums) if sum(s.nbytes for s in sums.values()) <= _SPARE else {}
 
 
 class Step:
@@ -149,7 +160,7 @@ class Step:
             expected = one.weighted(loss, gradient) if prove else None
         except RuntimeError as error:
             self.problem, expected = f"a second backward pass is not possible here ({error})", None
-        one.start(self.dtype, expected)
+        one.start(self.dtype, expected, self.proven.spare)
         loss.backward(gradient, **settings)
         one.finish()
         self.problem = self.problem or one.spoiled

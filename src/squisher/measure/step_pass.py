@@ -239,9 +239,15 @@ class StepPass(Pass):
         )
         return dict(zip(self.parameters, arrived, strict=True))
 
-    def start(self, dtype: torch.dtype, expected: dict[str, Tensor | None] | None) -> None:
+    def start(
+        self,
+        dtype: torch.dtype,
+        expected: dict[str, Tensor | None] | None,
+        spare: dict[str, Tensor] | None = None,
+    ) -> None:
         """Begin to take the squares of what arrives; compare it with what is expected, if that is given."""
         self.sums = Sums(self.parameters, dtype)
+        self.sums.spare = {} if spare is None else spare
         self._wanted = expected or {}
         if expected is None:
             self.weights = None

@@ -20,14 +20,21 @@ class Sums(dict[str, Tensor]):
         parameters: by name.
         dtype: at least of the sums; never coarser than single precision or than the parameter.
         device: where they are; by default where each parameter is.
+
+    Attributes:
+        spare: sums of the same form that nobody needs any more, whose memory is used again.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None = None):
         super().__init__()
         self.parameters, self.dtype, self.device = parameters, dtype, device
+        self.spare: dict[str, Tensor] = {}
 
     def __missing__(self, name: str) -> Tensor:
-        self[name] = self._zeros(name, self.device)
+        spare, like = self.spare.pop(name, None), self.parameters[name]
+        form = (like.shape, self.dtype_of(name), self.device or like.device)
+        fits = spare is not None and (spare.shape, spare.dtype, spare.device) == form
+        self[name] = spare.zero_() if spare is not None and fits else self._zeros(name, self.device)
         return self[name]
 
     def _zeros(self, name: str, device: torch.device | None) -> Tensor:

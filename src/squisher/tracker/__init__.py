@@ -406,6 +406,8 @@ class Tracker:
             value = ranks.local_of(whole)
             value.mul_(self.beta2).add_(total.to(value.dtype), alpha=(1 - self.beta2) / examples)
             self._steps[name] = self._steps.get(name, 0) + 1
+        if self.every == 1:
+            one.proven.keep(one.sums)
 
     def _register(self, optimizer: torch.optim.Optimizer) -> None:
         try:
