@@ -436,7 +436,8 @@ def outcome(script: Script, folder: Path, **options: Any) -> dict[str, Any]:
     path = save(script.form, folder, model, optimizer)
     order = {id(p): k for k, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     places = [order[id(p)] for p in model.parameters() if id(p) in order]
-    found: dict[str, Any] = {**script._asdict(), "registration": places == sorted(places)}
+    groups = len(optimizer.param_groups)
+    found: dict[str, Any] = {**script._asdict(), "groups": groups, "ordinary": groups == 1 and places == sorted(places)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         truth = squisher.extract(optimizer, model)
@@ -459,10 +460,10 @@ def run(seed: int) -> dict[str, Any]:
 
 
 def counts(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return the outcomes, by whether the order was the model's, and whether the optimizer keeps first moments."""
+    """Return the outcomes, by the order of the parameters, and whether the optimizer keeps first moments."""
     found: dict[str, Counter[str]] = {}
     for row in rows:
-        order = "the model's order" if row["registration"] else "another order"
+        order = "model.parameters()" if row["ordinary"] else "several groups" if row["groups"] > 1 else "another order"
         moments = "first moments" if row["optimizer"].split(",")[0] in MOMENTS else "no first moments"
         found.setdefault(f"{order}, {moments}", Counter())[row["outcome"]] += 1
     return {kind: dict(sorted(own.items())) for kind, own in sorted(found.items())}
@@ -480,13 +481,11 @@ if __name__ == "__main__":
     rows: list[dict[str, Any]] = []
     for seed in range(arguments.first, arguments.first + arguments.count):
         rows.append(run(seed))
-        wrong = [
-            row for row in rows if row["outcome"] == "wrong" or (row["registration"] and row["outcome"] == "refused")
-        ]
+        wrong = [row for row in rows if row["outcome"] == "wrong" or (row["ordinary"] and row["outcome"] == "refused")]
         document = {
             "environment": environment,
             "seeds": [arguments.first, seed],
             "counts": counts(rows),
-            "wrong, or refused in the model's order": wrong,
+            "wrong, or refused though ordinary": wrong,
         }
         arguments.out.write_text(json.dumps(document, indent=1) + "\n")

@@ -133,6 +133,15 @@ def naming() -> str:
     return _table(["run", *head, "right refused"], rows)
 
 
+def naming_scripts() -> str:
+    """What became of the scripts made to mislead, by the order of the parameters and what the optimizer keeps."""
+    outcomes = ("right", "refused", "wrong")
+    counts = read("naming_scripts")["counts"]
+    return _table(
+        ["scripts", *outcomes], [[kind, *(str(own.get(o, 0)) for o in outcomes)] for kind, own in counts.items()]
+    )
+
+
 def naming_figure() -> str:
     """The smallest margin of each run, as an SVG: how far the second best parameter was behind the right one."""
     runs = read("naming")["runs"]
@@ -307,7 +316,7 @@ def _share(value: float) -> str:
 
 
 PARTS = {
-    "docs/formats.md": {"naming": naming},
+    "docs/formats.md": {"naming": naming, "naming scripts": naming_scripts},
     "docs/file-format.md": {
         "codec fidelity": codec_fidelity,
         "codec applications": lambda: codec_applications("digits"),

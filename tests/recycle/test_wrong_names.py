@@ -500,4 +500,4 @@ def test_a_slice_of_the_scripts_made_to_mislead(tmp_path, seed):
     from benchmarks import naming_scripts
 
     found = naming_scripts.run(seed)
-    assert found["outcome"] == "right" if found["registration"] else found["outcome"] != "wrong", found
+    assert found["outcome"] == "right" if found["ordinary"] else found["outcome"] != "wrong", found

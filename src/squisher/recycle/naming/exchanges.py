@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .laws import Reading
-from .values import FEWEST, Array, Shape, Values, carried, certainty, concordance, independent
+from .values import Array, Shape, Values, carried, certainty, concordance, independent
 
 __all__ = ["Exchange", "exchanged_parts"]
 
@@ -39,6 +39,7 @@ NEAR = 6  # matrices between which a law of the first moment is looked for
 CARRIED = 3  # and between which v is
 COME, COME_MATRIX = 8.0, 3.0  # the way of a vector, of a matrix: a query's gradient goes with the weights of its key
 STILL = 0.05  # variance of a sum that a law says is nought, of what an accident would give
+UNITS = 12  # fewer channels agree by accident too often: the ranks of small adapters
 SIBLINGS = 6  # readers of one layer that are added up
 ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
@@ -244,7 +245,7 @@ def _terms(values: Values, usable: Assignment, families: Sequence[Sequence[Seque
         for c, d in itertools.permutations(matrices, 2):
             rows, columns = values.candidates[c].shape[0], values.candidates[d].shape[1]
             apart = abs(values.place[d] - values.place[c] - 1)
-            if rows == columns >= FEWEST and apart <= CARRIED:
+            if rows == columns >= UNITS and apart <= CARRIED:
                 yield from _carried_v(values, c, d, 0.5 / (1 + apart), OF_V / (1 + apart))
 
 
@@ -258,19 +259,19 @@ def _sides(
         bias = number.get(f"{name.removesuffix('weight')}bias") if name.endswith("weight") else None
         own = (c,) if bias is None or shapes[bias] != shape[:1] else (c, bias)
         if len(shape) == 1:
-            if len(own) > 1 and shape[0] >= FEWEST:
+            if len(own) > 1 and shape[0] >= UNITS:
                 yield _Side("norm", c, own, Reading(0), shape[0])
             continue
-        if shape[0] >= FEWEST:
+        if shape[0] >= UNITS:
             yield _Side("rows", c, own, Reading(0), shape[0])
-        if shape[1] >= FEWEST:
+        if shape[1] >= UNITS:
             yield _Side("columns", c, (c,), Reading(1), shape[1])
-        if shape[0] == 3 * shape[1] and shape[1] >= FEWEST:  # the last third of a fused projection is the value
+        if shape[0] == 3 * shape[1] and shape[1] >= UNITS:  # the last third of a fused projection is the value
             yield _Side("rows", c, own, Reading(0, third=2), shape[1])
     for family in families:
         for same in zip(*family, strict=True) if len(family) <= SIBLINGS else ():
             shape = shapes[same[0]]
-            if len(shape) > 1 and shape[1] >= FEWEST:
+            if len(shape) > 1 and shape[1] >= UNITS:
                 yield _Side("columns", same[0], same, Reading(1), shape[1])
 
 
@@ -304,7 +305,7 @@ def _still(values: Values, c: int) -> _Term:
 
     def weigh(entries: Sequence[int]) -> float:
         squares = values.still(c, entries[0])
-        if len(squares) < FEWEST:
+        if len(squares) < UNITS:
             return 0.0
         log = float(np.sum(squares / 2 - squares / (2 * STILL) - math.log(STILL) / 2))
         return min(math.log(0.8 + 0.2 * math.exp(min(max(log, -50.0), 2 * NORM))), NORM)
@@ -317,11 +318,11 @@ def _come(values: Values, c: int) -> _Term:
 
     def weigh(entries: Sequence[int]) -> float:
         weight, steps = values.weight(c), values.steps(entries[0])
-        if weight.size < 2 * FEWEST:
+        if weight.size < UNITS:
             return 0.0
         products = (weight - weight.mean()) * (steps - steps.mean())
         sums = [products.reshape(-1)]
-        sums += [products.sum(axis) for axis in (0, 1) if products.ndim > 1 and products.shape[1 - axis] >= FEWEST]
+        sums += [products.sum(axis) for axis in (0, 1) if products.ndim > 1 and products.shape[1 - axis] >= UNITS]
         total = abs(float(products.sum()))
         return _likelier(
             min(total / max(math.sqrt(float(s @ s)), 1e-300) for s in sums),
