@@ -50,3 +50,13 @@ def test_a_model_without_an_importance(model, tmp_path):
     with pytest.raises(SquisherError, match="no optimizer state"):
         open_importance(model)
     assert prune_folder(model, tmp_path / "out", sparsity=0.5, score="magnitude").zeros == 600  # weights alone
+
+
+def test_how_sentences_are_pooled_comes_along(model, tmp_path):
+    """Without these files sentence-transformers would pool in its own way, without a word."""
+    files = {"modules.json": "[]", "sentence_bert_config.json": "{}", "1_Pooling/config.json": '{"a": 1}'}
+    (model / "1_Pooling").mkdir()
+    for name, text in files.items():
+        (model / name).write_text(text)
+    assert run("prune", model, "--sparsity", "0.5", "--out", tmp_path / "out").returncode == 0
+    assert {name: (tmp_path / "out" / name).read_text() for name in files} == files

@@ -44,6 +44,8 @@ _COPIED = (
     "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
     "configuration_*.py", "modeling_*.py", "tokenization_*.py", "LICENSE*",
+    # sentence-transformers: how a sentence is made of its tokens (1_Pooling, 2_Dense, …)
+    "modules.json", "config_sentence_transformers.json", "sentence_*_config.json", "[0-9]_*/*",
 )  # fmt: skip
 
 
@@ -187,21 +189,23 @@ def write_model(
             safetensors.save(out, written, None, shard_bytes=shard_bytes, progress=progress)
             return
         with new_folder(out) as folder:
-            for source in _side_files(like, extra_files):
-                if source.name == "config.json":
-                    (folder / source.name).write_text(_config(read_object(source), dtype), "utf-8")
-                else:
-                    shutil.copyfile(source, folder / source.name)
+            for source, name in _side_files(like, extra_files):
+                if name == Path("config.json"):
+                    (folder / name).write_text(_config(read_object(source), dtype), "utf-8")
+                    continue
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(source, folder / name)
             if card is not None:
                 (folder / "README.md").write_text(card, "utf-8")
             safetensors.save(folder / file_name, written, None, shard_bytes=shard_bytes, progress=progress)
 
 
-def _side_files(like: Path | None, extra: tuple[str, ...]) -> list[Path]:
+def _side_files(like: Path | None, extra: tuple[str, ...]) -> list[tuple[Path, Path]]:
+    """Return the files to copy, and what they are called inside the folder."""
     if like is None or not like.is_dir():
         return []
     found = {path for pattern in (*_COPIED, *extra) for path in like.glob(pattern) if path.is_file()}
-    return sorted(found)
+    return [(path, path.relative_to(like)) for path in sorted(found)]
 
 
 def _config(config: dict[str, Any], dtype: torch.dtype | None) -> str:
