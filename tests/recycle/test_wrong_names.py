@@ -494,10 +494,21 @@ def test_towers_that_are_exchanged_in_one_group(tmp_path, kind, steps):
     assert right(squisher.extract(tmp_path / "d.pt", names=names, bias_correction=False), model, hostile)
 
 
-@pytest.mark.parametrize("seed", [4, 6, 15, 20, 23, 37, 57, 69])
+@pytest.mark.parametrize("seed", [4, 6, 15, 20, 23, 37, 57, 69, 1070])
 def test_a_slice_of_the_scripts_made_to_mislead(tmp_path, seed):
     """The whole is `benchmarks/naming_scripts.py`."""
     from benchmarks import naming_scripts
 
     found = naming_scripts.run(seed)
     assert found["outcome"] == "right" if found["ordinary"] else found["outcome"] != "wrong", found
+
+
+@pytest.mark.parametrize(("decay", "steps"), [(1.0, 1), (1.0, 40), (0.0, 300)])
+def test_twins_in_order_do_not_look_exchanged(tmp_path, decay, steps):
+    """With decay in the gradient the first moment is nearly the weight, so that weight times moment of twins is symmetric."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"a": nn.Linear(WIDTH, 24), "b": nn.Linear(WIDTH, 24), "head": nn.Linear(48, 5)})
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=decay)
+    net = lambda x: model["head"](functional.relu(torch.cat([model["a"](x), model["b"](x)], 1)))  # noqa: E731
+    train(net, optimizer, steps)
+    assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)

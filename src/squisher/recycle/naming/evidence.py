@@ -116,6 +116,7 @@ class _Side:
     """
 
     length: int
+    axis: int
     candidates: Sequence[tuple[int, ...]]
     entries: Sequence[tuple[int, ...]]
     sums: Array  # channel, candidate, entry
@@ -124,11 +125,17 @@ class _Side:
 def _by_laws(values: Values) -> Iterator[_Vote]:
     sides = [*_matrices(values), *_norms(values)]
     nearest = np.full((len(values.candidates), len(values.entries)), -1.0)
+    groups = [entry.group for entry in values.entries]
+    coupled = any(group.get("weight_decay") and not group.get("decoupled_weight_decay") for group in groups)
     votes: list[_Vote] = []
     compared = 0
     for i, left in enumerate(sides):
         for right in sides[i:]:
             if left.length != right.length or max(len(left.entries), len(right.entries)) < 2:
+                continue
+            # Twins look exchanged, since W₁·m₂ goes with W₂·m₁, most of all where the decay is part of the gradient. Between
+            # two of one shape there is a law only over rows: of a query and its key.
+            if left is right and (left.axis == 1 or coupled):
                 continue
             same = np.array([[bool(set(e) & set(f)) for f in right.entries] for e in left.entries])
             for a, own in enumerate(left.candidates):
@@ -167,7 +174,7 @@ def _matrices(values: Values) -> Iterator[_Side]:
         if len(shape) >= 2 and candidates and entries:
             for axis in (0, 1):
                 if shape[axis] >= FEWEST:
-                    yield _Side(shape[axis], candidates, entries, values.read(shape, Reading(axis), NO_HEADS))
+                    yield _Side(shape[axis], axis, candidates, entries, values.read(shape, Reading(axis), NO_HEADS))
 
 
 def _norms(values: Values) -> Iterator[_Side]:
@@ -184,7 +191,7 @@ def _norms(values: Values) -> Iterator[_Side]:
         if candidates and entries:
             weights = values.sums([(w,) for w, _ in candidates], [(e,) for e, _ in entries], 0)
             biases = values.sums([(b,) for _, b in candidates], [(e,) for _, e in entries], 0)
-            yield _Side(shape[0], candidates, entries, weights + biases)
+            yield _Side(shape[0], 0, candidates, entries, weights + biases)
 
 
 def _best_pair(left: _Side, a: int, right: _Side, b: int, agreement: Array) -> Iterator[_Vote]:
