@@ -8,6 +8,7 @@ contexts without a reset.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import statistics
 import time
@@ -33,20 +34,22 @@ class Method:
     """How a context's importance is made.
 
     Attributes:
-        source: "none", "identity" (1 everywhere), "exact", "empirical", "joint", "optimizer" (Adam's state as it is) or
-            "tracker" (the data's gradients).
+        source: "none", "identity" (1 everywhere), "exact", "empirical", "joint", "optimizer" (Adam's state as it is),
+            "tracker" (the same average of the data's gradients) or "moving" (of the squares of single examples).
         beta2: Of Adam and of the tracker.
         rule: Where λ comes from. "search": a search of its own. The others start from the exact Fisher's λ: "unchanged" uses
             it on v, without the batch size; "times N" uses it N-fold on v, N being the examples of a context; "first" converts
             it by `EWC.strength_like` after the first context.
         decoupled: Whether the penalty acts by `EWC.pull_` after the optimizer's step instead of in the gradient; λ is then
             another one.
+        examples: How many a Fisher is measured on, at most; None for what the configuration says.
     """
 
     source: str
     beta2: float = 0.999
     rule: str = "search"
     decoupled: bool = False
+    examples: int | None = None
 
 
 METHODS = {
@@ -62,6 +65,7 @@ METHODS = {
     "squisher (tracked, strength_like)": Method("tracker", rule="first"),
     "identity": Method("identity"),
     "squisher (decoupled)": Method("optimizer", decoupled=True),
+    "fisher (moving average)": Method("moving"),
 }
 
 
@@ -144,7 +148,8 @@ def learn_all(
     torch.manual_seed(seed)
     model = Sliced(perceptron(config["widths"]))
     optimizer = torch.optim.Adam(model.parameters(), lr=config["lr"], betas=(0.9, method.beta2), fused=True)
-    tracker = squisher.Tracker(model, optimizer, beta2=method.beta2) if method.source == "tracker" else None
+    kind = {"tracker": "batch", "moving": "example"}.get(method.source)
+    tracker = None if kind is None else squisher.Tracker(model, optimizer, method.beta2, per=kind)
     given = strength
     if method.rule == "times N":
         strength *= statistics.fmean(len(context.train) for context in contexts)
@@ -198,12 +203,14 @@ def _learn(
     decoupled: bool,
 ) -> None:
     rows = _epochs(len(context.train), config["batch"], generator)
+    per = None if tracker is None else tracker.per
     for batch in itertools.islice(rows, config["iterations"]):
         inputs, labels = context.seen(context.train[batch])
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(inputs), labels).backward()
-        if tracker is not None:
-            tracker.observe()
+        with tracker.step() if per == "example" else contextlib.nullcontext():  # type: ignore[union-attr]
+            nn.functional.cross_entropy(model(inputs), labels).backward()
+        if per == "batch":
+            tracker.observe()  # type: ignore[union-attr]
         if ewc.tasks and not decoupled:
             ewc.add_gradient_()
         optimizer.step()
@@ -232,7 +239,7 @@ def _consolidate(
     config: dict[str, Any],
     out: dict[str, Any],
 ) -> None:
-    examples = context.seen(context.train[: config["fisher_examples"]])
+    examples = context.seen(context.train[: method.examples or config["fisher_examples"]])
     scaled = method.rule not in ("unchanged", "times N")
     start = time.perf_counter()
     if method.source in ("exact", "empirical"):
@@ -253,7 +260,8 @@ def _consolidate(
         start = time.perf_counter()
         squisher.extract(optimizer, model, batch_size=config["batch"])
         out["times"]["squisher"] += time.perf_counter() - start
-    reference = squisher.fisher(model, examples[:REFERENCE].batches(REFERENCE), labels="exact")
+    few = context.seen(context.train[:REFERENCE])
+    reference = squisher.fisher(model, few.batches(REFERENCE), labels="exact")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ewc.consolidate(importance, scale="auto" if scaled else "stored")

@@ -7,12 +7,18 @@ the seed's; exact, and with the labels of the data) does the same work as the Sq
   `experiments.pruning_weights`.
 - *Merging*: five rotations of MNIST from one pretrained perceptron, mean test accuracy of the merge with each task's head. The recipe of
   `experiments.merging`.
+- *EWC*, scale `ewc`: split MNIST, task-incremental, the network and contexts of `ewc --scale split-task` with 150 iterations a context
+  instead of 2,000; final test accuracy, mean over contexts. λ is searched on a seed of its own with held-out images, over as many
+  powers of ten for each kind of importance; a Fisher of fewer examples takes the λ of its kind's largest, because means over few
+  and over many examples estimate the same thing.
 
 "fisher (moving average)" is what the paper leaves to future work: an average along training like Adam's, with the same β₂ and
 the same batches, of per-example squares instead of squared sums (`Tracker(per="example")`). It has the memory of v without its sum-then-square, so it tells
-apart what each of them does. Nothing is searched for.
+apart what each of them does. In EWC it begins anew with each context and does not see the penalty; what to hold it against there is
+"squisher (tracked)", the same average of squared sums. Nothing but λ is searched for.
 
 python -m experiments examples --scale cpu --data DIR
+python -m experiments examples --scale ewc --data DIR
 """
 
 from __future__ import annotations
@@ -21,6 +27,7 @@ import copy
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +35,14 @@ import torch
 from torch import Tensor, nn
 
 import squisher
-from experiments import merging, networks, pruning_weights, rotated
+from experiments import ewc, merging, networks, pruning_weights, rotated
 from experiments.comparison import document
+from experiments.continual import METHODS, Method, hold_out, learn_all, split
 from experiments.data import Labelled, digits, mnist, shuffled
 from experiments.figures import COLOURS, save, subplots
 from experiments.markdown import Parts, table
 from experiments.runs import Run, Score, Unit
-from experiments.spread import mean, paired
+from experiments.spread import Difference, holm, mean, paired
 from experiments.tuning import accuracy
 
 TITLE = "How many examples"
@@ -42,7 +50,8 @@ BASELINE = "without"
 METRIC = "accuracy"
 HIGHER_IS_BETTER = True
 PAPER: dict[str, dict[str, float]] = {}  # the paper does not ask
-MAIN_CASES = ("pruning, 90%", "merging")
+MAIN_CASES = ("pruning, 90%", "merging", "EWC")
+FISHERS = ("fisher (exact)", "fisher (empirical)")
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "quick": {
@@ -60,12 +69,36 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
         "merging": merging.CONFIGS["cpu"]["benchmarks"]["MNIST rotations"],
     },
+    "ewc": {key: ewc.CONFIGS["split-task"][key] for key in ("case", "scenario", "contexts", "widths", "batch", "lr", "held_out")}
+    | {
+        "seeds": 5,
+        "iterations": 150,
+        "fisher_examples": 10_000,
+        "examples": [8, 32, 128, 512, 2048],
+        "exponents": {
+            method: [0, 1, 2, 3, 4, 5]
+            for method in ("squisher", "squisher (tracked)", "fisher (moving average)", "fisher (exact)", "fisher (empirical)")
+        },
+    },
 }  # fmt: skip
 
 
 def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
-    """One unit a use and a seed."""
-    return [[Unit(f"seed-{seed}/{use}", use, {"seed": seed}) for seed in seeds for use in ("prune", "merge")]]
+    """One unit a use and a seed; of EWC the search over λ, then one unit a method and a seed."""
+    if "exponents" not in config:
+        return [[Unit(f"seed-{seed}/{use}", use, {"seed": seed}) for seed in seeds for use in ("prune", "merge")]]
+    searches = [(method, e) for method, exponents in config["exponents"].items() for e in exponents]
+    return [
+        [Unit(f"search/{m}/1e{e}", "search", {"method": m, "exponent": e}) for m, e in searches],
+        [Unit(f"seed-{seed}/{m}", "learn_contexts", {"method": m, "seed": seed}) for seed in seeds for m in _methods(config)],
+    ]  # fmt: skip
+
+
+def _methods(config: Mapping[str, Any]) -> list[str]:
+    """EWC's: without a penalty, what is kept on the way, and the Fishers of so many examples."""
+    counts = (*config["examples"], config["fisher_examples"])
+    kept = [method for method in config["exponents"] if method not in FISHERS]
+    return ["without", *kept, *(f"{fisher}, {count}" for fisher in FISHERS for count in counts)]
 
 
 def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
@@ -73,9 +106,36 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
     return [
         Score(case, method, int(key.split("/")[0].removeprefix("seed-")), value)
         for key, result in results.items()
+        if not key.startswith("search/")
         for case, by_method in result["accuracy"].items()
         for method, value in by_method.items()
     ]
+
+
+def search(run: Run, method: str, exponent: int) -> dict[str, Any]:
+    """EWC with one λ on the search seed; held-out training images are what is scored."""
+    train, _ = mnist(run.data_folder("mnist"))
+    contexts = split(*hold_out(train, run.config["held_out"], seed=0), run.config["contexts"], 0)
+    return learn_all(contexts, _method(method, None), 10.0**exponent, run.config, seed=0)
+
+
+def learn_contexts(run: Run, method: str, seed: int) -> dict[str, Any]:
+    """EWC with one importance and the λ of its kind on a fresh seed, scored on the test images."""
+    train, test = mnist(run.data_folder("mnist"))
+    train = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))]  # which come first
+    kind, _, count = method.partition(", ")
+    strength = 0.0
+    if kind != "without":
+        exponents = run.config["exponents"][kind]
+        strength = 10.0 ** max(exponents, key=lambda e: (run.result(f"search/{kind}/1e{e}")["accuracy"], -e))
+    contexts = split(train, test, run.config["contexts"], seed)
+    result = learn_all(contexts, _method(kind, int(count) if count else None), strength, run.config, seed)
+    return {**result, "accuracy": {"EWC": {method: result["accuracy"]}}}
+
+
+def _method(kind: str, count: int | None) -> Method:
+    name = {"without": "none", "fisher (exact)": "fisher"}.get(kind, kind)
+    return replace(METHODS[name], examples=count)
 
 
 def learn(
@@ -185,33 +245,38 @@ def merge(run: Run, seed: int) -> dict[str, Any]:
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]
 """Case -> method -> seed -> accuracy."""
 LINES = ("squisher", "fisher (moving average)", "without")
-PICTURE = "fisher-examples.png"
+PICTURE, MEMORY = "fisher-examples.png", "fisher-memory.png"
+PARTS = ("memory", "squaring sums")
 
 
 def parts(folder: Path, images: Path) -> Parts:
     """The section of docs/when-to-trust-it.md: table, figure, and how many examples the Squisher is worth."""
     values = _values(folder)
+    gaps = memory(values)
     _draw(values, images / PICTURE)
+    _draw_memory(gaps, images / MEMORY)
     figure = f"![Accuracy against the number of examples of the Fisher](images/{PICTURE})"
-    return Parts({"examples": f"{figure}\n\n{_table(values)}", "memory": _memory(values)})
+    apart = f"![What memory and squaring sums change, by use: mean and 95 % interval](images/{MEMORY})"
+    return Parts({"examples": f"{figure}\n\n{_table(values)}", "memory": f"{apart}\n\n{_memory(gaps)}"}, _words(gaps))
 
 
 def numbers(folder: Path, images: Path) -> Parts:
     """What docs/results.md takes: in each use, how many examples of which Fisher the Squisher is worth."""
-    return Parts(
-        {},
-        {
-            f"worth/{case}/{labels}": worth(by_method, labels)
-            for case, by_method in _values(folder).items()
-            for labels in ("exact", "empirical")
-        },
-    )
+    values = _values(folder)
+    enough = {
+        f"worth/{case}/{labels}": worth(by_method, labels)
+        for case, by_method in values.items()
+        for labels in ("exact", "empirical")
+    }
+    return Parts({}, enough | _words(memory(values)))
 
 
 def _values(folder: Path) -> Values:
     values: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for score in document("examples", "cpu", folder)["scores"]:
-        values[score["case"]][score["method"]][score["seed"]] = score["value"]
+    for scale in ("cpu", "ewc"):
+        made = document("examples", scale, folder)
+        for score in made["scores"] if made is not None else ():
+            values[score["case"]][score["method"]][score["seed"]] = score["value"]
     return values
 
 
@@ -267,21 +332,50 @@ def _table(values: Values) -> str:
     )
 
 
-def _memory(values: Values) -> str:
-    """What the two parts of the Squisher do: its memory of earlier weights, and squaring sums."""
-    rows = []
+def memory(values: Values) -> dict[tuple[str, str], tuple[Difference, float]]:
+    """What the two parts of the Squisher do, by use and part: the difference, and its p after Holm's correction over all of them.
+
+    Memory: the moving average of Fishers along training against the Fisher of all examples at the end, both with the data's labels.
+    Squaring sums: the Squisher against that moving average; in EWC, where Adam's own state has seen the penalty, the tracked one.
+    """
+    gaps = {}
     for case, by_method in values.items():
-        last = f"fisher (empirical), {max(_curve(by_method, 'empirical'))}"
+        last = by_method[f"fisher (empirical), {max(_curve(by_method, 'empirical'))}"]
         moving = by_method["fisher (moving average)"]
-        rows.append(
-            [
-                case, str(paired(moving, by_method[last])), str(paired(by_method["squisher"], moving)),
-                str(len(moving)),
-            ]
+        sums = by_method.get("squisher (tracked)", by_method["squisher"])
+        gaps |= dict(zip([(case, part) for part in PARTS], (paired(moving, last), paired(sums, moving)), strict=True))
+    return dict(zip(gaps, zip(gaps.values(), holm([gap.p() for gap in gaps.values()]), strict=True), strict=True))
+
+
+def _memory(gaps: Mapping[tuple[str, str], tuple[Difference, float]]) -> str:
+    rows = [
+        [case, *(cell for part in PARTS for gap, p in [gaps[case, part]] for cell in (str(gap), f"{p:.2g}")), str(gaps[case, PARTS[0]][0].count)]
+        for case in dict.fromkeys(case for case, _ in gaps)
+    ]  # fmt: skip
+    head = ["memory: moving average − Fisher at the end", "p", "squaring sums: Squisher − moving average", "p"]
+    return table(["use", *head, "seeds"], rows)
+
+
+def _words(gaps: Mapping[tuple[str, str], tuple[Difference, float]]) -> dict[str, str]:
+    return {f"{part}/{case}": str(gap) for (case, part), (gap, _) in gaps.items()}
+
+
+def _draw_memory(gaps: Mapping[tuple[str, str], tuple[Difference, float]], path: Path) -> None:
+    cases = list(dict.fromkeys(case for case, _ in gaps))
+    figure, (axis,) = subplots(1, (6.4, 0.7 + 0.62 * len(cases)))
+    labels = ("memory of earlier weights", "squaring sums of examples")
+    for offset, part, label, colour in zip((0.13, -0.13), PARTS, labels, (COLOURS[0], COLOURS[1]), strict=True):
+        found = [gaps[case, part][0] for case in cases]
+        axis.errorbar(
+            [gap.value for gap in found], [offset - row for row in range(len(cases))], color=colour, label=label, fmt="o", capsize=3,
+            xerr=[gap.high - gap.value for gap in found],
         )  # fmt: skip
-    return table(
-        ["use", "memory: moving average − Fisher at the end", "squaring sums: Squisher − moving average", "seeds"], rows
-    )
+    axis.axvline(0, color=COLOURS[-1], linewidth=0.8)
+    axis.set_yticks([-row for row in range(len(cases))], cases, fontsize=8)
+    axis.set_xlabel("what it changes, in points of accuracy (95 % interval)", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.legend(fontsize=7, frameon=False)
+    save(figure, path)
 
 
 def _draw(values: Values, path: Path) -> None:

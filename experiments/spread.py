@@ -79,7 +79,10 @@ class Difference(NamedTuple):
         """The exact two-sided p of the same: the share of all sign patterns whose mean is at least as far from `against`."""
         away = np.asarray(self.gaps) - against
         signs = np.array(list(itertools.product((-1, 1), repeat=self.count)))
-        return float((np.abs(signs @ away) >= abs(float(away.sum())) * (1 - 1e-12)).mean())
+        rounding = 1e-12 * float(
+            np.abs(away).sum()
+        )  # patterns as far away as the data count, whatever the order of adding
+        return float((np.abs(signs @ away) >= abs(float(away.sum())) - rounding).mean())
 
     def __str__(self) -> str:
         if self.count < 2:

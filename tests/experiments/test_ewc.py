@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -231,6 +232,27 @@ def test_rules_convert_the_fishers_strength():
     once = used["squisher (tracked, strength_like)"]
     assert once["strength"] * once["traces"][0] == pytest.approx(10.0 * once["reference_traces"][0], rel=1e-4)
     assert used["none"]["traces"] == []
+
+
+def test_the_moving_average_is_of_single_examples_and_does_not_see_the_penalty():
+    contexts = split(blobs(120, 0), blobs(60, 1), 3, seed=4)
+    one = TINY | {"batch": 1}
+    moving, tracked = (
+        learn_all(contexts, METHODS[m], 10.0, one, seed=4) for m in ("fisher (moving average)", "squisher (tracked)")
+    )
+    assert moving["traces"] == pytest.approx(tracked["traces"], rel=1e-3)  # with one example a batch they are the same
+    moving, tracked = (
+        learn_all(contexts, METHODS[m], 10.0, TINY, seed=4) for m in ("fisher (moving average)", "squisher (tracked)")
+    )
+    assert moving["traces"][0] < 0.8 * tracked["traces"][0]  # squared sums also have the mean gradient in them
+
+
+def test_a_fisher_of_few_examples_is_of_the_first_ones():
+    contexts = split(blobs(120, 0), blobs(60, 1), 3, seed=4)
+    few, all_ = (learn_all(contexts, replace(METHODS["fisher"], examples=n), 10.0, TINY, seed=4) for n in (8, None))
+    again = learn_all(contexts, METHODS["fisher"], 10.0, TINY | {"fisher_examples": 8}, seed=4)
+    assert few["traces"] == again["traces"] != all_["traces"]
+    assert few["reference_traces"][0] == all_["reference_traces"][0]  # the reference keeps its size
 
 
 def test_numbers_that_are_no_longer_finite_end_the_run_and_are_reported(monkeypatch):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
 
 from experiments import examples
 from experiments.data import Labelled
-from experiments.runs import Run
+from experiments.runs import Run, execute
 
 
 def test_where_nothing_moves_the_moving_average_is_the_fisher_of_all_examples():
@@ -77,3 +79,50 @@ def test_a_small_run_has_every_method_once_a_seed_and_importances_beat_chance(tm
     assert by["pruning, 75%", "fisher (exact), 500"] > by["pruning, 75%", "without"] + 10
     assert results["seed-1/prune"]["spearman"]["fisher (exact), 500"] == pytest.approx(1, abs=1e-4)
     assert by["merging", "squisher"] > 20
+
+
+def test_memory_and_squared_sums_are_told_apart_and_tracked_where_there_is_a_penalty():
+    noise = dict(enumerate((0.1, -0.1, 0.2)))
+    by = {
+        "fisher (empirical), 8": dict.fromkeys(noise, 1.0), "fisher (empirical), 32": dict.fromkeys(noise, 50.0),
+        "fisher (moving average)": {s: 60 + x for s, x in noise.items()}, "squisher": {s: 57 + 2 * x for s, x in noise.items()},
+    }  # fmt: skip
+    tracked = by | {"squisher (tracked)": {s: 61 + 3 * x for s, x in noise.items()}}
+    found = examples.memory({"pruning": by, "EWC": tracked})
+    values = {key: round(gap.value, 1) for key, (gap, _) in found.items()}
+    assert values == {
+        ("pruning", "memory"): 10.1, ("pruning", "squaring sums"): -2.9, ("EWC", "memory"): 10.1, ("EWC", "squaring sums"): 1.1,
+    }  # fmt: skip
+    raw = sorted(gap.p() for gap, _ in found.values())
+    assert min(p for _, p in found.values()) == pytest.approx(4 * raw[0])
+
+
+def test_ewc_with_every_number_of_examples_from_end_to_end(tmp_path, monkeypatch):
+    def blobs(count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        labels = torch.arange(count) % 6
+        return Labelled(2 * torch.eye(6)[labels] + 0.3 * torch.randn(count, 6, generator=generator), labels)
+
+    small = examples.CONFIGS["ewc"] | {
+        "contexts": 3,
+        "widths": [6, 12, 6],
+        "iterations": 20,
+        "batch": 8,
+        "lr": 1e-2,
+        "examples": [8],
+    }
+    small |= {"fisher_examples": 30, "exponents": {method: [1, 2] for method in small["exponents"]}}
+    monkeypatch.setitem(examples.CONFIGS, "tiny", small)
+    monkeypatch.setattr(examples, "mnist", lambda folder: (blobs(120, 0), blobs(60, 1)))
+    path = execute("examples", "tiny", seeds=2, data=tmp_path, out=tmp_path, jobs=1, say=lambda line: None)
+    made = json.loads(path.read_text())
+    assert {len(exponents) for exponents in small["exponents"].values()} == {2}
+    assert len(made["units"]) == 5 * 2 + 2 * (1 + 3 + 2 * 2)
+    assert len(made["scores"]) == 2 * 8
+    found = {
+        kind: {e: made["units"][f"search/{kind}/1e{e}"]["result"]["accuracy"] for e in (1, 2)}
+        for kind in small["exponents"]
+    }
+    for method in ("fisher (exact), 8", "fisher (exact), 30", "fisher (moving average)"):
+        curve = found[method.partition(", ")[0]]
+        assert made["units"][f"seed-1/{method}"]["result"]["given"] == (100.0 if curve[2] > curve[1] else 10.0)

@@ -45,6 +45,7 @@ def test_sign_flips_are_counted_one_by_one():
     shifted = paired({k: g + 1.0 for k, g in enumerate(gaps)}, dict.fromkeys(range(4), 0.0))
     assert difference.sign_flip(-1.0) == shifted.sign_flip() != difference.sign_flip()
     assert paired({1: 1.0, 2: 2.0, 3: 3.0}, {1: 0.0, 2: 0.0, 3: 0.0}).sign_flip() == 0.25  # it cannot be less
+    assert paired({1: 0.3, 2: -0.1, 3: -0.2}, dict.fromkeys((1, 2, 3), 0.0)).sign_flip() == 1.0  # their sum is rounding
 
 
 def test_one_seed_says_nothing_about_spread_and_equal_gaps_leave_no_doubt():
