@@ -7,7 +7,7 @@ from torch import nn
 from squisher.errors import NamingError
 from squisher.recycle.naming import candidates as module
 from squisher.recycle.naming.candidates import candidates_of_module
-from squisher.recycle.states import Piece
+from squisher.recycle.states import FusedSlice
 from squisher.storage.folders import Weights
 
 
@@ -65,34 +65,34 @@ class Experts(nn.Module):
         self.turned = nn.Parameter(torch.zeros(2, 3))
 
 
-PIECES = tuple(Piece(f"experts.{k // 2}.{'ab'[k % 2]}", 9 * k, (3, 3)) for k in range(4))
+SLICES = tuple(FusedSlice(f"experts.{k // 2}.{'ab'[k % 2]}", 9 * k, (3, 3)) for k in range(4))
 
 
-def test_what_the_file_keeps_in_pieces(monkeypatch):
-    monkeypatch.setattr(module, "_stored_pieces", lambda model: {"fused": PIECES, "turned": ()})
+def test_what_the_file_keeps_in_slices(monkeypatch):
+    monkeypatch.setattr(module, "_stored_slices", lambda model: {"fused": SLICES, "turned": ()})
     found = candidates_of_module(Experts())
-    assert found.parameters[0].pieces == PIECES
+    assert found.parameters[0].slices == SLICES
     assert found.parameters[1].name == "turned"
     assert found.note == "1 parameters under their running names, since the weight file stores them rearranged"
-    names = {piece.name: torch.zeros(piece.shape) for piece in PIECES}
-    assert candidates_of_module(Experts(), Weights("f", names, False)).parameters[0].pieces == PIECES
+    names = {fused.name: torch.zeros(fused.shape) for fused in SLICES}
+    assert candidates_of_module(Experts(), Weights("f", names, False)).parameters[0].slices == SLICES
     del names["experts.1.a"]
     with pytest.raises(NamingError, match="do not belong together"):
         candidates_of_module(Experts(), Weights("f", names, False))
 
 
 def test_a_parameter_that_is_stored_under_another_name(monkeypatch):
-    piece = Piece("file.name", 0, (2, 6, 3))
-    monkeypatch.setattr(module, "_stored_pieces", lambda model: {"fused": (piece,)})
+    fused = FusedSlice("file.name", 0, (2, 6, 3))
+    monkeypatch.setattr(module, "_stored_slices", lambda model: {"fused": (fused,)})
     first = candidates_of_module(Experts()).parameters[0]
-    assert (first.name, first.live_name, first.pieces) == ("file.name", "fused", ())
+    assert (first.name, first.live_name, first.slices) == ("file.name", "fused", ())
 
 
-def test_pieces_must_cover_the_parameter_exactly_once():
-    assert module._complete(PIECES[::-1], 36) == PIECES
-    assert module._complete(PIECES, 37) == ()
-    assert module._complete(PIECES[1:], 27) == ()
-    assert module._complete([*PIECES, PIECES[0]], 36) == ()
+def test_slices_must_cover_the_parameter_exactly_once():
+    assert module._complete(SLICES[::-1], 36) == SLICES
+    assert module._complete(SLICES, 37) == ()
+    assert module._complete(SLICES[1:], 27) == ()
+    assert module._complete([*SLICES, SLICES[0]], 36) == ()
 
 
 def test_copies_are_traced_to_what_they_were_cut_from():

@@ -4,7 +4,7 @@ import torch
 from safetensors.torch import save_file
 
 from squisher.recycle.naming.frozen import by_evidence
-from squisher.recycle.states import Candidate, Piece
+from squisher.recycle.states import Candidate, FusedSlice
 from squisher.storage.folders import open_weights
 
 
@@ -46,9 +46,9 @@ def test_prefixes_that_would_mix_two_parts_are_not_removed(tmp_path):
     assert [(c.name, c.required) for c in likely] == [("x", False)]  # not known, rather than compared with either
 
 
-def test_one_changed_piece_is_enough(tmp_path):
-    pieces = (Piece("e.0", 0, (2,)), Piece("e.1", 2, (2,)))
+def test_one_changed_slice_is_enough(tmp_path):
+    slices = (FusedSlice("e.0", 0, (2,)), FusedSlice("e.1", 2, (2,)))
     before = weights(tmp_path / "a.safetensors", {"e.0": torch.ones(2), "e.1": torch.ones(2)})
     after = weights(tmp_path / "b.safetensors", {"e.0": torch.ones(2), "e.1": torch.zeros(2)})
-    likely, _ = by_evidence([Candidate("fused", (2, 2), pieces=pieces)], after, before)
+    likely, _ = by_evidence([Candidate("fused", (2, 2), slices=slices)], after, before)
     assert likely[0].required

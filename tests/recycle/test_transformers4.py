@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 
 import squisher
 from squisher.recycle.naming.transformers4 import in_file_order, in_order_of_version_4
-from squisher.recycle.states import Candidate, Piece
+from squisher.recycle.states import Candidate, FusedSlice
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "transformers4"
 
@@ -34,10 +34,10 @@ def test_children_of_a_module_come_as_version_4_had_them():
 
 def test_fused_experts_come_apart():
     experts = "model.layers.0.block_sparse_moe.experts"
-    pieces = tuple(Piece(f"{experts}.{k}.{w}.weight", 0, (3, 4)) for k in (0, 1) for w in ("w1", "w3"))
+    slices = tuple(FusedSlice(f"{experts}.{k}.{w}.weight", 0, (3, 4)) for k in (0, 1) for w in ("w1", "w3"))
     fused = [
-        Candidate(f"{experts}.gate_up_proj", (2, 6, 4), pieces=pieces),
-        Candidate(f"{experts}.down_proj", (2, 4, 3), pieces=tuple(Piece(f"{experts}.{k}.w2.weight", 0, (4, 3)) for k in (0, 1))),
+        Candidate(f"{experts}.gate_up_proj", (2, 6, 4), slices=slices),
+        Candidate(f"{experts}.down_proj", (2, 4, 3), slices=tuple(FusedSlice(f"{experts}.{k}.w2.weight", 0, (4, 3)) for k in (0, 1))),
     ]  # fmt: skip
     found = in_order_of_version_4("MixtralForCausalLM", fused, {})
     assert [c.name.removeprefix(f"{experts}.") for c in found] == [

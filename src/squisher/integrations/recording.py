@@ -22,7 +22,7 @@ from ..names import live_parameters
 from ..ranks import agree, sum_in_place, world
 from ..recycle.live import from_optimizers, from_tracker, unwrapped
 from ..recycle.naming.candidates import candidates_of_module
-from ..recycle.states import Candidate, Entry, OptimizerState, Piece, check_usable
+from ..recycle.states import Candidate, Entry, FusedSlice, OptimizerState, check_usable
 from ..storage.codecs import check_codec
 from ..tracker import Tracker
 
@@ -254,39 +254,39 @@ def under_file_names(found: Importance, model: nn.Module) -> Importance:
 
 
 def _as_stored(found: Importance, model: nn.Module, candidates: Sequence[Candidate]) -> Importance:
-    """Return the same importance under the names of the weight file, in the pieces that the file has."""
+    """Return the same importance under the names of the weight file, in the slices that the file has."""
     names = {p.live_name: p.name for p in live_parameters(model)}
-    pieces: dict[str, list[Piece]] = {}
+    slices: dict[str, list[FusedSlice]] = {}
     live: dict[str, str] = {}
     for c in candidates:
         ours = names[str(c.live_name)]
-        pieces[ours] = list(c.pieces) or [Piece(c.name, 0, c.shape)]
-        live.update({piece.name: str(c.live_name) for piece in pieces[ours]})
-    if all([piece.name for piece in cut] == [ours] for ours, cut in pieces.items()):
+        slices[ours] = list(c.slices) or [FusedSlice(c.name, 0, c.shape)]
+        live.update({fused.name: str(c.live_name) for fused in slices[ours]})
+    if all([fused.name for fused in cut] == [ours] for ours, cut in slices.items()):
         return found
     tensors = {
-        piece.name: found[ours].reshape(-1)[piece.start : piece.start + math.prod(piece.shape)].view(piece.shape)
+        fused.name: found[ours].reshape(-1)[fused.start : fused.start + math.prod(fused.shape)].view(fused.shape)
         for ours in found
-        for piece in pieces[ours]
+        for fused in slices[ours]
     }
     p = found.provenance
-    shapes = {piece.name: piece.shape for cut in pieces.values() for piece in cut}
+    shapes = {fused.name: fused.shape for cut in slices.values() for fused in cut}
     changes: dict[str, Any] = {
-        "absent": _renamed(p.absent, pieces),
+        "absent": _renamed(p.absent, slices),
         "live_names": {name: live[name] for name in tensors if live[name] != name},
-        "tied": {alias: pieces[name][0].name for alias, name in p.tied.items() if len(pieces[name]) == 1},
+        "tied": {alias: slices[name][0].name for alias, name in p.tied.items() if len(slices[name]) == 1},
         "model": {"structure": structure_hash(shapes)},
     }
     content = (p.model or {}).get("content", {})
-    changes["model"]["content"] = {pieces[n][0].name: h for n, h in content.items() if len(pieces[n]) == 1}
+    changes["model"]["content"] = {slices[n][0].name: h for n, h in content.items() if len(slices[n]) == 1}
     steps, optimizer = p.steps or {}, p.optimizer or {}
     if "per_parameter" in steps:
-        changes["steps"] = {**steps, "per_parameter": _renamed(steps["per_parameter"], pieces)}
+        changes["steps"] = {**steps, "per_parameter": _renamed(steps["per_parameter"], slices)}
     changes["pollution"] = [
-        replace(one, parameters=tuple(_renamed(dict.fromkeys(one.parameters), pieces))) for one in p.pollution
+        replace(one, parameters=tuple(_renamed(dict.fromkeys(one.parameters), slices))) for one in p.pollution
     ]
     groups = [
-        {**group, "parameters": list(_renamed(dict.fromkeys(group["parameters"]), pieces))}
+        {**group, "parameters": list(_renamed(dict.fromkeys(group["parameters"]), slices))}
         for group in optimizer.get("groups", [])
     ]
     if groups:
@@ -295,8 +295,8 @@ def _as_stored(found: Importance, model: nn.Module, candidates: Sequence[Candida
     return Importance(tensors, p.kind, **{**values, **changes})
 
 
-def _renamed(values: Mapping[str, Any], pieces: Mapping[str, Sequence[Piece]]) -> dict[str, Any]:
-    return {piece.name: value for name, value in values.items() for piece in pieces[name]}
+def _renamed(values: Mapping[str, Any], slices: Mapping[str, Sequence[FusedSlice]]) -> dict[str, Any]:
+    return {fused.name: value for name, value in values.items() for fused in slices[name]}
 
 
 IGNORED = -100

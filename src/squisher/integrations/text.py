@@ -305,11 +305,11 @@ def load_shards(folder: Path, config: Any, build: Callable[..., nn.Module], devi
             "several precisions are not done. Save it in float32, or leave --shard out."
         )
     stored = candidates_of_module(model, weights, frozen_too=True).parameters
-    cut = next((c for c in stored if c.pieces), None)
+    cut = next((c for c in stored if c.slices), None)
     if cut is not None:
         raise SquisherError(
-            f"{cut.live_name!r} is one parameter here and {len(cut.pieces)} tensors in {weights.label} (experts), and shards are not "
-            "written in such pieces. Leave --shard out, or use squisher.fisher and torch.distributed.checkpoint in Python."
+            f"{cut.live_name!r} is one parameter here and {len(cut.slices)} tensors in {weights.label} (experts), and shards are not "
+            "written in such slices. Leave --shard out, or use squisher.fisher and torch.distributed.checkpoint in Python."
         )
     same = [names for names in _names(model).values() if len(names) > 1]
     _shard(model)

@@ -128,7 +128,7 @@ class SquisherCallback(Recorder):
         live = [names.get(name, name) for name in found]
         if len(set(live)) < len(live):
             raise SquisherError(
-                "The file of the best checkpoint has parameters in pieces, as the weight file does: use importance()."
+                "The file of the best checkpoint has fused parameters in slices, as the weight file does: use importance()."
             )
         tensors = {new: found[name] for new, name in zip(live, found, strict=True)}
         return Importance(tensors, **{**found.provenance.to_dict(), "sum": {}, "sum_of_squares": {}, "live_names": {}})

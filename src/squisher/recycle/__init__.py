@@ -196,8 +196,8 @@ def _from_file(
             warnings.warn(f"{one.place or 'One optimizer'} is left out: {error}", SquisherWarning, stacklevel=4)
             continue
         for name, naming in zip(solution.names, solution.how, strict=True):
-            pieces = every[name].pieces if name in every else ()
-            namings.update(dict.fromkeys([piece.name for piece in pieces] or [name], naming))
+            slices = every[name].slices if name in every else ()
+            namings.update(dict.fromkeys([fused.name for fused in slices] or [name], naming))
         named += [(name, entry, one.class_name) for name, entry in zip(solution.names, one.entries, strict=True)]
     _disjoint(named, optimizers)
     if options.beta2 is not None:
@@ -229,16 +229,15 @@ def _single_numbers(optimizer: OptimizerState) -> bool:
 def _as_stored(
     named: Sequence[tuple[str, Entry, str | None]], every: Mapping[str, Candidate]
 ) -> tuple[list[tuple[str, Entry, str | None]], dict[str, tuple[str | None, tuple[int, ...]]]]:
-    """Return what the weight file keeps in pieces in those pieces; and of every tensor there its live name and its shape."""
+    """Split what the weight file keeps in slices, and return the live name and shape of every tensor there."""
     stored: dict[str, tuple[str | None, tuple[int, ...]]] = {}
     for name, c in every.items():
-        pieces = {piece.name: (c.live_name, piece.shape) for piece in c.pieces}
-        stored.update(pieces or {name: (c.live_name, c.shape)})
+        stored.update({fused.name: (c.live_name, fused.shape) for fused in c.slices} or {name: (c.live_name, c.shape)})
     out: list[tuple[str, Entry, str | None]] = []
     for name, entry, class_name in named:
-        pieces_of = every[name].pieces if name in every else ()
-        out += [(piece.name, replace(entry, piece=piece), class_name) for piece in pieces_of]
-        if not pieces_of:
+        slices = every[name].slices if name in every else ()
+        out += [(fused.name, replace(entry, slice=fused), class_name) for fused in slices]
+        if not slices:
             out.append((name, entry, class_name))
     return out, stored
 

@@ -18,7 +18,7 @@ from .optimizers.accumulators import Reading, optimizer_name, reading
 from .states import (
     EMPTY,
     Entry,
-    Piece,
+    FusedSlice,
     is_tensor,
     stored,
 )
@@ -60,14 +60,14 @@ def assemble(
         try:
             how = reading(entry.state, entry.group, class_name, bias_correction=bias_correction)
             source = stored(how.key, entry.state, entry.group)
-            shape = _checked_shape(source, entry, None if entry.piece else (shapes or {}).get(name), how)
-            if entry.piece and entry.piece.start + math.prod(entry.piece.shape) > math.prod(shape):
+            shape = _checked_shape(source, entry, None if entry.slice else (shapes or {}).get(name), how)
+            if entry.slice and entry.slice.start + math.prod(entry.slice.shape) > math.prod(shape):
                 raise NoAccumulatorError(f"Its {how.key[0]} has the shape {shape}, too small for one value per weight")
         except NoAccumulatorError as error:
             first_refusal = first_refusal or error
             absent[name] = Absence(Reason.NO_ACCUMULATOR, error.what)
             continue
-        parts[name] = Part(how, source, shape, entry.piece)
+        parts[name] = Part(how, source, shape, entry.slice)
         groups[name] = _group_record(how, entry.group, class_name)
     if not parts:
         raise first_refusal or NoAccumulatorError(EMPTY)
@@ -107,24 +107,24 @@ def _corrected_(tensor: Tensor, how: Reading) -> Tensor:
         return tensor
     if tensor.device.type != "cpu" or tensor.numel() > CHUNK:
         return tensor.mul_(how.factor)
-    # The same product by numpy: torch shares even a piece among threads, which stalls on a machine that has other work.
+    # The same product by numpy: torch shares even a chunk among threads, which stalls on a machine that has other work.
     values_here = tensor.numpy()
     np.multiply(values_here, values_here.dtype.type(how.factor), out=values_here)
     return tensor
 
 
 class Part(NamedTuple):
-    """What one importance is made of: how, from which stored tensor, its shape, and the piece that is meant."""
+    """What one importance is made of: how, from which stored tensor, its shape, and the slice that is meant."""
 
     how: Reading
     source: Any
     whole: tuple[int, ...]
-    piece: Piece | None
+    slice: FusedSlice | None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the importance."""
-        return self.piece.shape if self.piece else self.whole
+        return self.slice.shape if self.slice else self.whole
 
 
 class Recycled(Mapping[str, Tensor]):
@@ -135,7 +135,7 @@ class Recycled(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         part = self._parts[name]
-        if part.piece:
+        if part.slice:
             return torch.cat(list(self.chunks(name))).reshape(part.shape)
         return values(part.how, part.source).reshape(part.shape)
 
@@ -159,7 +159,7 @@ class Recycled(Mapping[str, Tensor]):
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
         part = self._parts[name]
-        first = part.piece.start if part.piece else 0
+        first = part.slice.start if part.slice else 0
         end = first + math.prod(part.shape)
         for chunk in _chunks(part.source, first, end, size):
             yield _corrected_(chunk.to(torch.promote_types(chunk.dtype, torch.float32)), part.how)

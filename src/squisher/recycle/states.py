@@ -21,9 +21,9 @@ __all__ = [
     "Candidate",
     "Entry",
     "Found",
+    "FusedSlice",
     "OptimizerState",
     "Options",
-    "Piece",
     "check_usable",
     "is_tensor",
     "stored",
@@ -37,8 +37,8 @@ EMPTY = (
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor of the weight file that is one flat stretch of a parameter (one expert of several that are kept together).
+class FusedSlice:
+    """A tensor of the weight file that is a flat slice of a fused parameter (one expert of several).
 
     Attributes:
         name: Its name in the weight file.
@@ -60,14 +60,14 @@ class Entry:
         group: The hyperparameters of its group.
         group_number: Which group it is in.
         name: Its name, where the source records it.
-        piece: Which flat stretch of the parameter is meant, where a weight file stores it in several pieces.
+        slice: The slice of the parameter that is meant, where a weight file stores it in several.
     """
 
     state: Mapping[str, Any]
     group: Mapping[str, Any]
     group_number: int = 0
     name: str | None = None
-    piece: Piece | None = None
+    slice: FusedSlice | None = None
 
     @property
     def shape(self) -> tuple[int, ...] | None:
@@ -119,7 +119,7 @@ class Candidate:
         module: Full class names of the module that owns it, its bases included; empty where only a state dict is at hand.
         live_name: Its name in the running model, where it differs.
         required: Whether it was surely trained, so that it must be one of the optimizer's.
-        pieces: What the weight file stores instead of it, where that is several tensors.
+        slices: What the weight file stores instead of it, where that is several tensors.
         weight: Its value when the state was saved, unread: evidence for names. None where it is not at hand.
         before: Its value at an earlier moment of the same run (an earlier checkpoint, the base model), unread.
     """
@@ -129,7 +129,7 @@ class Candidate:
     module: tuple[str, ...] = ()
     live_name: str | None = None
     required: bool = False
-    pieces: tuple[Piece, ...] = ()
+    slices: tuple[FusedSlice, ...] = ()
     weight: TensorSource | None = field(default=None, compare=False, repr=False)
     before: TensorSource | None = field(default=None, compare=False, repr=False)
 

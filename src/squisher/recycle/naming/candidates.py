@@ -20,7 +20,7 @@ from ...names import LiveParameter, adapter_file_name, live_parameters
 from ...storage.folders import Weights
 from ...storage.json_files import parse_json
 from ...storage.tensors import TensorSource
-from ..states import Candidate, Piece
+from ..states import Candidate, FusedSlice
 
 __all__ = [
     "GIVE_OTHERS",
@@ -58,7 +58,7 @@ def candidates_of_module(model: nn.Module, weights: Weights | None = None, *, fr
 
     Args:
         model: Its parameters may be on the meta device.
-        weights: The weight file. Every parameter must be there with its shape, as it is, under a tied name, or in pieces.
+        weights: The weight file. Every parameter must be there with its shape, as it is, under a tied name, or in slices.
         frozen_too: Also those with `requires_grad` False.
 
     Raises:
@@ -66,18 +66,18 @@ def candidates_of_module(model: nn.Module, weights: Weights | None = None, *, fr
     """
     owners = dict(model.named_modules())
     parameters = [p for p in live_parameters(model) if frozen_too or p.parameter.requires_grad]
-    stored = _stored_pieces(model)
+    stored = _stored_slices(model)
     out, tied, kept = [], {}, 0
     for p in parameters:
         shape = tuple(p.parameter.shape)
         owner = type(owners[p.live_name.rpartition(".")[0]])
         classes = tuple(f"{base.__module__}.{base.__qualname__}" for base in owner.__mro__[:-1])
-        name, pieces = _in_file(p, shape, stored, weights)
+        name, slices = _in_file(p, shape, stored, weights)
         kept += p.live_name in stored and not stored[p.live_name]
         weight = weights.tensors.get(name) if weights is not None else None
-        out.append(Candidate(name, shape, classes, p.live_name, pieces=pieces, weight=weight))
+        out.append(Candidate(name, shape, classes, p.live_name, slices=slices, weight=weight))
         tied.update(
-            {alias: name for alias in (p.name, *p.aliases) if alias != name and not pieces and _is_name(alias, p)}
+            {alias: name for alias in (p.name, *p.aliases) if alias != name and not slices and _is_name(alias, p)}
         )
     note = f"{kept} parameters under their running names, since the weight file stores them rearranged" if kept else ""
     return Candidates(out, tied, note)
@@ -95,7 +95,7 @@ def surplus(model: nn.Module, candidates: Candidates, weights: Weights | None) -
         return []
     own = {name for name, _ in model.named_buffers()} | set(candidates.tied)
     own |= {
-        name for c in candidates.parameters for name in (c.name, c.live_name or c.name, *(p.name for p in c.pieces))
+        name for c in candidates.parameters for name in (c.name, c.live_name or c.name, *(p.name for p in c.slices))
     }
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     left = {n: t for n, t in weights.tensors.items() if n not in own and t.dtype.is_floating_point}
@@ -124,23 +124,23 @@ def _is_name(alias: str, parameter: LiveParameter) -> bool:
 
 
 def _in_file(
-    p: LiveParameter, shape: tuple[int, ...], stored: dict[str, tuple[Piece, ...]], weights: Weights | None
-) -> tuple[str, tuple[Piece, ...]]:
-    """Return the name of a parameter in its weight file, and the pieces that it is stored in, if several."""
-    pieces = stored.get(p.live_name)
+    p: LiveParameter, shape: tuple[int, ...], stored: dict[str, tuple[FusedSlice, ...]], weights: Weights | None
+) -> tuple[str, tuple[FusedSlice, ...]]:
+    """Return the name of a parameter in its weight file, and the slices that it is stored in, if several."""
+    slices = stored.get(p.live_name)
     if weights is not None:
         for name in (p.name, *p.aliases):
             if weights.has(name, shape):
                 return name, ()
-        if pieces and not all(weights.has(piece.name, piece.shape) for piece in pieces):
-            raise NamingError(_missing(pieces[0].name, pieces[0].shape, weights))
+        if slices and not all(weights.has(fused.name, fused.shape) for fused in slices):
+            raise NamingError(_missing(slices[0].name, slices[0].shape, weights))
         if (
-            pieces is None and p.parameter.requires_grad
+            slices is None and p.parameter.requires_grad
         ):  # what is never trained (sinusoidal positions) may not be saved
             raise NamingError(_missing(p.name, shape, weights))
-    if not pieces:
+    if not slices:
         return p.name, ()
-    return (pieces[0].name, ()) if len(pieces) == 1 and pieces[0].shape == shape else (p.name, pieces)
+    return (slices[0].name, ()) if len(slices) == 1 and slices[0].shape == shape else (p.name, slices)
 
 
 def _missing(name: str, shape: tuple[int, ...], weights: Weights) -> str:
@@ -155,7 +155,7 @@ def _missing(name: str, shape: tuple[int, ...], weights: Weights) -> str:
 # -- transformers >= 5 keeps some parameters in another form than their files do (experts fused into one) -----------------
 
 
-def _stored_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
+def _stored_slices(model: nn.Module) -> dict[str, tuple[FusedSlice, ...]]:
     """How `save_pretrained` would store what it does not store as it is; empty where it rearranges values.
 
     transformers undoes its own conversions on tensors without values. Those that only cut leave views behind, which tell
@@ -182,30 +182,30 @@ def _stored_pieces(model: nn.Module) -> dict[str, tuple[Piece, ...]]:
     except Exception as error:
         raise NamingError(f"transformers cannot say how it stores this model: {error}.") from error
     by_storage = {tensor.untyped_storage()._cdata: name for name, tensor in live.items()}
-    cut: dict[str, list[Piece]] = {}
+    cut: dict[str, list[FusedSlice]] = {}
     for name, tensor in saved.items():
         source = by_storage.get(tensor.untyped_storage()._cdata)
         if source is not None and tensor.is_contiguous():
-            cut.setdefault(source, []).append(Piece(name, tensor.storage_offset(), tuple(tensor.shape)))
-    pieces = {name: _complete(cut.get(name, []), live[name].numel()) for name in live}
-    return {name: p for name, p in pieces.items() if p != (Piece(name, 0, tuple(live[name].shape)),)}
+            cut.setdefault(source, []).append(FusedSlice(name, tensor.storage_offset(), tuple(tensor.shape)))
+    slices = {name: _complete(cut.get(name, []), live[name].numel()) for name in live}
+    return {name: p for name, p in slices.items() if p != (FusedSlice(name, 0, tuple(live[name].shape)),)}
 
 
-def _stored_adapter(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> dict[str, tuple[Piece, ...]]:
+def _stored_adapter(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> dict[str, tuple[FusedSlice, ...]]:
     """Return the names that peft gives an adapter's parameters in its file."""
     names = {tensor.untyped_storage()._cdata: name for name, tensor in saved.items()}
     live = {name: p for name, p in model.named_parameters() if p.untyped_storage()._cdata in names}
-    return {name: (Piece(names[p.untyped_storage()._cdata], 0, tuple(p.shape)),) for name, p in live.items()}
+    return {name: (FusedSlice(names[p.untyped_storage()._cdata], 0, tuple(p.shape)),) for name, p in live.items()}
 
 
-def _complete(pieces: Sequence[Piece], numel: int) -> tuple[Piece, ...]:
-    """Pieces in order, or nothing unless they cover the parameter exactly once."""
-    ordered = sorted(pieces, key=lambda piece: piece.start)
+def _complete(slices: Sequence[FusedSlice], numel: int) -> tuple[FusedSlice, ...]:
+    """Return the slices in order, or nothing unless they cover the parameter exactly once."""
+    ordered = sorted(slices, key=lambda fused: fused.start)
     end = 0
-    for piece in ordered:
-        if piece.start != end:
+    for fused in ordered:
+        if fused.start != end:
             return ()
-        end += torch.Size(piece.shape).numel()
+        end += torch.Size(fused.shape).numel()
     return tuple(ordered) if end == numel else ()
 
 
@@ -253,7 +253,7 @@ def matching(candidates: Sequence[Candidate], pattern: str) -> list[Candidate]:
         search = re.compile(pattern).search
     except re.error as error:
         raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
-    return [c for c in candidates if any(map(search, (c.name, c.live_name or c.name, *(p.name for p in c.pieces))))]
+    return [c for c in candidates if any(map(search, (c.name, c.live_name or c.name, *(p.name for p in c.slices))))]
 
 
 _ANYWHERE = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")

@@ -217,7 +217,7 @@ def _by_derived_laws(
 ) -> list[_Vote]:
     """Go from what is known to what is not: in a law with one or two unknown members, every entry of their shapes is tried."""
     number = {
-        c.live_name or c.name: k for k, c in enumerate(values.candidates) if c.weight is not None and not c.pieces
+        c.live_name or c.name: k for k, c in enumerate(values.candidates) if c.weight is not None and not c.slices
     }
     laws = derived() if values.shapes and any(map(values.has_moment, range(len(values.entries)))) else ()
     usable = [law for law in laws if all(name in number for name, _, _ in law.terms)]

@@ -89,7 +89,7 @@ def exchanged_parts(values: Values, assignment: Assignment, proven: Collection[i
         for c, e in sorted(assignment.items())
         if values.candidates[c].shape in values.shapes
         and values.candidates[c].weight is not None
-        and not values.candidates[c].pieces
+        and not values.candidates[c].slices
         and values.entries[e].shape == values.candidates[c].shape
     }
     moves = [move for move in _moves(values, usable) if not any(usable[c] in proven for c in move.to)]

@@ -23,7 +23,7 @@ def with_earlier(candidates: Sequence[Candidate], before: Weights) -> list[Candi
         before: Weights of the same model from that moment.
     """
     bare = _without_prefix(before.tensors)
-    known = [c.pieces or c.before is not None for c in candidates]
+    known = [c.slices or c.before is not None for c in candidates]
     return [
         c if there else replace(c, before=_earlier(c.name, c.shape, before, bare))
         for c, there in zip(candidates, known, strict=True)
@@ -44,10 +44,10 @@ def by_evidence(candidates: Sequence[Candidate], after: Weights, before: Weights
     bare = _without_prefix(before.tensors)
     marked = []
     for c in candidates:
-        names = [piece.name for piece in c.pieces] or [c.name]
+        names = [fused.name for fused in c.slices] or [c.name]
         verdicts = [_changed(name, after, before, bare) for name in names]
         changed = True if True in verdicts else None if None in verdicts else False
-        earlier = None if c.pieces else _earlier(c.name, c.shape, before, bare)
+        earlier = None if c.slices else _earlier(c.name, c.shape, before, bare)
         marked.append((replace(c, required=changed is True, before=c.before or earlier), changed))
     likely = [c for c, changed in marked if changed is not False]
     return [likely, [c for c, _ in marked]]

@@ -267,7 +267,7 @@ def _checked_given(
     check_known(given, {c.live_name or c.name for c in known.values()} | known.keys())
     for k, (name, entry) in enumerate(zip(given, optimizer.entries, strict=True)):
         c = known.get(name)
-        if c is not None and entry.shape is not None and not c.pieces and c.shape != entry.shape:
+        if c is not None and entry.shape is not None and not c.slices and c.shape != entry.shape:
             raise NamingError(
                 f"The given names contradict the file: parameter {k} of the optimizer has the shape {entry.shape}, but "
                 f"{name!r} has {c.shape}. {GIVE_OTHERS}"

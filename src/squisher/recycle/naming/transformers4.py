@@ -139,6 +139,6 @@ def _apart(candidates: Sequence[Candidate], weights: Mapping[str, TensorSource])
     """Return the same parameters with those that version 5 fuses as version 4 had them: one for each tensor of the file."""
     out: list[Candidate] = []
     for c in candidates:
-        pieces = [Candidate(p.name, p.shape, c.module, p.name, weight=weights.get(p.name)) for p in c.pieces]
-        out += pieces or [c]
+        slices = [Candidate(p.name, p.shape, c.module, p.name, weight=weights.get(p.name)) for p in c.slices]
+        out += slices or [c]
     return out
