@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 
@@ -144,9 +143,13 @@ def test_scores_in_committed_documents_are_those_of_their_units():
     for c in comparisons(RESULTS, "cpu"):
         module = __import__(f"experiments.{c.name.partition('/')[0]}", fromlist=["scores"])
         made = module.scores({key: unit["result"] for key, unit in c.document["units"].items()})
-        assert sorted(json.dumps(s.__dict__, sort_keys=True) for s in made) == sorted(
-            json.dumps(s, sort_keys=True) for s in c.document["scores"]
-        ), c.name
+        again, kept = (
+            sorted((s["case"], s["method"], s["metric"], s["seed"], s["value"]) for s in scores)
+            for scores in ([vars(s) for s in made], c.document["scores"])
+        )
+        assert [s[:-1] for s in again] == [s[:-1] for s in kept], c.name
+        # Other processors add up in another order.
+        assert [s[-1] for s in again] == pytest.approx([s[-1] for s in kept], rel=1e-12), c.name
 
 
 def test_the_figure_is_the_same_twice(tmp_path):

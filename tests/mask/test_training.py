@@ -98,8 +98,8 @@ def check(model, before, masks, expected, exact):
         assert not (moved & ~kept).any(), f"{name} moved outside the mask"
         if exact:
             assert torch.equal(p[kept], expected[name][kept]), name
-        else:
-            torch.testing.assert_close(p[kept], expected[name][kept], rtol=1e-6, atol=1e-6)
+        else:  # clipping sums in another order, and RMSprop's first steps divide the rounding by a small root
+            torch.testing.assert_close(p[kept], expected[name][kept], rtol=1e-4, atol=1e-5)
     assert sum(int((p.detach() != before[n]).sum()) for n, p in model.named_parameters()) > 50
 
 
