@@ -13,17 +13,20 @@ from torch import Tensor, nn
 
 from experiments.tuning import outputs
 
-__all__ = ["download", "matthews", "measured"]
+__all__ = ["SECOND", "download", "matthews", "measured"]
 
-GLUE = {  # columns of a pair, and the split that stands in for the test server
-    "cola": (("sentence",), "validation"),
-    "mnli": (("premise", "hypothesis"), "validation_matched"),
-    "mrpc": (("sentence1", "sentence2"), "validation"),
-    "qnli": (("question", "sentence"), "validation"),
-    "qqp": (("question1", "question2"), "validation"),
-    "rte": (("sentence1", "sentence2"), "validation"),
-    "sst2": (("sentence",), "validation"),
+GLUE = {  # the columns of a text or a pair
+    "cola": ("sentence",),
+    "mnli": ("premise", "hypothesis"),
+    "mrpc": ("sentence1", "sentence2"),
+    "qnli": ("question", "sentence"),
+    "qqp": ("question1", "question2"),
+    "rte": ("sentence1", "sentence2"),
+    "sst2": ("sentence",),
+    "stsb": ("sentence1", "sentence2"),
 }
+SECOND = {"mnli": "mismatched"}
+"""Tasks with a second test file, which is a column of its own in the paper's table, and that file's name."""
 
 
 def measured(model: nn.Module, rows: Any, task: str) -> float:
@@ -49,13 +52,15 @@ def download(task: str, folder: Path) -> None:
     """Write a task down in the layout of the data folder."""
     from datasets import load_dataset
 
-    columns, evaluation = GLUE[task]
     folder.mkdir(parents=True, exist_ok=True)
-    for part, split in (("train", "train"), ("eval", evaluation)):
+    splits = {"train": "train", "eval": "validation"}  # what stands in for the test server
+    if task in SECOND:
+        splits |= {"eval": "validation_matched", SECOND[task]: "validation_mismatched"}
+    for part, split in splits.items():
         rows = load_dataset("nyu-mll/glue", task, split=split)
         lines = (
             json.dumps(
-                dict(zip(("text_a", "text_b"), (row[c] for c in columns), strict=False)) | {"label": row["label"]}
+                dict(zip(("text_a", "text_b"), (row[c] for c in GLUE[task]), strict=False)) | {"label": row["label"]}
             )
             for row in rows
         )

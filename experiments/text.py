@@ -47,6 +47,7 @@ __all__ = [
     "fine_tune",
     "importance",
     "load",
+    "second_test",
     "splits",
     "train",
     "weights_of",
@@ -145,6 +146,16 @@ def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
     return Splits(**parts, classes=made["classes"])
 
 
+def second_test(run: Run, task: str, part: str, config: Mapping[str, Any]) -> Texts:
+    """All rows of another evaluation file of a task, tokenised once."""
+    shape = {key: config[key] for key in ("model", "pooling", "length")}
+
+    def make() -> tuple[Tensor, ...]:
+        return _tokens(_tokenizer(config), _read(run, task, part), config["length"])
+
+    return Texts(*run.cached(f"tokens/{task}-{part}-{fingerprint(shape)}", make))
+
+
 def fine_tune(
     run: Run, task: str, seed: int, config: Mapping[str, Any], start: Mapping[str, Tensor] | None = None, name: str = ""
 ) -> dict[str, Any]:
@@ -178,11 +189,7 @@ def _tokenised(run: Run, task: str, config: Mapping[str, Any]) -> dict[str, Any]
     asked = is_choice(rows["train"])
     if asked or lettered:
         rows = {part: as_choices(task, found) for part, found in rows.items()}
-    with _quiet() as transformers:
-        if lettered:
-            tokenizer = language_model(transformers, config["model"])[1]
-        else:
-            tokenizer = transformers.AutoTokenizer.from_pretrained(source(config["model"]))
+    tokenizer = _tokenizer(config)
     generator = torch.Generator().manual_seed(0)
     order = torch.randperm(len(rows["train"]), generator=generator).tolist()
     held, kept = order[: config["validation"]], order[config["validation"] :][: config["train"]]
@@ -194,6 +201,13 @@ def _tokenised(run: Run, task: str, config: Mapping[str, Any]) -> dict[str, Any]
         for name, (part, which) in chosen.items()
     }
     return {**parts, "classes": _outputs(rows["train"], lettered)}
+
+
+def _tokenizer(config: Mapping[str, Any]) -> Any:
+    with _quiet() as transformers:
+        if config["pooling"] == "letters":
+            return language_model(transformers, config["model"])[1]
+        return transformers.AutoTokenizer.from_pretrained(source(config["model"]))
 
 
 def _outputs(rows: list[dict[str, Any]], lettered: bool) -> int:

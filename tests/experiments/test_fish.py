@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -81,6 +82,17 @@ def test_the_search_is_on_a_seed_and_a_unit_of_its_own_with_as_many_rates_for_ea
     assert {unit.arguments["seed"] for unit in last} == {1, 2, 3}
 
 
+def test_the_glue_scales_have_every_column_of_the_papers_table():
+    columns = set(fish.PAPER) - {"average"}
+    assert len(columns) == 9
+    for scale in ("glue", "paper"):
+        tasks = fish.CONFIGS[scale]["tasks"]
+        assert {*tasks, *(f"{task} {second}" for task, second in glue.SECOND.items())} == columns
+        assert set(tasks) == set(glue.GLUE)
+    mean = {m: sum(fish.PAPER[c][m] for c in columns) / 9 for m in ("fisher", "random")}
+    assert mean == pytest.approx({m: fish.PAPER["average"][m] for m in mean}, abs=0.1)
+
+
 def test_digits_from_end_to_end(tmp_path, monkeypatch):
     monkeypatch.setitem(fish.CONFIGS, "quick", {**fish.CONFIGS["quick"], **SMALL})
     path = execute("fish", "quick", seeds=1, data=None, out=tmp_path, jobs=1, say=lambda line: None)
@@ -100,11 +112,17 @@ def test_digits_to_choose_by_are_not_trained_or_tested_on():
 
 
 @pytest.mark.formats
-@pytest.mark.parametrize(("scale", "second"), [("cpu", "rte"), ("paper", "rte"), ("glue", "stsb")])
+@pytest.mark.parametrize(
+    ("scale", "second"), [("cpu", "rte"), ("paper", "rte"), ("paper", "stsb"), ("glue", "stsb"), ("glue", "mnli")]
+)
 def test_a_tiny_bert_from_end_to_end(tmp_path, monkeypatch, scale, second):
+    folder = tmp_path / "data" / "text"
     for seed, task in enumerate(("cola", second)):
         pair = task == second
-        write_task(tmp_path / "data" / "text", task, seed, train=80, test=24, pairs=pair, numbers=task == "stsb")
+        write_task(folder, task, seed, train=80, test=24, pairs=pair, numbers=task == "stsb")
+    if second == "mnli":  # its second test file is a column of its own
+        write_task(tmp_path, "other", 7, test=16, pairs=True)
+        shutil.copy(tmp_path / "other" / "eval.jsonl.gz", folder / "mnli" / "mismatched.jsonl.gz")
     whole = fish.CONFIGS[scale]
     words = {**whole["text"], "model": write_model(tmp_path / "bert", "bert"), "length": 16, "validation": 16}
     small = {**whole, "tasks": ["cola", second], "keep": 0.1, "reset_keeps": [0.1, 0.5], "examples": 32}
@@ -120,6 +138,11 @@ def test_a_tiny_bert_from_end_to_end(tmp_path, monkeypatch, scale, second):
     assert {("average", m) for m in (*fish.METHODS, "dense")} <= cases
     assert ("average, reset outside 50 %", "squisher") in cases
     assert all(math.isfinite(s["value"]) for s in document["scores"])
+    scored = {(s["case"], s["method"]): s["value"] for s in document["scores"]}
+    columns = ["cola", second, *(["mnli mismatched"] if second == "mnli" else [])]
+    for ending, method in (("", "dense"), ("", "fisher"), (", reset outside 10 %", "random")):
+        mean = sum(scored[f"{column}{ending}", method] for column in columns) / len(columns)
+        assert scored[f"average{ending}", method] == pytest.approx(mean)
     kept = document["units"][f"{second}/seed-1/masks"]["result"]
     assert 0 < kept["overlap"]["0.1"]["squisher"] <= 1
     assert kept["times"]["squisher"] > 0
