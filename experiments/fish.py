@@ -214,7 +214,7 @@ def scores(results: Mapping[str, dict[str, Any]]) -> list[Score]:
         by.setdefault((f"average{ending}", score.method, score.seed), []).append(score.value)
     return out + [
         Score(case, method, seed, sum(values) / len(values), METRIC)
-        for (case, method, seed), values in sorted(by.items())
+        for (case, method, seed), values in sorted(by.items(), key=lambda item: item[0][0])
         if len(values) == len(columns)
     ]
 
