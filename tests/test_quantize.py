@@ -235,3 +235,9 @@ def test_budgets_that_nothing_fits(model):
         allocate(sensitivity({"b": torch.ones(3)}, {"b": torch.ones(3)}), 4)
     with pytest.raises(squisher.SquisherError, match="the model"):
         simulate(model[0], {"even": 4})
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(dtype):
+    with pytest.raises(squisher.SquisherError, match="'w'.*quantised"):
+        squisher.quantize.sensitivity({"w": torch.ones(4, 64).to(dtype)}, {"w": torch.ones(4, 64)})

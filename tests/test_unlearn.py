@@ -137,3 +137,10 @@ def test_bad_values_are_found_when_they_are_read():
     out = dampen(weights, whole, forget)
     with pytest.raises(squisher.SquisherError, match="negative"):
         out["body.bias"]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(dtype):
+    weights = {"w": torch.ones(4, 4).to(dtype)}
+    with pytest.raises(squisher.SquisherError, match="'w'.*quantised"):
+        dampen(weights, {"w": torch.ones(4, 4)}, {"w": torch.ones(4, 4)})

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .errors import NamingError, near
+from .errors import NamingError, SquisherError, near
 from .storage.tensors import dtype_of, name_pattern, shape_of
 
 __all__ = [
@@ -23,11 +23,16 @@ __all__ = [
     "align",
     "check_known",
     "check_like",
+    "check_unquantized",
     "find",
     "live_parameters",
     "live_tensors",
+    "pattern_of",
     "shared",
 ]
+
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""Types whose numbers are the weights themselves; all others need scales that lie elsewhere."""
 
 Names = tuple[str, str]
 """What the two mappings are called in messages, such as ("the importance", "the model")."""
@@ -158,6 +163,26 @@ def check_like(
     if len(set(types)) > 1:
         text = f"{name!r} is {types[0]} in {called[0]} and {types[1]} in {called[1]}; convert one of them first."
         raise NamingError(_sentences(text, advice))
+
+
+def check_unquantized(weights: Mapping[str, Tensor], names: Iterable[str], called: str = "the model") -> None:
+    """Refuse weights whose numbers mean nothing without the scales of a quantised model; reads no data.
+
+    Raises:
+        SquisherError: A tensor has a type that only quantised weights have.
+    """
+    for name in names:
+        dtype = dtype_of(weights, name)
+        if dtype not in FLOATS:
+            raise SquisherError(
+                f"{name!r} of {called} has the type {str(dtype).removeprefix('torch.')}, a quantised one whose scales lie elsewhere: "
+                "take the weights as they were before they were quantised."
+            )
+
+
+def pattern_of(name: str) -> str:
+    """Return a regular expression for one name that can be copied from a message into Python and into a shell alike."""
+    return "^" + re.sub(r"[\\^$*+?{}\[\]|()]", r"\\\g<0>", name) + "$"  # a dot stands for itself well enough
 
 
 def live_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .errors import SquisherError, check_choice, check_positive
 from .importance import checked, tied_in
-from .names import align, check_known
+from .names import align, check_known, check_unquantized
 from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, one_thread, shape_of
 
 __all__ = ["SCHEMES", "Plan", "Quantizer", "Sensitivity", "allocate", "sensitivity", "simulate"]
@@ -284,14 +284,16 @@ def _candidates(
     matches = align(importance, weights, ("the importance", "the model"), tied=tied_in([importance]))
     names, kept = {}, {}
     for name in weights:
-        if len(shape_of(weights, name)) < 2 or not dtype_of(weights, name).is_floating_point:
+        if len(shape_of(weights, name)) < 2:
             continue
         if name not in matches:
-            kept[name] = "no importance"
+            if dtype_of(weights, name).is_floating_point:
+                kept[name] = "no importance"
         elif pattern is not None and pattern.search(name):
             kept[name] = "excluded"
         elif numel_of(weights, name):
             names[name] = matches[name]
+    check_unquantized(weights, names)
     return names, kept
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .errors import check_positive
 from .importance import on_common_scale, tied_in
-from .names import align
+from .names import align, check_unquantized
 from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of
 
 __all__ = ["Dampened", "dampen"]
@@ -115,6 +115,7 @@ def _matched(
     """Return the names of both importances by weight name."""
     tied = tied_in([importance, forget])
     names = align(forget, weights, ("the forget importance", "the model"), tied=tied, exclude=exclude)
+    check_unquantized(weights, names)
     asked = Computed(forget, {forget_name: forget_name for forget_name in names.values()})
     partners = align(asked, importance, ("the forget importance", "the importance of all data"), tied=tied)
     partner = {forget_name: name for name, forget_name in partners.items()}

@@ -153,8 +153,32 @@ def test_quantised_weights_are_refused():
     with pytest.raises(NamingError, match="Quantised"):
         merge.average([quantised, quantised])
     eight = {**model(1), "layer.weight": torch.zeros(8, 8).to(torch.float8_e4m3fn)}
-    with pytest.raises(SquisherError, match="float8_e4m3fn, a quantised one"):
+    with pytest.raises(SquisherError, match="model 1.*float8_e4m3fn, a quantised one"):
         merge.average([eight, eight])
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.float8_e4m3fn])
+def test_quantised_weights_of_a_later_model_or_of_some_layers_are_refused(dtype):
+    packed = [{**model(1), "layer.weight": torch.full((8, 8), k).to(dtype)} for k in (3, 5)]
+    with pytest.raises(SquisherError, match="model 2.*quantised"):
+        merge.average([model(1), packed[0]])
+    with pytest.raises(SquisherError, match="the base.*quantised"):
+        merge.task_arithmetic(packed[0], [model(1)])
+    with pytest.raises(SquisherError, match="quantised"):  # most values are floats
+        merge.average(packed)
+    with pytest.raises(SquisherError, match="quantised"):
+        merge.average([packed[0], model(1)])
+    if not dtype.is_floating_point:  # equal everywhere: a mask, for example
+        assert "layer.weight" in merge.average([packed[0], packed[0]]).copied
+
+
+def test_a_pattern_in_a_message_fits_the_name_in_python_and_in_a_shell():
+    other = {**model(1), "layer.weight": torch.zeros(8, 9)}
+    with pytest.raises(NamingError, match="different networks") as caught:
+        merge.average([model(1), other])
+    pattern = str(caught.value).split("exclude=")[1].strip("'.")
+    assert "\\" not in pattern
+    assert merge.average([model(1), other], exclude=pattern).kept["layer.weight"] == "excluded"
 
 
 class Tied(nn.Module):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from squisher.errors import SquisherError
-from squisher.prune.unstructured import fits, keep_pattern, parse_pattern
+from squisher.prune.unstructured import keep_pattern, parse_pattern, weights
 
 
 @pytest.mark.parametrize(("keep", "of"), [(2, 4), (1, 4), (4, 8), (1, 2), (3, 4)])
@@ -18,10 +18,13 @@ def test_the_best_of_every_group(keep, of, shape):
 
 
 def test_what_takes_part():
-    assert fits("w", torch.Size((3, 8)), 4)
-    assert not fits("b", torch.Size((8,)), 4)
-    with pytest.raises(SquisherError, match=r"'w'.*\(3, 6\).*groups of 4"):
-        fits("w", torch.Size((3, 6)), 4)
+    model = {"w": torch.rand(3, 8), "b": torch.rand(8), "odd": torch.rand(3, 6), "odder": torch.rand(2, 5)}
+    with pytest.raises(SquisherError, match=r"'odd'.*\(3, 6\).*groups of 4.*'odder'"):
+        weights(model, model, nm="2:4")
+    pruned = weights(model, model, nm="2:4", exclude="odd")
+    assert [int((pruned[name] == 0).sum()) for name in model] == [12, 0, 0, 0]
+    with pytest.raises(SquisherError, match="vectors"):
+        weights(model, model, nm="2:4", exclude="w|odd")
     with pytest.raises(SquisherError, match="NaN"):
         keep_pattern(torch.full((2, 4), float("nan")), 2, 4)
 

@@ -227,3 +227,9 @@ def test_names_and_values_that_do_not_fit():
         prune.weights(weights, fisher, sparsity=0.5)
     with pytest.raises(SquisherError, match="needs an importance"):
         prune.weights(weights, sparsity=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_quantised_weights_are_refused(dtype):
+    with pytest.raises(SquisherError, match="'w'.*quantised"):
+        prune.weights({"w": torch.ones(4, 4).to(dtype)}, {"w": torch.ones(4, 4)}, sparsity=0.5)

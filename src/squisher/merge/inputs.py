@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, check_choice, near
 from ..importance import Absence, Importance, checked, on_common_scale, tied_in
-from ..names import check_like, find, shared
+from ..names import FLOATS, check_like, check_unquantized, find, pattern_of, shared
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
 
 __all__ = ["Graded", "Plan", "graded", "matched", "plan"]
@@ -217,7 +217,6 @@ def _absent(imp: Mapping[str, Tensor]) -> Mapping[str, Absence]:
     return imp.provenance.absent if isinstance(imp, Importance) else {}
 
 
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _MARKS = (torch.bool, torch.int64)  # masks, indices and counters: surely no weights
 _BUFFER = re.compile(
     r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|position_ids|masked_bias|causal_mask)$"
@@ -280,8 +279,9 @@ def plan(
             continue
         if pattern is not None and pattern.search(name):
             kept[name] = "excluded"
-        elif dtype_of(first, name) not in _FLOATS or _BUFFER.search(name):
-            _check_type(name, dtype_of(first, name))
+        elif dtype_of(first, name) not in FLOATS or _BUFFER.search(name):
+            if dtype_of(first, name).is_floating_point and not _BUFFER.search(name):
+                check_unquantized(first, [name], _who(0, numbers))
             copied.append(name)
         elif name in same:
             merged.append(name)
@@ -290,6 +290,8 @@ def plan(
             unasked.append(name)
     for k, other in enumerate(others, 1):
         pair = _who(0, numbers), _who(k, numbers)
+        check_unquantized(other, merged, pair[1])
+        _check_packed(first, other, copied, pair)
         _check_overlap(first, other, merged, copied, kept, pair)
         lost = _only_there(first, other, pattern, pair)
         if lost and k < len(numbers):  # a base may have a head of its own
@@ -311,12 +313,25 @@ def plan(
     return Plan(tuple(merged), kept, tuple(copied), aliases, tuple(numbers))
 
 
-def _check_type(name: str, dtype: torch.dtype) -> None:
-    if dtype.is_floating_point and dtype not in _FLOATS:
+def _check_packed(
+    first: Mapping[str, Tensor], other: Mapping[str, Tensor], copied: Sequence[str], pair: tuple[str, str]
+) -> None:
+    """Refuse whole numbers that are copied as buffers and differ between models: they are weights, packed or quantised."""
+    for name in copied:
+        dtype = dtype_of(first, name)
+        if dtype in (*FLOATS, *_MARKS) or name not in other or _BUFFER.search(name) or _same(first, other, name):
+            continue
         raise SquisherError(
-            f"{name!r} has the type {str(dtype).removeprefix('torch.')}, a quantised one whose scales lie elsewhere: merge the "
-            "models before they are quantised."
+            f"{name!r} has the type {str(dtype).removeprefix('torch.')} in {pair[0]} and other values in {pair[1]}, so it is no buffer but "
+            "quantised weights, whose numbers cannot be merged: merge the models before they are quantised, or keep it as it is with "
+            f"exclude={pattern_of(name)!r}."
         )
+
+
+def _same(first: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> bool:
+    if shape_of(first, name) != shape_of(other, name) or dtype_of(first, name) != dtype_of(other, name):
+        return False
+    return all(torch.equal(a, b) for a, b in zip(chunks_of(first, name), chunks_of(other, name), strict=True))
 
 
 def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequence[int]) -> str:
@@ -339,12 +354,12 @@ def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequenc
         if _VOCABULARY.search(name) and found[1:] == shape[1:]:
             raise NamingError(
                 f"The vocabularies differ: {name!r} has {shape[0]:,} rows in {first} and {found[0]:,} in {who}. Bring the models "
-                f"to one vocabulary first, or keep the one of {first} with exclude={re.escape(name)!r}."
+                f"to one vocabulary first, or keep the one of {first} with exclude={pattern_of(name)!r}."
             )
         if len(found) != len(shape) or not shape or found[1:] != shape[1:]:
             raise NamingError(
                 f"{name!r} has the shape {shape} in {first} and {found} in {who}: these are different networks. If only this "
-                f"part differs, leave it out with exclude={re.escape(name)!r}."
+                f"part differs, leave it out with exclude={pattern_of(name)!r}."
             )
         why = why or f"{found[0]} rows in {who}, {shape[0]} in {first}"
     return why
@@ -382,7 +397,7 @@ def _only_there(
 ) -> list[str]:
     """Return the weights that the first model does not have; refuse a model that they are more than half of."""
     new = [name for name in other if name not in first and not (pattern is not None and pattern.search(name))]
-    new = [name for name in new if dtype_of(other, name) in _FLOATS and not _BUFFER.search(name)]
+    new = [name for name in new if dtype_of(other, name) in FLOATS and not _BUFFER.search(name)]
     if new:
         aliases = _aliases([other, first], {})
         new = [name for name in new if name not in aliases]

@@ -102,7 +102,10 @@ def checked(keys: Keys, width: int, name: str) -> Keys:
         return keys
     magnitude = keys & _SIGNLESS[width]
     if int(magnitude.max()) > INFINITY[width]:
-        raise SquisherError(f"The scores of {name!r} hold NaN, which has no rank. Remove it where the scores are made.")
+        raise SquisherError(
+            f"The scores of {name!r} hold NaN, which has no rank: so do its weights or its importance, after a run that diverged or in a "
+            "damaged file. Take an earlier checkpoint, or leave the tensor out."
+        )
     if bool(((keys != magnitude) & (magnitude > 0)).any()):
         raise SquisherError(
             f"The scores of {name!r} hold negative values; importances and scores are 0 or more. "

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from ..errors import SquisherError, check_choice, check_fraction
 from ..importance import checked, tied_in
-from ..names import align, live_parameters
+from ..names import align, check_unquantized, live_parameters
 from ..order import Source, choose, per_source
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
 
-__all__ = ["Pruned", "Scores", "check_score", "fits", "keep_pattern", "parse_pattern", "scores", "weights"]
+__all__ = ["Pruned", "Scores", "check_score", "keep_pattern", "parse_pattern", "scores", "weights"]
 
 SCOPES = ("global", "tensor")
 Progress = Callable[[int, int], None]
@@ -169,7 +169,15 @@ def _by_rank(
 
 
 def _by_pattern(scored: Scores, keep: int, of: int) -> dict[str, Source]:
-    names = [name for name in scored if fits(name, scored.shape(name), of)]
+    shapes = {name: scored.shape(name) for name in scored}
+    names = [name for name, shape in shapes.items() if len(shape) > 1 and shape.numel()]  # vectors do not take part
+    wrong = [name for name in names if shapes[name][1] % of]
+    if wrong:
+        name, more = wrong[0], ", ".join(map(repr, wrong[1:4])) + (", …" if len(wrong) > 4 else "")
+        raise SquisherError(
+            f"{name!r} of the shape {tuple(shapes[name])} has {shapes[name][1]} inputs, which groups of {of} do not divide"
+            f"{f'; so have {more}' if more else ''}. Leave {'them' if more else 'it'} out with exclude."
+        )
     if not names:
         raise SquisherError("No tensor takes part in the pattern: all candidates are vectors.")
     return {name: _marks_of(lambda n: iter([keep_pattern(scored[n], keep, of).flatten()]), name) for name in names}
@@ -225,6 +233,7 @@ def _fitted(
     if not kept:
         why = f"exclude={exclude!r} leaves nothing" if names else "there is no tensor to prune"
         raise SquisherError(f"Nothing can be pruned: {why}. There are {', '.join(list(stored)[:4])}, ….")
+    check_unquantized(stored, kept)
     return Computed(stored if importance is None else importance, kept)
 
 
@@ -370,22 +379,6 @@ def parse_pattern(pattern: str) -> tuple[int, int]:
     if found is None or not 0 < int(found[1]) < int(found[2]) <= 64:
         raise SquisherError(f"A pattern is written N:M with 0 < N < M ≤ 64, such as 2:4, not {pattern!r}.")
     return int(found[1]), int(found[2])
-
-
-def fits(name: str, shape: torch.Size, of: int) -> bool:
-    """Return whether a tensor takes part: vectors do not.
-
-    Raises:
-        SquisherError: Its inputs cannot be divided into groups.
-    """
-    if len(shape) < 2 or not shape.numel():
-        return False
-    if shape[1] % of:
-        raise SquisherError(
-            f"{name!r} of the shape {tuple(shape)} has {shape[1]} inputs, which groups of {of} do not divide. "
-            "Leave it out with exclude."
-        )
-    return True
 
 
 def keep_pattern(scores: Tensor, keep: int, of: int) -> Tensor:
