@@ -14,7 +14,7 @@ from typing import Any
 from .harness import RESULTS
 
 ROOT = Path(__file__).parents[1]
-MODELS = {"mlp": "MLP", "cnn": "CNN", "encoder": "encoder", "decoder": "decoder"}
+MODELS = {"mlp": "MLP", "cnn": "CNN", "encoder": "encoder", "decoder": "decoder", "vit": "ViT"}
 WRONG = 1e-3
 """A result that is off by more than this, relative to the largest entry, is no Fisher diagonal."""
 

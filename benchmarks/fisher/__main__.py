@@ -92,6 +92,9 @@ def main() -> None:
     parser.add_argument("--methods", default=None, help="comma-separated; by default all")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=40.0, help="about how long a case may take")
+    parser.add_argument(
+        "--peer-seconds", type=float, default=10.0, help="the same for others than ours, and for growth"
+    )
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--peers-python", default=None)
     parser.add_argument("--no-growth", action="store_true")
@@ -100,8 +103,8 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = arguments.methods.split(",") if arguments.methods else ["plain", "loop", "vmap", *OURS, *PEERS]
     work = Work(RESULTS / f"{arguments.out}.part.json", arguments.fresh)
-    options = ["--rounds", str(arguments.rounds), "--seconds", str(arguments.seconds)]
-    options += ["--small"] if arguments.small else []
+    shared = ["--rounds", str(arguments.rounds), *(["--small"] if arguments.small else [])]
+    options, brief = ([*shared, "--seconds", str(s)] for s in (arguments.seconds, arguments.peer_seconds))
     results = []
     for model in arguments.models.split(","):
         for method in chosen:
@@ -110,13 +113,13 @@ def main() -> None:
             ):
                 continue
             python = arguments.peers_python if method in PEERS else sys.executable
-            results.append(work.result(python, model, method, options))
+            results.append(work.result(python, model, method, options if method in OURS else brief))
             show(results[-1])
     growth = []
     for what, (model, method, steps) in ({} if arguments.no_growth else GROWTH).items():
         for settings in steps:
             more = ["--skip-check", "--settings", json.dumps(settings)]
-            found = work.result(sys.executable, model, method, options + more)
+            found = work.result(sys.executable, model, method, brief + more)
             growth.append({"with": what, "settings": settings, **found})
             print(f"{what} {settings}: ", end="")
             show(found)

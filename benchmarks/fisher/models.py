@@ -1,4 +1,4 @@
-"""The four models of the benchmark, in plain torch, so that every peer gets the same one."""
+"""The models of the benchmark, in plain torch, so that every peer gets the same one."""
 
 from __future__ import annotations
 
@@ -98,6 +98,26 @@ class Transformer(nn.Module):
         return self.head(x if self.classes is None else x[:, 0])
 
 
+class Vision(nn.Module):
+    """A ViT: patches of 4×4 pixels, a class token, positions that are a parameter."""
+
+    def __init__(self, width: int, layers: int, heads: int):
+        super().__init__()
+        self.patches = nn.Conv2d(3, width, 4, 4)
+        self.first = nn.Parameter(torch.randn(1, 1, width) * 0.02)
+        self.positions = nn.Parameter(torch.randn(1, 65, width) * 0.02)
+        self.layers = nn.ModuleList(Layer(width, heads, False) for _ in range(layers))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits of the class."""
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.positions
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x[:, 0])
+
+
 @dataclass(frozen=True)
 class Case:
     """One model with its data.
@@ -157,7 +177,7 @@ def _text(length: int, classes: int | None, vocabulary: int) -> Callable[[int], 
 
 
 def cases(small: bool = False, **changes: int) -> dict[str, Case]:
-    """The four models; `small` for a quick look at whether everything runs; `length`, `width`, `classes` of the encoder."""
+    """The models; `small` for a quick look at whether everything runs; `length`, `width`, `classes` of the encoder."""
     vocabulary, width, layers = (500, 48, 2) if small else (30522, 384, 6)
     length, width, classes = changes.get("length", 64), changes.get("width", width), changes.get("classes", 10)
     picture = lambda n: (torch.randn(n, 3, 32, 32), torch.randint(0, 10, (n,)))  # noqa: E731
@@ -188,6 +208,7 @@ def cases(small: bool = False, **changes: int) -> dict[str, Case]:
             16 if small else 64,
             16,
         ),
+        Case("vit", lambda: Vision(width, layers, 6), picture, "categorical", 32 if small else 128, 16),
     ]
     return {case.name: case for case in found}
 
