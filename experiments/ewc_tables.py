@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from experiments.figures import COLOURS, save, subplots
 from experiments.markdown import Parts, table
 from experiments.spread import mean, paired
 
-__all__ = ["ablations", "main_table", "parts", "resume"]
+__all__ = ["ablations", "beside", "ours", "parts"]
 
 CELLS = tuple(f"{b}-{s}" for b in ("split", "permuted", "cifar") for s in ("task", "domain", "class"))
 PICTURE = "ewc-strength.png"
@@ -47,55 +47,35 @@ class Runs:
         return [statistics.median(column) for column in zip(*map(value, self.seeds[method].values()), strict=False)]
 
 
-def main_table(folder: Path) -> str:
-    """All nine cells of the paper's table: its three columns beside ours, and what we add."""
-    ours = ("squisher (N·v)", "identity", "squisher (tracked)", "squisher (decoupled)")
-    head = ["benchmark", "chance"]
-    for method in ("Fisher", "Squisher", "none"):
-        head += [method, "paper"]
-    rows = []
-    for cell, runs in _cells(folder):
-        case = ewc.case(ewc.CONFIGS[cell])
-        row = [case, f"{ewc.CHANCE[case]:g}"]
-        for method in ("fisher", "squisher", "none"):
-            row += [_accuracy(runs, method), f"{ewc.PAPER[case][method]:.2f}"]
-        rows.append([*row, *(_accuracy(runs, method) for method in ours)])
-    return table([*head, *ours], rows)
+def beside(folder: Path) -> str:
+    """All nine cells of the paper's table: its three columns beside ours."""
+    return _side_by_side(folder, {"Fisher": "fisher", "Squisher": "squisher", "none": "none"})
 
 
 def ablations(folder: Path) -> str:
     """The paper's ablations, all task-incremental, beside ours."""
     names = ("fisher", "squisher", "squisher (without rescaling)", "squisher (β₂ = 0.95)", "joint")
-    head = ["benchmark"]
-    for method in names:
-        head += [method, "paper"]
+    return _side_by_side(folder, {name: name for name in names}, "-task")
+
+
+def _side_by_side(folder: Path, methods: Mapping[str, str], ending: str = "") -> str:
     rows = []
     for cell, runs in _cells(folder):
-        if cell.endswith("-task"):
+        if cell.endswith(ending):
             case = ewc.case(ewc.CONFIGS[cell])
-            row = [case]
-            for method in names:
-                row += [_accuracy(runs, method), f"{ewc.PAPER[case][method]:.2f}"]
-            rows.append(row)
-    return table(head, rows)
+            cells = [x for m in methods.values() for x in (_accuracy(runs, m), f"{ewc.PAPER[case][m]:.2f}")]
+            rows.append([case, *cells, f"{ewc.CHANCE[case]:g}"])
+    return table(["benchmark", *(x for name in methods for x in (name, "paper")), "chance"], rows)
 
 
-def resume(folder: Path) -> str:
-    """How much of each cell was run, and the command that goes on with it."""
+def ours(folder: Path) -> str:
+    """All nine cells with what the paper's table does not have."""
+    methods = ("none", "fisher", "squisher", "squisher (N·v)", "identity", "squisher (tracked)", "squisher (decoupled)")
     rows = []
-    for cell in CELLS:
-        config = ewc.CONFIGS[cell]
-        planned = sum(len(stage) for stage in ewc.stages(config, range(1, config["seeds"] + 1)))
-        found = document("ewc", cell, folder)
-        done = 0 if found is None else len(found["units"])
-        rows.append(
-            [
-                ewc.case(config),
-                f"{done} of {planned}",
-                f"`python -m experiments ewc --scale {cell} --data DIR --jobs 1`",
-            ]
-        )
-    return table(["benchmark", "units run", "goes on with"], rows)
+    for cell, runs in _cells(folder):
+        case = ewc.case(ewc.CONFIGS[cell])
+        rows.append([case, *(_accuracy(runs, method) for method in methods), f"{ewc.CHANCE[case]:g}"])
+    return table(["benchmark", *methods, "chance"], rows)
 
 
 def _cells(folder: Path) -> list[tuple[str, Runs | None]]:
@@ -205,7 +185,7 @@ def parts(folder: Path, images: Path) -> Parts:
     blocks = {part.__name__: part(task) for part in (comparison, curves, contexts, totals, times)}
     blocks["curves"] = f"![Held-out accuracy against λ for each estimator](images/{PICTURE})\n\n{blocks['curves']}"
     blocks |= {f"permuted {part.__name__}": part(reduced) for part in (curves, comparison, totals)}
-    return Parts({**blocks, "whole table": main_table(folder)})
+    return Parts(blocks)
 
 
 def _power(strength: float) -> int:

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from experiments import ewc_tables, runtime
-from experiments.claims import MARGIN, Judged, Note, judge
+from experiments.claims import MARGIN, Judged, Note, Verdict, judge
 from experiments.comparison import SETTINGS, Comparison, comparisons, document
 from experiments.figures import COLOURS, save, subplots
 from experiments.markdown import Parts, table
 from experiments.spread import mean
 
-__all__ = ["appendix", "draw", "overview", "parts"]
+__all__ = ["appendix", "draw", "overview", "parts", "units"]
 
 PICTURE = "results-cpu.png"
 PLAIN = {
@@ -26,7 +26,7 @@ PLAIN = {
 
 
 def parts(folder: Path, images: Path) -> Parts:
-    """What docs/results.md takes: verdicts, stand-ins, what was not run, and numbers inside sentences."""
+    """What docs/results.md takes: verdicts, EWC beside the paper, stand-ins, and numbers inside sentences."""
     found = comparisons(folder, "cpu")
     draw(found, images / PICTURE)
     judged = judge(found)
@@ -34,9 +34,9 @@ def parts(folder: Path, images: Path) -> Parts:
         "figure": f"![Fisher, Squisher and baseline in every setting: mean, standard deviation and single seeds](images/{PICTURE})",
         "main claims": _main_claims(found, judged),
         "other claims": _others([j for j in judged if not j.claim.ours and not _is_plain(j)]),
-        "our questions": _others([j for j in judged if j.claim.ours]),
+        "ewc beside": ewc_tables.beside(folder),
+        "ewc ablations": ewc_tables.ablations(folder),
         "stand-ins": _stand_ins(found),
-        "not run": ewc_tables.resume(folder),
     }
     return Parts(blocks, _words(found, judged, folder))
 
@@ -53,10 +53,10 @@ def appendix(folder: Path, images: Path) -> Parts:
         {
             "overview": overview(found),
             "tests": _tests(judge(found)),
-            "ewc table": ewc_tables.main_table(folder),
-            "ewc ablations": ewc_tables.ablations(folder),
+            "ewc table": ewc_tables.ours(folder),
             "check": _check(folder),
             "sections": "\n\n".join(sections),
+            "units": units(folder),
             "run times": "\n\n".join(_run_times(document("runtime", "cpu", folder))),
         }
     )
@@ -87,6 +87,27 @@ def overview(found: Sequence[Comparison]) -> str:
         "chance",
     ]
     return table(head, rows)
+
+
+def units(folder: Path) -> str:
+    """How much of everything that is written was run, and the command that goes on with it."""
+    rows = []
+    for name in (*SETTINGS, "examples", "strengths"):
+        module = importlib.import_module(f"experiments.{name}")
+        for scale, config in module.CONFIGS.items():
+            if scale in ("quick", "paper"):  # an illustration, and what needs a large GPU
+                continue
+            planned = sum(len(stage) for stage in module.stages(config, range(1, config["seeds"] + 1)))
+            made = document(name, scale, folder)
+            title = getattr(module, "BENCHMARKS", {}).get("cpu", {}).get(scale)
+            title = title or (module.TITLE if scale == "cpu" else f"{module.TITLE}, {scale}")
+            rows.append(
+                [
+                    title, "not run" if made is None else f"{len(made['units'])} of {planned}",
+                    f"`python -m experiments {name} --scale {scale} --data DIR --jobs 1`",
+                ]
+            )  # fmt: skip
+    return table(["what", "units run", "goes on with"], rows)
 
 
 def draw(found: Sequence[Comparison], path: Path) -> None:
@@ -270,6 +291,12 @@ def _words(found: Sequence[Comparison], judged: Sequence[Judged], folder: Path) 
     out: dict[str, str] = {"margin": f"{MARGIN:g}"}
     for c in found:
         out[f"{c.name}/seeds"] = str(len(c.main("fisher").keys() & c.main("squisher").keys()))
+        ranges = [
+            max(v) - min(v)
+            for by in (c.values.get(case, {}) for case in c.main_cases)
+            for v in (list(x.values()) for x in by.values())
+        ]
+        out[f"{c.name}/range"] = f"{max(ranges):.0f}"
         for case, by_method in c.values.items():
             place = c.name if case in c.main_cases and len(c.main_cases) == 1 else f"{c.name}/{case}"
             for method, by_seed in by_method.items():
@@ -281,16 +308,9 @@ def _words(found: Sequence[Comparison], judged: Sequence[Judged], folder: Path) 
     for ours, who in ((False, "paper"), (True, "ours")):
         family = [j for j in judged if j.claim.ours is ours]
         out[f"{who}/claims"] = str(len(family))
-        for verdict in {j.verdict for j in family}:
+        for verdict in Verdict:
             out[f"{who}/{verdict.value}"] = str(sum(j.verdict is verdict for j in family))
     out |= _bases(document("pruning", "cifar10", folder))
-    ranking = [u["result"] for k, u in document("embedding", "cpu", folder)["units"].items() if k.endswith("/ranking")]
-    if all("traces" in r for r in ranking):
-        spreads = [max(r["traces"]["fisher"].values()) / min(r["traces"]["fisher"].values()) for r in ranking]
-        out["embedding/trace spread"] = f"{sorted(spreads)[len(spreads) // 2]:.0e}".replace("e+0", "·10^").replace(
-            "e+", "·10^"
-        )
-        out["embedding/trace and size"] = f"{mean([r['trace_and_size']['fisher'] for r in ranking]).value:.2f}"
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 
@@ -150,6 +151,17 @@ def test_scores_in_committed_documents_are_those_of_their_units():
         assert [s[:-1] for s in again] == [s[:-1] for s in kept], c.name
         # Other processors add up in another order.
         assert [s[-1] for s in again] == pytest.approx([s[-1] for s in kept], rel=1e-12), c.name
+
+
+def test_every_scale_that_is_written_is_listed_with_how_much_of_it_was_run(tmp_path):
+    made = {"units": {"seed-1/prune": {}, "seed-2/merge": {}}}
+    (tmp_path / "examples-cpu.json").write_text(json.dumps(made))
+    listed = findings.units(tmp_path)
+    assert (
+        "| How many examples | 2 of 10 | `python -m experiments examples --scale cpu --data DIR --jobs 1` |" in listed
+    )
+    assert listed.count("not run") == listed.count("python -m experiments") - 1
+    assert "--scale cifar-class" in listed
 
 
 def test_the_figure_is_the_same_twice(tmp_path):
