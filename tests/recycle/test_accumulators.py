@@ -7,8 +7,7 @@ import torch
 
 from squisher.errors import NoAccumulatorError
 from squisher.recycle.assembly import values
-from squisher.recycle.optimizers.accumulators import TABLE, identify, optimizer_name, reading, step_of
-from squisher.recycle.states import stored
+from squisher.recycle.optimizers import TABLE, identify, optimizer_name, reading, step_of, stored
 
 SHAPE = (4, 3)
 

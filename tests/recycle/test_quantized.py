@@ -189,7 +189,7 @@ def test_codes_in_another_memory_order_are_read_in_flat_order(tmp_path):
 
 
 def test_clipping_at_a_percentile_is_said():
-    from squisher.recycle.optimizers.accumulators import reading
+    from squisher.recycle.optimizers import reading
 
     state = {"state1": torch.zeros(100), "state2": torch.ones(100), "gnorm_vec": torch.zeros(100), "step": 2}
     (entry,) = decoded([Entry(state, {"betas": (0.9, 0.999)})])

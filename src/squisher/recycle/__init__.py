@@ -25,7 +25,7 @@ from .naming.candidates import candidates_of_module, given_names, matching
 from .naming.frozen import with_earlier
 from .naming.hf_rules import trainer_rules
 from .naming.solver import RULES, resolve
-from .optimizers.accumulators import GIVEN_BETA2, rows_of_class
+from .optimizers import GIVEN_BETA2, rows_of_class
 from .optimizers.quantized import check_precision
 from .states import (
     Candidate,

@@ -14,14 +14,8 @@ from torch import Tensor
 from ..errors import NoAccumulatorError
 from ..importance import Absence, Importance, Pollution, Reason, RunFacts, structure_hash
 from ..storage.tensors import CHUNK
-from .optimizers.accumulators import Reading, optimizer_name, reading
-from .states import (
-    EMPTY,
-    Entry,
-    FusedSlice,
-    is_tensor,
-    stored,
-)
+from .optimizers import Reading, is_tensor, optimizer_name, reading, stored
+from .states import EMPTY, Entry, FusedSlice
 
 __all__ = ["Recycled", "assemble", "values"]
 

@@ -7,15 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from ..errors import NoAccumulatorError
 from ..importance import RunFacts
 from ..storage.tensors import TensorSource
 from .naming.laws import Law
-from .optimizers.accumulators import identify
-from .optimizers.factored import join
-from .optimizers.table import TABLE
+from .optimizers import TABLE, identify, is_tensor, stored
 
 __all__ = [
     "Candidate",
@@ -25,8 +21,6 @@ __all__ = [
     "OptimizerState",
     "Options",
     "check_usable",
-    "is_tensor",
-    "stored",
 ]
 
 
@@ -185,7 +179,7 @@ class Options:
 
 
 def check_usable(optimizer: OptimizerState) -> None:
-    """Refuses an optimizer that keeps no squared gradient before anybody asks for the names of its parameters.
+    """Refuse an optimizer that keeps no squared gradient, before anybody asks for the names of its parameters.
 
     Raises:
         NoAccumulatorError: No parameter has a usable accumulator.
@@ -205,20 +199,3 @@ def check_usable(optimizer: OptimizerState) -> None:
 def _names_itself(entry: Entry, optimizer: OptimizerState) -> bool:
     """Whether a parameter without state still tells by its group which optimizer it belongs to (plain SGD)."""
     return optimizer.class_name is not None or any(row.matches((), entry.group) for row in TABLE if row.group)
-
-
-def stored(keys: Sequence[str], state: Mapping[str, Any], group: Mapping[str, Any]) -> Any:
-    """Return the accumulator as it is stored: a tensor, lazy or not, or the product of two factors.
-
-    Raises:
-        NoAccumulatorError: What is there is no tensor, or the factors do not fit together.
-    """
-    for key in keys:
-        if not is_tensor(state[key]):
-            raise NoAccumulatorError(f"Its {key} is a {type(state[key]).__name__}, not a tensor")
-    return state[keys[0]] if len(keys) == 1 else join(keys, state, group)
-
-
-def is_tensor(value: Any) -> bool:
-    """Whether something is a tensor, in memory or in a file."""
-    return isinstance(value, (Tensor, TensorSource))

@@ -22,7 +22,7 @@ from ...storage.byte_range import ByteRange
 from ...storage.tensors import CHUNK, Block, Blocks, TensorSource
 from ...storage.torch_files import Record, StoredTensor, Verified, read, unpickle
 from ..naming.candidates import clean_names, recorded_name
-from ..optimizers.accumulators import step_of
+from ..optimizers import step_of
 from ..states import Candidate, Entry, Found, OptimizerState, Options
 from .model_source import with_model
 from .training_args import facts_of, training_args

@@ -16,7 +16,7 @@ from ...errors import FileError
 from ...storage.json_files import read_object
 from ...storage.tensors import Joined, Slice
 from ...storage.torch_files import StoredTensor, Verified, is_optimizer, read
-from ..optimizers.accumulators import step_of
+from ..optimizers import step_of
 from ..states import Entry, Found, OptimizerState, Options
 from .model_source import with_model
 from .torch_file import optimizer_state

@@ -16,7 +16,7 @@ from typing import Any
 
 from ...errors import FileError, NoAccumulatorError
 from ...importance import Pollution, RunFacts, Spoiler
-from ..optimizers.factored import Factored
+from ..optimizers import Factored
 from ..states import Entry, Found, OptimizerState, Options
 from .flax_msgpack import read_msgpack
 from .orbax import read_orbax

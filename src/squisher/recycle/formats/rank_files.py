@@ -11,7 +11,7 @@ from ...errors import FileError, NamingError
 from ...storage.tensors import Block, Blocks
 from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..naming.candidates import clean_names
-from ..optimizers.accumulators import step_of
+from ..optimizers import step_of
 from ..states import Candidate, Found, Options
 from .model_source import with_model
 from .torch_file import find_optimizers, mesh_size, optimizer_state

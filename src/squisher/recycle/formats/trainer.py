@@ -16,7 +16,7 @@ from ..naming.candidates import Candidates, candidates_of_module, loose
 from ..naming.frozen import by_evidence, with_earlier
 from ..naming.hf_model import MissingPackage, adapted_model, built_by, meta_model
 from ..naming.hf_rules import galore_rule
-from ..optimizers.accumulators import step_of
+from ..optimizers import step_of
 from ..states import Candidate, Found, OptimizerState, Options
 from .model_source import laws_of, model_candidates, pinned, sorted_by_name, with_model
 from .torch_file import candidates_of, read_torch_file

@@ -21,7 +21,7 @@ from ...errors import FileError
 from ...importance import Pollution, Spoiler
 from ...storage.tensors import Joined, Slice
 from ...storage.torch_files import Record, StoredTensor, Verified, read
-from ..optimizers.accumulators import step_of
+from ..optimizers import step_of
 from ..states import Entry, Found, OptimizerState, Options
 from .model_source import with_model
 from .torch_file import read_torch_file

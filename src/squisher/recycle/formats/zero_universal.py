@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...errors import FileError
 from ...storage.torch_files import Record, StoredTensor, Verified, read
-from ..optimizers.accumulators import step_of
+from ..optimizers import step_of
 from ..states import Entry, Found, OptimizerState
 from .zero_run import Run
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ...storage.tensors import CHUNK
-from ..optimizers.accumulators import identify
-from ..states import Candidate, Entry, is_tensor, stored
+from ..optimizers import identify, is_tensor, stored
+from ..states import Candidate, Entry
 from .laws import NO_HEADS, Heads, Reading
 
 __all__ = ["FEWEST", "Array", "Shape", "Values", "carried", "certainty", "concordance", "independent"]
