@@ -19,7 +19,7 @@ from ..storage.folders import open_weights
 from ..storage.hub import fetch, is_hub_id
 from ..storage.tensors import LazyTensors
 from .assembly import assemble
-from .formats.registry import read_source
+from .formats import read_source
 from .live import Tracked, from_optimizers, from_tracker, unwrapped
 from .naming.candidates import candidates_of_module, given_names, matching
 from .naming.frozen import with_earlier

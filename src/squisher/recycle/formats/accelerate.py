@@ -12,7 +12,7 @@ from ...importance import RunFacts
 from ...storage.folders import Weights, open_weights
 from ..naming.candidates import matching
 from ..states import Candidate, Found, OptimizerState, Options
-from .model_source import pinned, sorted_by_name, with_model
+from .model_source import pinned, sorted_by_name
 from .torch_file import candidates_of, read_torch_file
 from .trainer import optimizer_file
 
@@ -38,7 +38,7 @@ def read_accelerate(folder: Path, options: Options) -> Found:
     """
     optimizers = [read_one(file) for file in _numbered(folder, r"optimizer(?:_(\d+))?\.bin")]
     if options.model is not None:
-        return with_model(Found(optimizers), options)
+        return Found(optimizers)
     weights = [opened for file in _weight_files(folder) if (opened := open_weights(file)) is not None]
     ordered: Sources = []
     tied: dict[str, str] = {}

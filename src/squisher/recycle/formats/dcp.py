@@ -24,7 +24,6 @@ from ...storage.torch_files import Record, StoredTensor, Verified, read, unpickl
 from ..naming.candidates import clean_names, recorded_name
 from ..optimizers import step_of
 from ..states import Candidate, Entry, Found, OptimizerState, Options
-from .model_source import with_model
 from .training_args import facts_of, training_args
 
 __all__ = ["Checkpoint", "is_dcp", "read_dcp"]
@@ -87,7 +86,7 @@ def read_dcp(path: Path, options: Options) -> Found:
     if (path / "training_args.bin").is_file():  # FSDP under the Hugging Face Trainer
         steps = (step_of(e.state, e.group) for optimizer in optimizers for e in optimizer.entries if e.state)
         facts, assume_mean = facts_of(path, training_args(path), next(steps, None))
-    return with_model(Found(optimizers, models, replace(facts, tied=tied), assume_mean=assume_mean), options)
+    return Found(optimizers, models, replace(facts, tied=tied), assume_mean=assume_mean)
 
 
 def _folders(path: Path) -> list[Path]:

@@ -16,7 +16,6 @@ from ...importance import Pollution, RunFacts, Spoiler
 from ...storage.torch_files import read
 from ..states import Entry, Found, OptimizerState, Options
 from .dcp import Checkpoint
-from .model_source import with_model
 
 __all__ = ["is_megatron", "read_megatron"]
 
@@ -68,7 +67,7 @@ def read_megatron(path: Path, options: Options) -> Found:
     group = {name: value for name, value in next(iter(distinct.values())).items() if name in _KEPT}
     entries = [Entry(own, group, name=name) for name, own in state.items()]
     found = Found([OptimizerState(entries, place="optimizer")], facts=RunFacts(pollution=(_EXPERIMENTAL,)))
-    return with_model(found, options)
+    return found
 
 
 def _latest(path: Path) -> Path:

@@ -18,7 +18,6 @@ from ...storage.tensors import Joined, Slice
 from ...storage.torch_files import StoredTensor, Verified, is_optimizer, read
 from ..optimizers import step_of
 from ..states import Entry, Found, OptimizerState, Options
-from .model_source import with_model
 from .torch_file import optimizer_state
 
 __all__ = ["is_nanotron", "read_nanotron"]
@@ -57,7 +56,7 @@ def read_nanotron(path: Path, options: Options) -> Found:
                 )
             shards[entry.name][rank] = entry
     entries = [_whole(folder, name, own, sharding) for name, own in shards.items()]
-    return with_model(Found([OptimizerState(entries, None, folder.name)]), options)
+    return Found([OptimizerState(entries, None, folder.name)])
 
 
 def _ranks(folder: Path) -> dict[tuple[int, int | None], list[Entry]]:

@@ -13,7 +13,6 @@ from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..naming.candidates import clean_names
 from ..optimizers import step_of
 from ..states import Candidate, Found, Options
-from .model_source import with_model
 from .torch_file import find_optimizers, mesh_size, optimizer_state
 
 __all__ = ["is_rank_folder", "read_ranks"]
@@ -53,7 +52,7 @@ def read_ranks(path: Path, options: Options) -> Found:
     for same in zip(*states, strict=True):
         joined = _joined([value for _, value in same], list(files), path)
         optimizers.append(optimizer_state(joined, same[0][0]))
-    return with_model(Found(optimizers, models), options)
+    return Found(optimizers, models)
 
 
 def _sets(path: Path) -> list[dict[int, Path]]:

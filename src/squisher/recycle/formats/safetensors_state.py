@@ -19,7 +19,6 @@ from ...storage.safetensors import open_safetensors
 from ...storage.tensors import CHUNK, TensorSource
 from ...storage.torch_files import unpickle
 from ..states import Entry, Found, OptimizerState, Options
-from .model_source import with_model
 from .torch_file import optimizer_state
 
 __all__ = ["is_safetensors_state", "read_safetensors_state"]
@@ -57,11 +56,11 @@ def read_safetensors_state(path: Path, options: Options) -> Found:
     tensors = {name: lazy.source(name) for name in lazy}
     tree = _olmo(tensors, file)
     if tree is not None:
-        return with_model(Found([optimizer_state(tree, file.name)]), options)
+        return Found([optimizer_state(tree, file.name)])
     if file.name == "exp_avg_sq.safetensors":
         group = {"betas": (None, None), "decoupled_weight_decay": True}
         entries = [Entry({"exp_avg_sq": tensor}, group, 0, name) for name, tensor in tensors.items()]
-        return with_model(Found([OptimizerState(entries, None, file.name)]), options)
+        return Found([OptimizerState(entries, None, file.name)])
     states = list(_mlx(tensors, options.optimizer_class))
     if not states:
         raise FileError(
@@ -69,7 +68,7 @@ def read_safetensors_state(path: Path, options: Options) -> Found:
             "exp_avg_sq.safetensors). Give the file or folder that was saved with the optimizer; an importance that is "
             "already extracted needs no extracting."
         )
-    return with_model(Found(states), options)
+    return Found(states)
 
 
 # -- OLMo --------------------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
-"""Files that `torch.save` wrote: an optimizer's state, bare or inside whatever dictionary a training script made."""
+"""Files that `torch.save` wrote: an optimizer's state, bare or inside whatever dictionary a training script or Lightning made."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,24 +14,25 @@ from ...storage.byte_range import ByteRange
 from ...storage.tensors import LazyTensors, TensorSource, tied_names
 from ...storage.torch_files import Record, StoredTensor, find_weights, is_in_backward, is_optimizer, read, walk
 from ..naming.candidates import clean_names
+from ..optimizers import is_tensor
 from ..optimizers.quantized import decoded
-from ..states import Candidate, Entry, Found, OptimizerState
+from ..states import Candidate, Entry, Found, OptimizerState, Options
 
 __all__ = [
     "candidates_of",
     "find_optimizers",
     "mesh_size",
     "optimizer_state",
+    "read_lightning",
     "read_torch_file",
     "read_torch_folder",
     "torch_files",
-    "without_shards",
 ]
 
 _MOST = 12  # torch files of one folder that are looked into
 
 
-def read_torch_file(path: str | os.PathLike[str] | ByteRange) -> Found:
+def read_torch_file(path: str | os.PathLike[str] | ByteRange, options: Options | None = None) -> Found:
     """Read the optimizer states in a torch file, and the weights beside them, which keep the module's order.
 
     Raises:
@@ -58,6 +59,31 @@ def read_torch_file(path: str | os.PathLike[str] | ByteRange) -> Found:
     return Found(optimizers, models, RunFacts(tied=tied))
 
 
+def read_lightning(path: Path, options: Options) -> Found:
+    """Read the optimizers of a Lightning checkpoint, and its weights in module order.
+
+    How parameters were grouped is the user's code, and an optimizer may have any of them (the generator of a GAN, a student
+    beside its frozen teacher): shapes and values must tell.
+
+    Raises:
+        FileError: It cannot be read safely, or holds no optimizer state.
+    """
+    tree = read(path)
+    content = tree if isinstance(tree, dict) else {}
+    states, weights = content.get("optimizer_states"), content.get("state_dict")
+    if not isinstance(states, list) or not isinstance(weights, dict):
+        return read_torch_file(path)  # `.ckpt` is a popular ending
+    optimizers = [optimizer_state(state, f"optimizer_states.{place}") for place, state in find_optimizers(states)]
+    if not optimizers:
+        raise FileError(
+            f"{path} holds weights but no optimizer state: it was saved with save_weights_only=True, or after training."
+        )
+    if options.model is not None:
+        return Found(optimizers)
+    candidates, tied = candidates_of({n: t for n, t in weights.items() if isinstance(n, str) and is_tensor(t)})
+    return Found(optimizers, [("the weights under 'state_dict'", candidates)], RunFacts(tied=tied))
+
+
 def torch_files(folder: Path) -> list[Path]:
     """Return the checkpoints that a training script of one's own leaves in a folder."""
     if not folder.is_dir():
@@ -65,7 +91,7 @@ def torch_files(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt", ".tar") and p.is_file())
 
 
-def read_torch_folder(folder: Path) -> Found:
+def read_torch_folder(folder: Path, options: Options) -> Found:
     """Read a folder with one optimizer state among its torch files; the others may hold the weights.
 
     Raises:
@@ -165,8 +191,8 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
             own = own if isinstance(own, dict) else {}
             names = (member, name, by_index.get(member), own.get("param_name"))
             said = next((n for n in names if isinstance(n, str)), None)
-            entries.append(Entry(own, settings, number, said))
-    return OptimizerState(decoded(without_shards(entries), class_name), class_name, place)
+            entries.append(Entry(_without_shards(own), settings, number, said))
+    return OptimizerState(decoded(entries, class_name), class_name, place)
 
 
 def _with_network_names(optimizer: OptimizerState, tree: Any) -> OptimizerState:
@@ -254,26 +280,16 @@ def _at(place: str) -> str:
 _SHARDED = ("DTensor", "ShardedTensor")
 
 
-def without_shards(entries: Iterable[Entry]) -> list[Entry]:
-    """Return the entries with sharded tensors replaced by the tensors themselves, where a rank has all of them.
+def _without_shards(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with sharded tensors replaced by the tensors themselves, where a rank has all of them.
 
     Raises:
-        FileError: A rank has only its share.
+        FileError: A rank has only its shard.
     """
-    return [replace(entry, state=_whole(entry.state)) if _sharded(entry.state) else entry for entry in entries]
-
-
-def _sharded(state: Mapping[str, Any]) -> bool:
-    return any(isinstance(value, Record) and value.name.endswith(_SHARDED) for value in state.values())
-
-
-def _whole(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _local(value) if isinstance(value, Record) else value for key, value in state.items()}
+    return {key: _local(v) if isinstance(v, Record) and v.name.endswith(_SHARDED) else v for key, v in state.items()}
 
 
 def _local(value: Record) -> Any:
-    if not value.name.endswith(_SHARDED):
-        return value
     spec, local = value.get("_spec"), value.get("_local_tensor")
     placements = spec.get("placements") if isinstance(spec, Record) else None
     world = mesh_size(spec.get("mesh")) if isinstance(spec, Record) else None
@@ -283,7 +299,7 @@ def _local(value: Record) -> Any:
         return local
     ranks = f"one of {world} ranks" if world else "one rank"
     raise FileError(
-        f"The file holds the share of {ranks} of an optimizer state that FSDP sharded ({value.name.rpartition('.')[2]}), not "
+        f"The file holds the shard of {ranks} of an optimizer state that FSDP sharded ({value.name.rpartition('.')[2]}), not "
         "the whole. Give the folder with the files of all ranks, or save it with torch.distributed.checkpoint, or in full: get_optimizer_state_dict(model, optimizer, "
         "options=StateDictOptions(full_state_dict=True, cpu_offload=True))."
     )

@@ -23,7 +23,6 @@ from ...storage.tensors import Joined, Slice
 from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..optimizers import step_of
 from ..states import Entry, Found, OptimizerState, Options
-from .model_source import with_model
 from .torch_file import read_torch_file
 from .zero_neox import neox_parameters
 from .zero_run import MODEL_FILE, Run
@@ -53,15 +52,15 @@ def read_zero(path: Path, options: Options) -> Found:
     folder = _tag_folder(path)
     source = path if folder != path else path.absolute().parent
     if is_universal(folder):
-        return with_model(read_universal(folder, source), options)
+        return read_universal(folder, source)
     stages = stage_files(folder)
     if not stages:
-        return with_model(_without_zero(Run(folder), folder), options)
+        return _without_zero(Run(folder), folder)
     read_stages = [_stage(folder, number, files, len(stages)) for number, files in stages.items()]
     run = read_stages[0][0]
     entries = _one_model(folder, [own for _, own, _ in read_stages])
     if not run.shapes:
-        return with_model(Found([OptimizerState(entries, None, folder.name)]), options)
+        return Found([OptimizerState(entries, None, folder.name)])
     facts = run.facts(source, next((step_of(e.state, e.group) for e in entries if e.state), None))
     of_stages = [run.facts(source, None) for run, _, _ in read_stages]
     notes = dict.fromkeys(note for *_, own in read_stages for note in own)
@@ -74,7 +73,7 @@ def read_zero(path: Path, options: Options) -> Found:
     listed = {c.name: c for run, _, _ in read_stages for _, own in run.models() for c in own}
     models = [(run.models()[0][0], list(listed.values()))]
     found = Found([OptimizerState(entries, run.class_name, folder.name)], models, facts, assume_mean=False)
-    return with_model(found, options)
+    return found
 
 
 def _stage(
