@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from squisher.importance import RunFacts
-from squisher.recycle.formats.training_args import facts_of, target_modules, training_args
+from squisher.recycle.formats.trainer import facts_of, target_modules, training_args
 from squisher.storage.torch_files import Record
 
 BERT = Path(__file__).parents[1] / "fixtures" / "trainer" / "bert"

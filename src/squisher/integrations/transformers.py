@@ -20,7 +20,7 @@ from torch import nn
 from ..consolidate import EWC
 from ..errors import FileError, SquisherError
 from ..importance import FILE_NAME, Importance, Pollution, RunFacts, Spoiler, load
-from ..recycle.formats.training_args import reduction_of
+from ..recycle.formats.trainer import reduction_of
 from .recording import PENALTY, Recorder, Restrainer, inner_optimizers, loss_factor
 from .trainer_watch import TrainerWatch
 

@@ -24,7 +24,7 @@ from ...storage.torch_files import Record, StoredTensor, Verified, read, unpickl
 from ..naming.candidates import clean_names, recorded_name
 from ..optimizers import step_of
 from ..states import Candidate, Entry, Found, OptimizerState, Options
-from .training_args import facts_of, training_args
+from .trainer import facts_of, training_args
 
 __all__ = ["Checkpoint", "is_dcp", "read_dcp"]
 

@@ -1,4 +1,4 @@
-"""Hugging Face Trainer folders: `checkpoint-N/` with optimizer.pt, the weights or an adapter, and what is known of the run."""
+"""Hugging Face Trainer folders: `checkpoint-N/` with optimizer.pt, the weights or an adapter, and what proves facts of the run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ...errors import FileError, NamingError
+from ...importance import Pollution, RunFacts, Spoiler
 from ...storage.folders import Weights, has_weights, open_weights
 from ...storage.json_files import read_json, read_object
+from ...storage.torch_files import Record, read
 from ..naming.adapters import adapter_orders
 from ..naming.candidates import Candidates, candidates_of_module, loose
 from ..naming.frozen import by_evidence, with_earlier
@@ -20,9 +23,16 @@ from ..optimizers import step_of
 from ..states import Candidate, Found, OptimizerState, Options
 from .model_source import laws_of, model_candidates, pinned, sorted_by_name, with_model
 from .torch_file import candidates_of, read_torch_file
-from .training_args import facts_of, target_modules, training_args
 
-__all__ = ["is_trainer_folder", "optimizer_file", "read_trainer"]
+__all__ = [
+    "facts_of",
+    "is_trainer_folder",
+    "optimizer_file",
+    "read_trainer",
+    "reduction_of",
+    "target_modules",
+    "training_args",
+]
 
 Sources = list[tuple[str, Sequence[Candidate]]]
 
@@ -30,7 +40,12 @@ _ELSEWHERE = (
     "optimizer_*",
     "pytorch_model_fsdp_*",
     "global_step*",
-)  # FSDP and DeepSpeed keep the state in folders inside
+)  # folders in which FSDP and DeepSpeed keep the state
+_ADAPTED = (
+    "The adapter's file sorts its names, and the order of its parameters cannot be told from them alone. Give the "
+    "folder of the model that was adapted with --base-model DIR (base_model=...; its config.json is enough), or the "
+    "names in the optimizer's order with --names."
+)
 
 
 def is_trainer_folder(path: Path) -> bool:
@@ -64,41 +79,39 @@ def read_trainer(folder: Path, options: Options) -> Found:
     if file is None:
         raise FileError(f"The folder {folder} holds no optimizer.pt.")
     state = read_torch_file(file)
-    if len(state.optimizers) != 1 or state.models:  # a file of the user's own, with weights or several optimizers in it
+    if len(state.optimizers) != 1 or state.models:  # a script's file, with weights or several optimizers in it
         return with_model(state, options)
     optimizer = state.optimizers[0]
     args = training_args(folder)
     counts = (step_of(entry.state, entry.group) for entry in optimizer.entries if entry.state)
     facts, assume_mean = facts_of(folder, args, next(counts, None))
     targets = target_modules(args)
-    special = [galore_rule(targets)] if targets else []
+    found = Found(
+        [optimizer],
+        facts=facts,
+        rules=[galore_rule(targets)] if targets else [],
+        assume_mean=assume_mean,
+        laws=laws_of(options.model or folder),
+    )
     if options.named or all(entry.name is not None for entry in optimizer.entries):
-        laws = laws_of(options.model or folder)
-        return Found([optimizer], _to_check_with(folder), facts, special, assume_mean=assume_mean, laws=laws)
+        # The names are known; weights of another shape, or that moved otherwise, contradict them.
+        weights = open_weights(folder)
+        return found if weights is None else replace(found, models=[(weights.label, candidates_of(weights.tensors)[0])])
     tiers = _tiers(optimizer, folder, options)
     sources, model = next(tiers, ([], Candidates([], {})))
-    later = (others for others, _ in tiers)
-    hint = _ADAPTED if (folder / "adapter_config.json").is_file() and not (options.base_model or options.model) else ""
-    known = replace(facts, tied=model.tied)
-    laws = laws_of(options.model or folder)
-    return Found([optimizer], sources, known, special, model.parameters, assume_mean, later, hint, laws)
-
-
-def _to_check_with(folder: Path) -> Sources:
-    """Return the weights beside a state whose names are known: what has another shape there, or moved otherwise, contradicts them."""
-    weights = open_weights(folder)
-    return [] if weights is None else [(weights.label, candidates_of(weights.tensors)[0])]
-
-
-_ADAPTED = (
-    "The adapter's file sorts its names, and the order of its parameters cannot be told from them alone. Give the "
-    "folder of the model that was adapted with --base-model DIR (base_model=...; its config.json is enough), or the "
-    "names in the optimizer's order with --names."
-)
+    alone = (folder / "adapter_config.json").is_file() and not (options.base_model or options.model)
+    return replace(
+        found,
+        models=sources,
+        later=(others for others, _ in tiers),
+        parameters=model.parameters,
+        facts=replace(facts, tied=model.tied),
+        hint=_ADAPTED if alone else "",
+    )
 
 
 def _tiers(optimizer: OptimizerState, folder: Path, options: Options) -> Iterator[tuple[Sources, Candidates]]:
-    """Where names may come from: plain assumptions before those that need evidence of what was frozen."""
+    """Yield where names may come from, with the whole model: plain assumptions before those that need evidence of what was frozen."""
     weights = open_weights(folder)
     if (folder / "adapter_config.json").is_file():
         yield from _adapter_proposals(folder, options, weights)
@@ -113,14 +126,10 @@ def _tiers(optimizer: OptimizerState, folder: Path, options: Options) -> Iterato
                 raise
             missing = error  # transformers is not installed, but the weights may keep the order
         else:
-            modules = _sentence_modules(folder)
-            before = _before(folder, options)
-            trained, every = (
-                c._replace(
-                    parameters=with_earlier([*c.parameters, *modules], before) if before else [*c.parameters, *modules]
-                )
-                for c in (trained, every)
-            )
+            modules, before = _sentence_modules(folder), _before(folder, options)
+            lists = [[*one.parameters, *modules] for one in (trained, every)]
+            lists = [with_earlier(one, before) for one in lists] if before else lists
+            trained, every = trained._replace(parameters=lists[0]), every._replace(parameters=lists[1])
             yield [(label, trained.parameters)], every
             if len(every.parameters) > len(trained.parameters):
                 yield [(label, every.parameters)], every
@@ -143,28 +152,25 @@ def _tiers(optimizer: OptimizerState, folder: Path, options: Options) -> Iterato
 def _evidence(
     label: str, model: Candidates, folder: Path, options: Options, weights: Weights | None
 ) -> Iterator[tuple[Sources, Candidates]]:
-    if weights is None:
+    """Yield the parameters that differ from the base model, or from the checkpoint of the run that is farthest away."""
+    number, others = _checkpoints(folder)
+    others = {n: path for n, path in others.items() if n != number and not path.is_symlink()}
+    if weights is None or (options.base_model is None and (number is None or not others)):
         return
-    others = (
-        [("the base model", options.base_model)] if options.base_model else [(p.name, p) for p in _siblings(folder)]
-    )
-    for name, other in others:
-        try:
-            before = open_weights(other)
-        except FileError:
-            if options.base_model:
-                raise
-            continue  # another checkpoint may be half written
+    if options.base_model is not None:
+        other, name = options.base_model, "the base model"
+        before = open_weights(other)
         if before is None:
-            if options.base_model:
-                raise FileError(f"{other} holds no weights to compare with.")
-            continue
-        for candidates in by_evidence(model.parameters, weights, before):
-            yield [(f"{label}, trained where the weights differ from {name}", candidates)], model
+            raise FileError(f"{other} holds no weights to compare with.")
+    else:
+        other = max((abs(n - (number or 0)), path.name, path) for n, path in others.items())[2]
+        before, name = _weights_if_whole(other), other.name
+    for candidates in by_evidence(model.parameters, weights, before) if before is not None else ():
+        yield [(f"{label}, trained where the weights differ from {name}", candidates)], model
 
 
 def _sentence_modules(folder: Path) -> list[Candidate]:
-    """Return the parameters of what sentence-transformers puts behind the model: its Dense layers, each in a folder of its own."""
+    """Return the parameters of the Dense layers that sentence-transformers puts behind the model, each in its folder."""
     file = folder / "modules.json"
     try:
         listed = read_json(file) if file.is_file() else []
@@ -183,31 +189,31 @@ def _before(folder: Path, options: Options) -> Weights | None:
     """Return the weights that training started from, or those of the last checkpoint before this one."""
     if options.base_model is not None:
         return open_weights(options.base_model)
-    number = re.fullmatch(r"checkpoint-(\d+)", folder.absolute().name)
-    numbers = [
-        re.fullmatch(r"checkpoint-(\d+)", p.name) for p in folder.absolute().parent.glob("checkpoint-*") if p.is_dir()
-    ]
-    earlier = [int(m[1]) for m in numbers if m and number and int(m[1]) < int(number[1])]
+    number, others = _checkpoints(folder)
+    earlier = [n for n in others if number is not None and n < number]
+    return _weights_if_whole(others[max(earlier)]) if earlier else None
+
+
+def _checkpoints(folder: Path) -> tuple[int | None, dict[int, Path]]:
+    """Return the number of a `checkpoint-N` folder, and the folders of all checkpoints of its run by number."""
+    folder = folder.absolute()
+    found = {
+        path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in (folder, *folder.parent.glob("checkpoint-*"))
+    }
+    numbers = {path: int(match[1]) for path, match in found.items() if match and path.is_dir()}
+    return numbers.get(folder), {number: path for path, number in numbers.items()}
+
+
+def _weights_if_whole(checkpoint: Path) -> Weights | None:
+    """Return the weights of another checkpoint, which may be half written: then it is no evidence."""
     try:
-        return open_weights(folder.absolute().parent / f"checkpoint-{max(earlier)}") if earlier else None
-    except FileError:  # it may be half written
+        return open_weights(checkpoint)
+    except FileError:
         return None
 
 
-def _siblings(folder: Path) -> list[Path]:
-    """Another checkpoint of the same run, the one farthest away."""
-    own = re.fullmatch(r"checkpoint-(\d+)", folder.absolute().name)
-    if own is None:
-        return []
-    others = []
-    for other in folder.absolute().parent.glob("checkpoint-*"):
-        number = re.fullmatch(r"checkpoint-(\d+)", other.name)
-        if number and number[1] != own[1] and other.is_dir() and not other.is_symlink():
-            others.append((abs(int(number[1]) - int(own[1])), other.name, other))
-    return [max(others)[2]] if others else []
-
-
 def _adapter_proposals(folder: Path, options: Options, weights: Weights | None) -> Iterator[tuple[Sources, Candidates]]:
+    """Yield the parameters of the adapted base model, or, where that is not at hand, the orders that the adapter's file allows."""
     if weights is None:
         raise FileError(f"The folder {folder} has an adapter_config.json but no adapter_model.safetensors.")
     given = options.base_model or options.model
@@ -242,3 +248,161 @@ def _recorded_base(folder: Path) -> Path | None:
     if isinstance(cached, str):
         places.append(Path(cached).parent)
     return next((place for place in places if os.path.isfile(place / "config.json")), None)
+
+
+# -- facts of the run ---------------------------------------------------------------------------------------------------
+
+# The losses of these heads are means over the tokens that carry a label, and over examples.
+_TOKEN_MEAN = re.compile(r"For(CausalLM|ConditionalGeneration|MaskedLM|TokenClassification|Seq2SeqLM)$|LMHeadModel$")
+_EXAMPLE_MEAN = re.compile(
+    r"For(Sequence|Image|Video|Audio)Classification$|For(MultipleChoice|QuestionAnswering|NextSentencePrediction)$"
+)
+_TASKS = {
+    "CAUSAL_LM": ("token_mean", "token"),
+    "SEQ_2_SEQ_LM": ("token_mean", "token"),
+    "TOKEN_CLS": ("token_mean", "token"),
+    "SEQ_CLS": ("mean", "example"),
+    "QUESTION_ANS": ("mean", "example"),
+}
+# These divide a step's loss by all its tokens, however many batches it is made of. The Trainer (from 4.46 on) leaves that division
+# to every class that takes keyword arguments, and many of the others ignore it: their gradients are sums over the batches.
+_DIVIDES_BY_ALL = re.compile(r"ForCausalLM$|LMHeadModel$")
+_LEAVES_DIVISION = (4, 46)
+_PLAIN_TRAINERS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
+
+
+def training_args(folder: Path) -> Record | None:
+    """Return the pickled training arguments of a folder, as an inert record; None where there are none."""
+    file = folder / "training_args.bin"
+    content = read(file) if file.is_file() else None
+    return content if isinstance(content, Record) else None
+
+
+def target_modules(args: Record | None) -> str | list[str] | None:
+    """Return `optim_target_modules` of the training arguments: what GaLore and Apollo projected."""
+    targets = None if args is None else args.get("optim_target_modules")
+    if isinstance(targets, (list, tuple, set)) and all(isinstance(t, str) for t in targets):
+        return list(targets)
+    return targets if isinstance(targets, str) else None
+
+
+def facts_of(folder: Path, args: Record | None, steps: int | None) -> tuple[RunFacts, bool]:
+    """Return what a Trainer folder proves about its run, and whether an unknown loss may be taken as a mean.
+
+    Args:
+        folder: The checkpoint.
+        args: Its training arguments.
+        steps: How many steps the optimizer's own count says.
+    """
+    state = read_object(folder / "trainer_state.json") if (folder / "trainer_state.json").is_file() else {}
+    batch_size = loss_reduction = unit = clipped = None
+    assume_mean = True
+    pollution = []
+    if args is not None:
+        batch_size = _batch_size(folder, args, state)
+        norm = args.get("max_grad_norm")
+        if isinstance(norm, (int, float)):
+            clipped = norm > 0
+            if norm > 0:
+                pollution.append(Pollution.clipping(norm))
+        smoothing = args.get("label_smoothing_factor")
+        if isinstance(smoothing, (int, float)) and smoothing > 0:
+            note = f"The loss smooths its labels by {smoothing:g}."
+            pollution.append(Pollution(Spoiler.LABEL_SMOOTHING, {"smoothing": smoothing}, note))
+        reduction = _reduction(folder, args)
+        accumulation = args.get("gradient_accumulation_steps")
+        batches = max(1, accumulation if isinstance(accumulation, int) else 1) * (_processes(folder, args) or 1)
+        if reduction is not None and batches > 1 and not _averages(folder):
+            assume_mean = False  # neither a mean nor a sum over examples, as far as the folder tells
+            note = (
+                f"A step is made of {batches} batches, whose losses this class of models may add up instead of averaging: "
+                f"gradients may be {batches} times as large as a mean's."
+            )
+            pollution.append(Pollution(Spoiler.ADDED_BATCHES, {"batches": batches}, note))
+        elif reduction is not None:
+            loss_reduction, unit = reduction
+    total = state.get("global_step")
+    skipped = (
+        folder / "scaler.pt"
+    ).is_file()  # by the loss scaler: the Trainer counts such steps, the optimizer does not
+    if isinstance(total, int) and steps is not None and steps != total and not (skipped and steps < total):
+        note = f"The optimizer counts {steps} steps, but trainer_state.json says {total}: the files may be of two checkpoints."
+        pollution.append(Pollution(Spoiler.STEPS_DISAGREE, {"optimizer": steps, "trainer": total}, note))
+    facts = RunFacts(
+        batch_size=batch_size,
+        loss_reduction=loss_reduction,
+        unit=unit,
+        after_clipping=clipped,
+        pollution=tuple(pollution),
+    )
+    return facts, assume_mean
+
+
+def _batch_size(folder: Path, args: Record, state: dict[str, Any]) -> int | None:
+    """Return the examples per optimizer step, if every factor is on record."""
+    processes = _processes(folder, args)
+    accumulation = args.get("gradient_accumulation_steps")
+    per_device = args.get("per_device_train_batch_size")
+    devices = args.get("_n_gpu", args.get("n_gpu"))
+    configured = per_device * max(1, devices) if isinstance(per_device, int) and isinstance(devices, int) else None
+    used = state.get("train_batch_size")
+    if isinstance(used, int) and not args.get("auto_find_batch_size") and configured not in (None, used):
+        return None
+    local = used if isinstance(used, int) else configured if not args.get("auto_find_batch_size") else None
+    config = args.get("accelerator_config")
+    split = isinstance(config, Record) and config.get("split_batches")  # one batch is then shared among the processes
+    if (
+        not isinstance(accumulation, int)
+        or local is None
+        or processes is None
+        or args.get("parallelism_config")
+        or split
+    ):
+        return None
+    size = local * accumulation * processes
+    return size if size > 0 else None
+
+
+def _averages(folder: Path) -> bool:
+    """Whether the loss of a step of several batches is certainly their mean."""
+    if (folder / "adapter_config.json").is_file():
+        return read_object(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM"
+    config = read_object(folder / "config.json")
+    version = re.match(r"(\d+)\.(\d+)", str(config.get("transformers_version", "")))
+    if version and (int(version[1]), int(version[2])) < _LEAVES_DIVISION:
+        return True
+    return bool(_DIVIDES_BY_ALL.search(str((config.get("architectures") or [""])[0])))
+
+
+def _processes(folder: Path, args: Record) -> int | None:
+    """Return how many processes trained, if the folder proves it: each saves the state of its random numbers."""
+    numbers = sorted(
+        int(m[1]) for p in folder.glob("rng_state_*.pth") if (m := re.fullmatch(r"rng_state_(\d+)\.pth", p.name))
+    )
+    alone = (folder / "rng_state.pth").is_file()
+    if alone == bool(numbers) or numbers != list(range(len(numbers))):
+        return None
+    count = 1 if alone else len(numbers)
+    recorded = args.get("distributed_state")
+    said = recorded.get("num_processes") if isinstance(recorded, Record) else None
+    return count if said in (None, count) else None
+
+
+def _reduction(folder: Path, args: Record) -> tuple[str, str] | None:
+    """Return how the loss was reduced and over what, for the losses that the models of transformers compute themselves."""
+    if args.name.rpartition(".")[2] not in _PLAIN_TRAINERS:  # preference and reward training have losses of their own
+        return None
+    try:
+        if (folder / "adapter_config.json").is_file():
+            return _TASKS.get(str(read_object(folder / "adapter_config.json").get("task_type")))
+        names = read_object(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
+    except FileError:
+        return None
+    return reduction_of(str(names[0]) if isinstance(names, list) and names else "")
+
+
+def reduction_of(architecture: str) -> tuple[str, str] | None:
+    """Return how the loss of a transformers class is reduced, and over what; None if it is none of the known heads."""
+    if _TOKEN_MEAN.search(architecture):
+        return "token_mean", "token"
+    return ("mean", "example") if _EXAMPLE_MEAN.search(architecture) else None

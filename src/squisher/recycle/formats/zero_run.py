@@ -14,7 +14,7 @@ from ...importance import Absence, Pollution, Reason, RunFacts
 from ...storage.torch_files import Record, StoredTensor, read
 from ..naming.candidates import clean_names, recorded_name
 from ..states import Candidate
-from .training_args import facts_of, training_args
+from .trainer import facts_of, training_args
 
 __all__ = ["MODEL_FILE", "Run"]
 
