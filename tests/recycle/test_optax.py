@@ -13,7 +13,7 @@ import torch
 
 import squisher
 from squisher.errors import FileError, NoAccumulatorError, SquisherError
-from squisher.recycle.formats.flax_msgpack import is_msgpack, read_msgpack
+from squisher.recycle.formats.jax_files import is_msgpack, read_msgpack
 
 FIXTURES = Path(__file__).parent.parent / "fixtures"
 OPTAX = FIXTURES / "optax"

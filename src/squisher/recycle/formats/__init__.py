@@ -13,13 +13,11 @@ from ...storage.byte_range import ByteRange, shown
 from ..states import Found, Options
 from .accelerate import is_accelerate_folder, read_accelerate
 from .dcp import is_dcp, read_dcp
-from .flax_msgpack import is_msgpack
 from .keras import is_keras, read_keras
 from .megatron import is_megatron, read_megatron
 from .model_source import with_model
 from .nanotron import is_nanotron, read_nanotron
-from .optax import read_flax, read_orbax_folder
-from .orbax import is_orbax
+from .optax import is_optax, read_optax
 from .rank_files import is_rank_folder, read_ranks
 from .safetensors_state import is_safetensors_state, read_safetensors_state
 from .sb3 import is_sb3, read_sb3
@@ -59,8 +57,7 @@ READERS = [
     Reader("Lightning checkpoint", lambda path: path.suffix == ".ckpt" and path.is_file(), read_lightning),
     Reader("Keras file", is_keras, read_keras, names_itself=True),
     Reader("stable-baselines3 archive", is_sb3, read_sb3, names_itself=True),
-    Reader("Orbax checkpoint", is_orbax, read_orbax_folder, names_itself=True),
-    Reader("flax msgpack file", is_msgpack, read_flax, names_itself=True),
+    Reader("optax state (flax msgpack, Orbax)", is_optax, read_optax, names_itself=True),
     Reader("a folder with torch files", lambda path: bool(torch_files(path)), read_torch_folder),
     # Last: whatever is a file and nothing else is tried as a torch file, whose reader says what is wrong with it.
     Reader("torch.save file", Path.is_file, read_torch_file),

@@ -77,7 +77,7 @@ def attribute(node: Any, name: str, default: Any = None) -> Any:
 
 
 _HEAP = b"GCOL\x01\0\0\0"
-_PIECE = 1 << 24
+_CHUNK = 1 << 24
 
 
 def _check_heaps(span: ByteRange) -> None:
@@ -88,12 +88,12 @@ def _check_heaps(span: ByteRange) -> None:
     """
     start = 0
     while start < span.length:
-        piece = span.read(start, min(_PIECE + len(_HEAP), span.length - start))
-        found = piece.find(_HEAP)
-        while found >= 0 and found < _PIECE:
+        chunk = span.read(start, min(_CHUNK + len(_HEAP), span.length - start))
+        found = chunk.find(_HEAP)
+        while found >= 0 and found < _CHUNK:
             _check_heap(span, start + found)
-            found = piece.find(_HEAP, found + 1)
-        start += _PIECE
+            found = chunk.find(_HEAP, found + 1)
+        start += _CHUNK
 
 
 def _check_heap(span: ByteRange, at: int) -> None:
@@ -113,7 +113,7 @@ def _check_heap(span: ByteRange, at: int) -> None:
 
 
 def tensor_at(span: ByteRange, file: Any, path: str) -> Any:
-    """One dataset: its bytes in the file where they lie in one stretch, else its values.
+    """Return a dataset: its bytes in the file where they lie together, else its values.
 
     Raises:
         FileError: It is missing, lies in another file, or holds no numbers.

@@ -3,6 +3,10 @@
 Names are the variables' paths as Keras shows them, joined with "/" (`dense/kernel`). A legacy file records them. In the others
 the optimizer's variables are only numbered: config.json gives the order of the layers, each layer's variables have a fixed order,
 and the shapes must fit. A `.weights.h5` alone has no config.json, so its names must be given, and β₂ too.
+
+Three generations of tf.keras 2 name an optimizer's weights: `Adam/v/conv2d/kernel:0` (TensorFlow 2.11 and later),
+`Adam/conv2d/kernel/v:0` (before) and `training/Adam/v_3:0` (Keras up to 2.3, in the order of the trainable variables, so that
+only the layers can name them).
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...errors import FileError, NoAccumulatorError
 from ...importance import Pollution, RunFacts, Spoiler
@@ -20,9 +24,8 @@ from ...storage.json_files import parse_json
 from ...storage.torch_files import zip_entries
 from ..states import Candidate, Entry, Found, OptimizerState, Options
 from .hdf5 import attribute, is_hdf5, open_hdf5, tensor_at
-from .keras2 import is_keras2, slots_of
 
-__all__ = ["candidates_of_config", "is_keras", "read_keras", "snake_case", "text"]
+__all__ = ["is_keras", "read_keras"]
 
 # For each variable of the model, in turn: the optimizer's variables; then whole blocks, each under the option that adds it.
 _LAYOUTS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, str], ...]]] = {
@@ -47,6 +50,8 @@ _REFUSED = {
     "LossScaleOptimizer": "is not verified; extract from the inner optimizer",
 }
 
+_SLOTS = {"Adagrad": ("accumulator",), "RMSprop": ("velocity", "rms"), "Adadelta": ("accumulated_grad", "accum_grad")}
+_NEVER_TRAINED = ("moving_mean", "moving_variance")
 
 _HINT = (
     "Give the names in the optimizer's order with --names FILE (names=[...]), or the whole model as Keras saves it "
@@ -105,7 +110,7 @@ def _numbered(span: ByteRange, file: Any, config: Mapping[str, Any]) -> Found:
     iteration, chosen = _layout(str(name), tensors, settings, span)
     steps = _steps(int(iteration.load()), settings)
     entries = [Entry(_state(str(name), source, steps), _group(str(name), settings)) for source in chosen]
-    models = [("the layers in config.json", candidates)] if (candidates := candidates_of_config(config, file)) else []
+    models = [("the layers in config.json", candidates)] if (candidates := _candidates_of_config(config, file)) else []
     return Found([OptimizerState(entries, str(name), "optimizer")], models, _facts(settings), hint=_HINT)
 
 
@@ -113,7 +118,7 @@ def _class_by_name(name: str) -> str:
     """Return the class for the name that Keras gives to the first optimizer of a class, unless the user chose one."""
     plain = re.sub(r"_\d+$", "", name)
     for known in (*_LAYOUTS, *_REFUSED):
-        if snake_case(known) == plain:
+        if _snake_case(known) == plain:
             return known
     return name
 
@@ -179,16 +184,16 @@ def _legacy(span: ByteRange, file: Any) -> Found:
     saved = training.get("optimizer_config") or {}
     name, settings = str(saved.get("class_name")).rpartition(">")[2], saved.get("config") or {}
     _refuse(name, span)
-    recorded = [text(n) for n in attribute(file["optimizer_weights"], "weight_names", ())]
-    if is_keras2(recorded):
-        slots = slots_of(span, file, recorded, name)
+    recorded = [_text(n) for n in attribute(file["optimizer_weights"], "weight_names", ())]
+    if recorded and all(name.endswith(":0") for name in recorded):  # tf.keras 2
+        slots = _slots_of(span, file, recorded, name)
         group = _group(name, settings)
         pairs = zip(slots.tensors, slots.names, strict=True)
         entries = [Entry(_state(name, source, slots.steps), group, 0, path) for source, path in pairs]
         models = [("the layers of the file", slots.candidates)] if slots.candidates else []
         return Found([OptimizerState(entries, name, "optimizer_weights")], models, _facts(settings), hint=_HINT)
     weights = file.get("model_weights", {})
-    paths = [text(path) for layer in weights for path in attribute(weights[layer], "weight_names", ())]
+    paths = [_text(path) for layer in weights for path in attribute(weights[layer], "weight_names", ())]
     by_stem = {path.replace("/", "_"): path for path in paths}
     suffix = "_" + _KEPT.get(str(name), "velocity")
     found, steps = {}, None
@@ -208,8 +213,70 @@ def _legacy(span: ByteRange, file: Any) -> Found:
     return Found([OptimizerState(entries, str(name), "optimizer_weights")], (), _facts(settings), hint=_HINT)
 
 
+class _Slots(NamedTuple):
+    """The squared-gradient weights of an optimizer.
+
+    Attributes:
+        tensors: One for each trained variable, in the optimizer's order.
+        names: Their variables' paths; None where the file only numbers them.
+        steps: The iteration.
+        candidates: The variables that the layers train, in their order.
+    """
+
+    tensors: list[Any]
+    names: list[str | None]
+    steps: int | None
+    candidates: list[Candidate]
+
+
+def _slots_of(span: ByteRange, file: Any, recorded: Sequence[str], class_name: str) -> _Slots:
+    """Find the squared-gradient weights of an optimizer.
+
+    Raises:
+        FileError: There are none, or a name appears twice.
+    """
+    slots = "|".join(_SLOTS.get(class_name, ("v",)))
+    found: dict[str, tuple[str | None, str]] = {}
+    steps: int | None = None
+    for full in recorded:
+        name = full.removesuffix(":0")
+        newer = re.fullmatch(rf"\w+/(?:{slots})/(?P<path>.+)", name)
+        older = re.fullmatch(rf"\w+/(?P<path>.+)/(?:{slots})", name)
+        numbered = re.fullmatch(rf"(?:\w+/)*(?:{slots})_(?P<number>\d+)", name)
+        if name.rpartition("/")[2] in ("iteration", "iterations", "iter"):
+            steps = int(tensor_at(span, file, f"optimizer_weights/{full}").load())
+        elif match := newer or older or numbered:
+            path = None if match is numbered else match["path"]
+            key = match["number"] if path is None else path
+            if key in found:
+                raise FileError(
+                    f"{span.label} records the squared gradient of {key!r} twice: it is damaged. Get it again."
+                )
+            found[key] = (path, full)
+    if not found:
+        raise FileError(f"{span.label} records no squared gradient of the tf.keras optimizer {class_name}.")
+    ordered = list(found.values())
+    if all(path is None for path, _ in ordered):
+        ordered = [found[str(k)] for k in range(len(found)) if str(k) in found]
+    tensors = [tensor_at(span, file, f"optimizer_weights/{full}") for _, full in ordered]
+    return _Slots(tensors, [path for path, _ in ordered], steps, _trained_variables(file))
+
+
+def _trained_variables(file: Any) -> list[Candidate]:
+    """Return the variables that the layers of a tf.keras 2 file train, in their order."""
+    weights = file.get("model_weights", {})
+    layers = [_text(layer) for layer in attribute(weights, "layer_names", ())] if weights else []
+    out = []
+    for layer in layers:
+        for full in attribute(weights[layer], "weight_names", ()):
+            name = _text(full).removesuffix(":0")
+            if name.rpartition("/")[2] not in _NEVER_TRAINED:
+                out.append(Candidate(name, tuple(weights[layer][_text(full)].shape)))
+    return out
+
+
 def _steps(iteration: int | None, settings: Mapping[str, Any]) -> int | None:
-    """Optimizer steps: the iteration counts every batch, also those whose gradients are only accumulated."""
+    """Return the optimizer steps: the iteration counts every batch, also those whose gradients are only accumulated."""
     every = settings.get("gradient_accumulation_steps")
     return iteration // every if iteration is not None and isinstance(every, int) and every > 0 else iteration
 
@@ -276,14 +343,14 @@ _VARIABLES = {  # the variables of a layer in their order; what config switches 
     "SimpleRNN": ("kernel", "recurrent_kernel", "bias"),
 }  # fmt: skip
 _SWITCH = {"bias": "use_bias", "gamma": "scale", "beta": "center"}
-_PARTS = {  # layers made of layers: where they are in the file, in the order of their variables
+_INSIDE = {  # layers made of layers: where they are in the file, in the order of their variables
     "MultiHeadAttention": ("query_dense", "key_dense", "value_dense", "output_dense"),
     "Bidirectional": ("forward_layer/cell", "backward_layer/cell"),
     "LSTM": ("cell",), "GRU": ("cell",), "SimpleRNN": ("cell",), "TimeDistributed": ("layer",),
 }  # fmt: skip
 
 
-def candidates_of_config(config: Mapping[str, Any], file: Any) -> list[Candidate]:
+def _candidates_of_config(config: Mapping[str, Any], file: Any) -> list[Candidate]:
     """Return the trainable variables in the order of config.json; nothing where some layer's order is not known."""
     try:
         return list(_of_model(config, file, ""))
@@ -304,7 +371,7 @@ def _of_model(config: Mapping[str, Any], group: Any, prefix: str, depth: int = 0
         prefix = f"{prefix}{settings.get('name')}/"  # it builds its layers itself, so their paths begin with its name
     used: dict[str, int] = {}
     for layer in layers:
-        file_name = snake_case(layer["class_name"])
+        file_name = _snake_case(layer["class_name"])
         if layer["class_name"] == "InputLayer" and file_name not in group["layers"]:
             continue
         count = used[file_name] = used.get(file_name, -1) + 1
@@ -322,7 +389,7 @@ def _of_layer(layer: Mapping[str, Any], group: Any, prefix: str) -> Iterator[Can
     places = [place for place in _vars(group) if len(group[place])]
     if not config.get("trainable", True):
         return
-    known = [place for place in _PARTS.get(kind, ("",)) if f"{place}/vars".lstrip("/") in places]
+    known = [place for place in _INSIDE.get(kind, ("",)) if f"{place}/vars".lstrip("/") in places]
     if len(known) != len(places) and len(places) > 1:
         raise _Unknown
     for place in [p.removesuffix("vars").removesuffix("/") for p in places] if len(places) == 1 else known:
@@ -352,23 +419,23 @@ def _variables(layer: Mapping[str, Any], place: str) -> Sequence[str]:
 def _name(group: Any) -> str | None:
     """Return the name of a layer, as recent versions write it down beside its variables."""
     name = attribute(group["vars"], "name") if "vars" in group else None
-    return None if name is None else text(name)
+    return None if name is None else _text(name)
 
 
 def _vars(group: Any) -> list[str]:
-    """Every group of variables inside a layer's."""
+    """Return the place of every group of variables inside a layer."""
     found: list[str] = []
     group.visit(lambda path: found.append(path) if path.rpartition("/")[2] == "vars" else None)
     return found
 
 
-def snake_case(name: str) -> str:
+def _snake_case(name: str) -> str:
     """Return a class name as Keras writes it in files: `LayerNormalization` becomes `layer_normalization`."""
     name = re.sub(r"\W+", "", name)
     name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
     return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
 
 
-def text(value: Any) -> str:
+def _text(value: Any) -> str:
     """Return a string attribute of an HDF5 file, which may come as bytes."""
     return value.decode("utf-8", "replace") if isinstance(value, bytes) else str(value)

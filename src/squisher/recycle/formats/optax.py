@@ -18,10 +18,9 @@ from ...errors import FileError, NoAccumulatorError
 from ...importance import Pollution, RunFacts, Spoiler
 from ..optimizers import Factored
 from ..states import Entry, Found, OptimizerState, Options
-from .flax_msgpack import read_msgpack
-from .orbax import read_orbax
+from .jax_files import is_msgpack, is_orbax, read_msgpack, read_orbax
 
-__all__ = ["read_flax", "read_orbax_folder"]
+__all__ = ["is_optax", "read_optax"]
 
 Tree = Mapping[str, Any]
 
@@ -40,25 +39,19 @@ _BEFORE = Pollution(
 _SAMPLE = 1 << 16  # entries of each array that are looked at
 
 
-def read_flax(path: Path, options: Options) -> Found:
-    """Read the optax states in a msgpack file.
+def is_optax(path: Path) -> bool:
+    """Whether a path is a file or folder of the kinds that hold optax states."""
+    return is_orbax(path) if path.is_dir() else is_msgpack(path)
+
+
+def read_optax(path: Path, options: Options) -> Found:
+    """Read the optax states in a msgpack file or an Orbax checkpoint.
 
     Raises:
         FileError: It is damaged, or holds no optax state.
+        NoAccumulatorError: Its states keep no average of the squared gradient.
     """
-    return _found(read_msgpack(path), path, options)
-
-
-def read_orbax_folder(path: Path, options: Options) -> Found:
-    """Read the optax states in an Orbax checkpoint.
-
-    Raises:
-        FileError: It is damaged, or holds no optax state.
-    """
-    return _found(read_orbax(path), path, options)
-
-
-def _found(tree: Tree, path: Path, options: Options) -> Found:
+    tree: Tree = read_orbax(path) if path.is_dir() else read_msgpack(path)
     notes: dict[Pollution, None] = {}
     states = [
         s for place, node, settings in _walk(tree, (), {}) for s in _states(place, node, settings, tree, notes, options)
@@ -83,7 +76,7 @@ def _found(tree: Tree, path: Path, options: Options) -> Found:
 
 
 def _walk(node: Tree, place: tuple[str, ...], settings: Tree) -> Iterator[tuple[tuple[str, ...], Tree, Tree]]:
-    """Every dictionary of the tree, with the hyperparameters that hold there."""
+    """Yield every dictionary of the tree, with the hyperparameters that hold there."""
     injected = node.get("hyperparams")
     if isinstance(injected, dict):
         settings = {**settings, **injected}
@@ -96,6 +89,7 @@ def _walk(node: Tree, place: tuple[str, ...], settings: Tree) -> Iterator[tuple[
 def _states(
     place: tuple[str, ...], node: Tree, settings: Tree, tree: Tree, notes: dict[Pollution, None], options: Options
 ) -> Iterator[OptimizerState]:
+    """Yield the states that a dictionary holds, and collect notes about them."""
     known = {key: _number(value) for key, value in settings.items()}
     group: dict[str, Any] = {
         "eps": known.get("eps"),
@@ -179,7 +173,7 @@ def _one(entries: Sequence[Entry], class_name: str, place: str) -> Iterator[Opti
 
 
 def _leaves(node: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
-    """Return the arrays of a subtree by their path; what a mask left out is empty."""
+    """Yield the arrays of a subtree by their path; what a mask left out is empty."""
     if _is_array(node):
         yield "/".join(place), node
     elif isinstance(node, dict):
@@ -208,7 +202,7 @@ def _factored(node: Tree, group: dict[str, Any], step: int | None, tree: Tree) -
 
 
 def _product(row: Any, column: Any, shape: tuple[int, ...] | None) -> Any:
-    """Optax averages over the largest axis for the row and over the second largest for the column."""
+    """Return the product of two factors: optax averages over the largest axis for the row, the second largest for the column."""
     if shape is None or len(shape) < 2 or column is None:
         return "factor, and the parameters that tell its shape are not in the file"
     order = sorted(range(len(shape)), key=lambda axis: shape[axis])
