@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import squisher
 from squisher.errors import SquisherError
 from squisher.measure.batches import batches_of, parse
 
@@ -53,3 +55,43 @@ def test_refusals():
         batches_of(X)
     with pytest.raises(SquisherError, match="put it into a list"):
         batches_of({"x": X})
+
+
+class _Lengths(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x, lengths):
+        return self.out(torch.stack([row[: lengths[n]].mean(0) for n, row in enumerate(x)]))
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+@pytest.mark.parametrize("kind", [list, np.array, torch.tensor])
+def test_lists_and_arrays_have_an_entry_for_each_example(kind, method):
+    torch.manual_seed(0)
+    model, x, labels = _Lengths(), torch.randn(3, 4, 5), torch.tensor([0, 2, 1])
+    lengths = [4, 1, 2]
+    found = squisher.fisher(model, [{"x": x, "lengths": kind(lengths), "labels": labels}], method=method)
+    each = [{"x": x[n : n + 1, : lengths[n]], "lengths": (9,), "labels": labels[n : n + 1]} for n in range(3)]
+    assert torch.allclose(found["out.weight"], squisher.fisher(model, each)["out.weight"], rtol=1e-4)
+
+
+class _Shifted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(5, 3)
+
+    def forward(self, x, table):
+        return self.out(x + table[0] - table[-1])
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+@pytest.mark.parametrize("table", [torch.tensor([[1.0], [3.0]]), [1.0, 3.0]])
+def test_what_is_shared_in_one_batch_is_shared_in_one_with_as_many_examples(table, method):
+    torch.manual_seed(0)
+    model, x, labels = _Shifted(), torch.randn(7, 5), torch.randint(0, 3, (7,))
+    cuts = [slice(0, 5), slice(5, 7)]
+    found = squisher.fisher(model, [{"x": x[c], "table": table, "labels": labels[c]} for c in cuts], method=method)
+    expected = squisher.fisher(model, [{"x": x, "table": table, "labels": labels}], method="loop")
+    assert torch.allclose(found["out.weight"], expected["out.weight"], rtol=1e-5)

@@ -461,3 +461,132 @@ def test_tuples_of_any_length_for_a_function():
             model, [(x[:4], y[:4], weight[:4]), [x[4:], y[4:], weight[4:]]], likelihood=weighted, method=method
         )
         assert torch.allclose(found["weight"].double(), expected)
+
+
+def _same_as_the_loop(model, batches, **settings):
+    found, expected = (fisher(model, batches, method=m, dtype=torch.float64, **settings) for m in ("auto", "loop"))
+    for name in expected:
+        assert torch.allclose(found[name], expected[name], rtol=1e-8, atol=1e-14), name
+    return found
+
+
+def _two_layers(forward):
+    torch.manual_seed(0)
+    return _module(forward, first=nn.Linear(5, 6), out=nn.Linear(6, CLASSES))
+
+
+def _scaled(s, x):
+    return s.out(s.first(x).tanh() / max(1.0, x.abs().max().item()))
+
+
+def _through_numpy(s, x):
+    return s.out(s.first(x).tanh() / max(1.0, float(x.detach().numpy().max())))
+
+
+def _decided(s, x):
+    y = s.first(x).tanh()
+    return s.out(y * 2 if (x.abs() > 4).any() else y)
+
+
+@pytest.mark.parametrize("forward", [_scaled, _through_numpy, _decided])
+def test_what_python_makes_of_a_later_batch_is_compared_with_each_example(forward):
+    model = _two_layers(forward)
+    small, large = torch.randn(4, 5) * 0.1, torch.randn(4, 5) * 0.1
+    large[2] += 9  # decides about the others, too
+    _same_as_the_loop(model, _batches(small, small))
+    with pytest.raises(SquisherError, match="influence each other"):
+        fisher(model, _batches(small, large))
+    _same_as_the_loop(_two_layers(_decided), _batches(small + 9, small + 9, small))  # all of them agree
+
+
+@pytest.mark.parametrize("end", [lambda t: t, int])
+def test_a_slice_up_to_the_longest_example_is_compared(end):
+    def forward(s, x, lengths):
+        return s.out(s.first(x)[:, : end(lengths.max())].tanh().mean(1))
+
+    def batch(*lengths):
+        return {
+            "x": torch.randn(len(lengths), 3, 5).double(),
+            "lengths": torch.tensor(lengths),
+            "labels": _labels(len(lengths)),
+        }
+
+    model = _two_layers(forward)
+    _same_as_the_loop(model, [batch(3, 3, 3), batch(2, 2)])
+    with pytest.raises(SquisherError, match="influence each other"):
+        fisher(model, [batch(3, 3, 3), batch(3, 1, 2)])
+
+
+def test_columns_that_are_renormalised_over_the_batch_are_left_to_the_loop():
+    model = _two_layers(lambda s, x: s.out(s.first(x.renorm(2, 1, 1.0)).tanh()))
+    _same_as_the_loop(model, _batches(torch.randn(4, 5) * 1e-2, torch.randn(4, 5) * 5))
+    rows = _two_layers(lambda s, x: s.out(s.first(x.renorm(2, 0, 1.0)).tanh()))
+    assert _same_as_the_loop(rows, _batches(torch.randn(4, 5))).provenance.coverage["loop"] == {}
+
+
+class Clipped(torch.autograd.Function):
+    """A backward function that clips the gradient of the whole batch, if it is large."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * (20 / g.norm()).clamp(max=1.0)
+
+
+def _clipped(s, x):
+    return s.out(Clipped.apply(s.first(x))) * (1 + 1e3 * (x.abs().amax(1, keepdim=True) > 5))
+
+
+def _hooked(s, x):
+    y = s.first(x)
+    if y.requires_grad:
+        y.register_hook(lambda g: g * (20 / g.norm()).clamp(max=1.0))
+    return s.out(y) * (1 + 1e3 * (x.abs().amax(1, keepdim=True) > 5))
+
+
+def test_a_backward_function_that_mixes_examples_now_and_then():
+    batches = _batches(torch.randn(5, 5) * 0.1, torch.randn(5, 5) + 9)
+    coverage = _same_as_the_loop(_two_layers(_clipped), batches).provenance.coverage
+    assert coverage["method"] == "fast"  # the first batch
+    assert set(coverage["loop"]) == {"first.weight", "first.bias"}
+
+
+def test_hooks_of_the_model_on_its_gradients_are_left_to_the_loop():
+    batches = _batches(torch.randn(5, 5) * 0.1, torch.randn(5, 5) + 9)
+    assert "hooks" in _same_as_the_loop(_two_layers(_hooked), batches).provenance.coverage["loop"]["out.weight"]
+
+
+def test_a_model_that_changes_its_inputs_gets_them_as_they_were():
+    def forward(s, x):
+        x -= 0.5
+        return s.out(s.first(x.mul_(2.0)).tanh())
+
+    batches = _batches(torch.randn(4, 5), torch.randn(1, 5), torch.randn(3, 5))
+    before = [x.clone() for x, _ in batches]
+    found = _same_as_the_loop(_two_layers(forward), batches)
+    assert all(torch.equal(x, b) for (x, _), b in zip(batches, before, strict=True))
+    apart = _two_layers(lambda s, x: s.out(s.first((x - 0.5) * 2).tanh()))
+    assert torch.allclose(found["first.weight"], fisher(apart, batches, dtype=torch.float64)["first.weight"])
+
+
+def test_tensors_of_inference_mode():
+    def forward(s, x):
+        with torch.inference_mode():
+            some = bool((x > 0).any())
+        return s.out(s.first(x).tanh() if some else s.first(x))
+
+    with torch.inference_mode():
+        batches = _batches(torch.randn(4, 5), torch.randn(3, 5))
+    _same_as_the_loop(_two_layers(forward), batches)
+
+
+def test_complex_numbers_are_left_to_the_loop():
+    model = _module(
+        lambda s, x: s.out((x.to(torch.complex128) * (1 + 2j) * s.gain).abs()),
+        gain=nn.Parameter(torch.rand(5) + 1),
+        out=nn.Linear(5, CLASSES),
+    )
+    assert "complex" in _same_as_the_loop(model, _batches(torch.randn(4, 5))).provenance.coverage["loop"]["gain"]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +30,8 @@ class Batch:
         kwargs: keyword arguments of the model.
         labels: the labels, or None.
         size: number of examples.
+        cut: for every tensor, array and list of values in it, whether it has a row for each example. Decided once: a shared table with
+            two rows has none in a batch of five, nor in two of its examples.
     """
 
     raw: Any
@@ -35,20 +39,42 @@ class Batch:
     kwargs: dict[str, Any]
     labels: Tensor | None
     size: int
+    cut: tuple[bool, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.cut:
+            object.__setattr__(self, "cut", tuple(_rows_of(value) == self.size for value in self._leaves()))
+
+    def _leaves(self) -> list[Any]:
+        found: list[Any] = []
+        for part in (self.raw, *self.args, *self.kwargs.values(), self.labels):
+            _tree(part, found.append)
+        return found
 
     def tensors(self) -> Iterator[tuple[Tensor, bool]]:
         """Return all tensors that the model or the likelihood gets, and whether each has a row for every example."""
-        for t in leaves_of([self.raw, list(self.args), self.kwargs, self.labels]):
-            yield t, t.dim() > 0 and t.shape[0] == self.size
+        for value, cut in zip(self._leaves(), self.cut, strict=True):
+            if isinstance(value, Tensor):
+                yield value, cut
 
     def named_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the tensors that the model gets, by argument."""
-        named = {f"number {n}": value for n, value in enumerate(self.args, 1)} | {
-            repr(k): v for k, v in self.kwargs.items()
-        }
-        for name, value in named.items():
+        for name, value in self._arguments().items():
             for t in leaves_of(value):
                 yield name, t
+
+    def _arguments(self) -> dict[str, Any]:
+        return {f"number {n}": v for n, v in enumerate(self.args, 1)} | {repr(k): v for k, v in self.kwargs.items()}
+
+    def cut_inputs(self) -> list[str]:
+        """Return the arguments (named as in `named_tensors`) of which an example gets its own rows, once for each tensor, array or list."""
+        cut = {id(value) for value, cut in zip(self._leaves(), self.cut, strict=True) if cut}
+        found: list[str] = []
+        for name, value in self._arguments().items():
+            leaves: list[Any] = []
+            _tree(value, leaves.append)
+            found += [name for leaf in leaves if id(leaf) in cut]
+        return found
 
     def take(self, start: int, stop: int) -> Batch:
         """Return the examples start, ..., stop - 1."""
@@ -58,7 +84,7 @@ class Batch:
 
     def several_inputs(self) -> bool:
         """Return whether more than one input has as many rows as there are examples, so that one of them may be shared by all."""
-        return self.size > 1 and sum(t.dim() > 0 and t.shape[0] == self.size for _, t in self.named_tensors()) > 1
+        return self.size > 1 and len(self.cut_inputs()) > 1
 
     def with_whole(self, name: str, taken: Batch) -> Batch:
         """Return examples taken from this batch, with one argument (named as in `named_tensors`) as it was."""
@@ -73,12 +99,28 @@ class Batch:
 
     def select(self, indices: list[int]) -> Batch:
         """Return these examples, in this order."""
-        return self._map(lambda t: t[torch.tensor(indices, device=t.device)], len(indices))
 
-    def _map(self, change: Callable[[Tensor], Tensor], size: int) -> Batch:
-        def one(t: Tensor) -> Tensor:
-            # Tensors without the batch dimension (position ids of shape (1, T), scalars) belong to every example.
-            return change(t) if t.dim() > 0 and t.shape[0] == self.size else t
+        def rows(value: Any) -> Any:
+            if isinstance(value, list):
+                return [value[n] for n in indices]
+            return value[torch.tensor(indices, device=value.device) if isinstance(value, Tensor) else indices]
+
+        return self._map(rows, len(indices))
+
+    def copy(self) -> Batch:
+        """Return the same examples in tensors of their own."""
+        return self._map(lambda v: v.clone() if isinstance(v, Tensor) else copy(v), self.size, every=True)
+
+    def _map(self, change: Callable[[Any], Any], size: int, every: bool = False) -> Batch:
+        changed: dict[int, Any] = {}
+        cut = iter(self.cut)
+
+        def one(value: Any) -> Any:
+            if not (next(cut) or every):
+                return value
+            if id(value) not in changed:  # what is there twice stays one
+                changed[id(value)] = change(value)
+            return changed[id(value)]
 
         return Batch(
             _tree(self.raw, one),
@@ -86,6 +128,7 @@ class Batch:
             {k: _tree(v, one) for k, v in self.kwargs.items()},
             None if self.labels is None else one(self.labels),
             size,
+            self.cut,
         )
 
 
@@ -104,8 +147,7 @@ def parse(raw: Any, model: nn.Module, device: torch.device, whole: bool = False)
     Raises:
         SquisherError: if it is none of these.
     """
-    # Detached, so that a batch which requires gradients gets none.
-    raw = _tree(raw, lambda t: t.detach().to(device))
+    raw = _tree(raw, lambda value: _plain_tensor(value, device) if isinstance(value, Tensor) else value)
     labels: Any = None
     if isinstance(raw, Mapping):
         kwargs = {str(k): v for k, v in raw.items()}
@@ -131,6 +173,12 @@ def parse(raw: Any, model: nn.Module, device: torch.device, whole: bool = False)
     return Batch(raw, args, {}, _labels(labels), _size(labels, args))
 
 
+def _plain_tensor(t: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor that gets no gradient, and that a graph may keep: those of inference mode it may not."""
+    t = t.detach().to(device)
+    return t.clone() if t.is_inference() else t
+
+
 def batches_of(source: Any) -> Iterator[Any]:
     """Iterate over the user's batches, with a clear message where that is not possible."""
     if isinstance(source, (Tensor, Mapping)) or not isinstance(source, Iterable):
@@ -145,9 +193,9 @@ def leaves_of(raw: Any) -> list[Tensor]:
     """Return all tensors of a batch, in order."""
     found: list[Tensor] = []
 
-    def look(t: Tensor) -> Tensor:
-        found.append(t)
-        return t
+    def look(value: Any) -> None:
+        if isinstance(value, Tensor):
+            found.append(value)
 
     _tree(raw, look)
     return found
@@ -191,9 +239,9 @@ def _size(labels: Any, values: Iterable[Any]) -> int:
     return found[0]
 
 
-def _tree(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply a function to every tensor of a nested container; everything else stays as it is."""
-    if isinstance(value, Tensor):
+def _tree(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Apply a function to every tensor, array and plain list of a nested container; everything else stays as it is."""
+    if isinstance(value, (Tensor, np.ndarray)) or (isinstance(value, list) and _is_plain(value)):
         return change(value)
     if isinstance(value, Mapping):
         return {k: _tree(v, change) for k, v in value.items()}
@@ -202,6 +250,17 @@ def _tree(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_tree(v, change) for v in value)
     return value
+
+
+def _rows_of(value: Any) -> int | None:
+    """Return the size of the first dimension; None of a scalar."""
+    shape: tuple[int, ...] = (len(value),) if isinstance(value, list) else tuple(value.shape)
+    return shape[0] if shape else None
+
+
+def _is_plain(values: list[Any]) -> bool:
+    """Return whether a list holds values and no containers: lengths, names."""
+    return all(v is None or isinstance(v, (str, bytes, bool, int, float, complex, np.generic)) for v in values)
 
 
 _SAMPLED = 4096
@@ -234,6 +293,7 @@ class Stream:
         if divided and max_examples is not None:
             self.most = max_examples // self.count + (self.mine < max_examples % self.count)
         self.digest = hashlib.sha256()
+        self._shared: set[tuple[int, int]] = set()
 
     @property
     def total(self) -> int | None:
@@ -254,7 +314,7 @@ class Stream:
         for number, raw in enumerate(batches_of(self.batches)):
             if not ranks.is_alone():
                 _mark(self.digest, leaves_of(raw))
-            batch = parse(raw, self.model, device, self.whole)
+            batch = self._as_before(parse(raw, self.model, device, self.whole))
             if batch.size == 0:
                 continue
             if self.most is not None:
@@ -266,6 +326,12 @@ class Stream:
             seen += batch.size
             if self.most is not None and seen >= self.most:
                 return  # without asking for the next batch
+
+    def _as_before(self, batch: Batch) -> Batch:
+        """Return the batch with inputs shared by all examples that were so in an earlier one, however many examples this one has."""
+        places = [(len(batch.cut), n) for n in range(len(batch.cut))]
+        self._shared |= {place for place, cut in zip(places, batch.cut, strict=True) if not cut}
+        return dataclasses.replace(batch, cut=tuple(place not in self._shared for place in places))
 
     def check(self) -> None:
         """Compare what the processes were given.

@@ -33,7 +33,17 @@ from .examples import (
     tensors_in,
     why_unknown,
 )
-from .following import NEEDING_NO_VALUES, Following, Watch, is_random, leaves_behind, operations_behind
+from .following import (
+    NEEDING_NO_VALUES,
+    Following,
+    Watch,
+    in_place,
+    is_custom,
+    is_random,
+    leaves_behind,
+    nodes_behind,
+    version_of,
+)
 from .likelihood import Objective, Outputs
 from .parallel import can_localise, local_gradient, shard_of_gradients
 from .routing import GROUPED, Routes, behind_transpose, ends_of
@@ -48,6 +58,7 @@ from .rules import (
     Squares,
     add_squares,
 )
+from .sampling import normals
 
 __all__ = ["Obstacle", "Pass", "forward_pass"]
 
@@ -73,7 +84,7 @@ class _Use:
     held: list[tuple[Tensor, int]]
 
     def intact(self) -> bool:
-        return all(t._version == version for t, version in self.held)
+        return all(version_of(t) == version for t, version in self.held)
 
 
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
@@ -124,6 +135,7 @@ class Pass(Following):
         reentrant: whether a parameter was used without gradients, perhaps to be used again in the backward pass (checkpointing).
         types: of the gradients that arrived.
         at_least: columns to send back, with zeros after the last: processes that share a model need the same number.
+        custom: whether a step of the backward pass is written in Python by the user, and may mix examples.
     """
 
     def __init__(
@@ -141,7 +153,7 @@ class Pass(Following):
         self.bounds = bounds
         self.many = objective.labels == "exact" or objective.draws > 1 or objective.unit == "token"
         self.guess, self.guessed = guess, False
-        self.reentrant = False
+        self.reentrant = self.custom = False
         self.types: set[torch.dtype] = set()
         self.at_least = 0
         self._names = {id(p): name for name, p in parameters.items()}
@@ -180,19 +192,22 @@ class Pass(Following):
             raise Obstacle({"": "random numbers are drawn in the forward pass"}, random=True)
         if not values.requires_grad:
             return outputs
+        if self.hooked:
+            raise Obstacle({"": "the model registers hooks on the gradients of its tensors"})
         if state != Examples(0):
             raise Obstacle({"": self._why(raw)})
-        unseen = dict(self._refused)
+        unseen, nodes = dict(self._refused), set[Any]()
         unseen |= {
             self._names[id(leaf)]: f"it is used in an operation without a rule ({node})"
-            for leaf, node in leaves_behind(values)
+            for leaf, node in leaves_behind(values, nodes)
             if id(leaf) in self._names
         }
+        self.custom = any(map(is_custom, nodes))
         if self._sharded:
             unseen |= {
                 name: f"its gradient comes through {node}, for which it would have to be gathered again"
                 for source, names in self._behind.values()
-                for node in operations_behind(source) - NEEDING_NO_VALUES
+                for node in {n.name() for n in nodes_behind(source)} - NEEDING_NO_VALUES
                 for name in names
             }
         unseen.update(
@@ -220,6 +235,8 @@ class Pass(Following):
         tensors = tensors_in((args, kwargs))
         states = {id(t): self._state(t) for t in tensors}
         self.random = self.random or is_random(name, args, kwargs)
+        if name in ("getitem", "setitem"):
+            self._python_saw_ends(args[1])
         if name == "setitem":
             return self._set_item(func, args, states)
         kinds = states.values()
@@ -229,7 +246,9 @@ class Pass(Following):
                 return routed
         if UNKNOWN in kinds:
             reason = next((self._why(t) for t in tensors if states[id(t)] is UNKNOWN), "")
-            return self._finish(func(*args, **kwargs), name, lambda _: (UNKNOWN, reason))
+            output = self._finish(func(*args, **kwargs), name, lambda _: (UNKNOWN, reason))
+            self._python_saw(func, args, kwargs, states, output)
+            return output
         look = Look(states, self.examples)
         sources = [t for t in tensors if t.requires_grad and states[id(t)] is SHARED]
         if not torch.is_grad_enabled():
@@ -245,7 +264,7 @@ class Pass(Following):
             for t in tensors_in(output):
                 self._mark(t, SHARED)
             return output
-        base = self._base_before(args, states)
+        base, given = self._base_before(args, states), (args, kwargs)
         uses: list[tuple[Tensor, Rule]] = []
         if sources:
             args, kwargs, uses = self._replaced(func, name, args, kwargs, sources, look)
@@ -258,6 +277,7 @@ class Pass(Following):
         if uses:
             output = self._captured(output, uses, after)
         output = self._finish(output, name, after)
+        self._python_saw(func, *given, states, output)
         if base is not None and output is args[0] and self._state(output) == base[1]:
             self._mark(base[0], base[2])
         return output
@@ -349,8 +369,8 @@ class Pass(Following):
         uses: list[tuple[Tensor, Rule]] = []
         instead: dict[int, Tensor] = {}
         shape, state = broadcasts(name, args, kwargs, look)
-        in_place = bool(args) and isinstance(args[0], Tensor) and _in_place(func) and not args[0].requires_grad
-        rule = None if in_place else OPERATIONS.get(func)
+        inside = bool(args) and isinstance(args[0], Tensor) and in_place(func) and not args[0].requires_grad
+        rule = None if inside else OPERATIONS.get(func)
         if rule is not None:
             wanted = {id(t) for t in sources}
             try:
@@ -361,7 +381,7 @@ class Pass(Following):
                 uses = [(p, r) for p, r in uses if not isinstance(r, Broadcast) or r.apart_from(state.dim, len(shape))]
             instead = {id(p): self._detach(p) for p, _ in uses}
         for t in sources:
-            if id(t) not in instead and isinstance(state, Examples) and shape is not None and not in_place:
+            if id(t) not in instead and isinstance(state, Examples) and shape is not None and not inside:
                 copies = self._copies(t, shape, state, look)
                 if copies is not None:
                     instead[id(t)] = copies
@@ -397,8 +417,9 @@ class Pass(Following):
         if not isinstance(state, Examples):
             return output
         for source, rule in uses:
-            if is_sharded(output) and not can_localise(source, rule):
-                why = "it is used in an operation without a rule for shards"
+            if output.is_complex() or (is_sharded(output) and not can_localise(source, rule)):
+                what = "complex numbers" if output.is_complex() else "shards"
+                why = f"it is used in an operation without a rule for {what}"
                 self._refused.update(dict.fromkeys(self._names_of(source), why))
                 return output
             if isinstance(rule, Broadcast) and not rule.apart_from(state.dim, output.dim()):
@@ -408,7 +429,7 @@ class Pass(Following):
             output = _Anchor.apply(output, self._leaf)
         found = []
         for source, rule in uses:
-            use = _Use(source, rule, state.dim, [(t, t._version) for t in rule.saved()])
+            use = _Use(source, rule, state.dim, [(t, version_of(t)) for t in rule.saved()])
             found.append(use)
             if id(source) not in self._names and id(source) not in self._behind:
                 self._behind[id(source)] = (source, self._names_of(source))
@@ -429,13 +450,17 @@ class Pass(Following):
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
-    def backward(self, outputs: Outputs, index: Tensor, sums: Mapping[str, Tensor]) -> None:
+    def backward(
+        self, outputs: Outputs, index: Tensor, sums: Mapping[str, Tensor], halves: bool = False, again: bool = False
+    ) -> None:
         """Send every column back and add the squares of what arrives.
 
         Args:
             outputs: of `forward`.
             index: where each example is in the stream.
             sums: what to add to, by name.
+            halves: send back the columns of one half of the examples after those of the other: the same, if they do not mix.
+            again: whether it is called once more, so that the graph must stay.
 
         Raises:
             Obstacle: something arrived where it should not have (only under re-entrant checkpointing); the sums are spoiled.
@@ -445,9 +470,10 @@ class Pass(Following):
         if not outputs.values.requires_grad:
             return
         self._in_backward = True
+        self.many = self.many or halves or again
         engine = torch.autograd.Variable._execution_engine
         with self._watch:  # checkpointing runs parts of the forward pass again
-            for column in self._columns(outputs, index):
+            for column in self._columns(outputs, index, halves):
                 self._arrivals.clear()
                 self._done.clear()
                 # Not `backward`, which switches the mode off, nor `grad`, which re-entrant checkpointing refuses.
@@ -463,8 +489,10 @@ class Pass(Following):
         if leaked:
             raise Obstacle(dict.fromkeys(leaked, "it is used in an operation without a rule, under checkpointing"))
 
-    def _columns(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
+    def _columns(self, outputs: Outputs, index: Tensor, halves: bool = False) -> Iterator[Tensor]:
         columns = iter(self.objective.columns(outputs, index))
+        if halves:
+            columns = _in_halves(columns, index)
         for number in count():
             with torch._C.DisableTorchFunction():
                 column = next(columns, None)
@@ -578,9 +606,13 @@ class Pass(Following):
             self._squares.clear()
 
 
-def _in_place(func: Any) -> bool:
-    name = str(getattr(func, "__name__", ""))
-    return (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+def _in_halves(columns: Iterator[Tensor], index: Tensor) -> Iterator[Tensor]:
+    """Yield each column with zeros for a half of the examples that is drawn at random, and then for the others."""
+    place = normals(0, index, 0, 1)[:, 0].argsort().argsort()
+    for column in columns:
+        for half in (place % 2 == 0, place % 2 == 1):
+            rows = half.to(column.device, column.dtype)
+            yield column * rows.view(-1, *(1,) * (column.dim() - 1))
 
 
 def _full_precision(device: str) -> AbstractContextManager[Any]:

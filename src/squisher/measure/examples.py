@@ -266,6 +266,14 @@ def _along(place: int, default: Any, names: tuple[str, ...] = ("dim", "axis", "d
     return rule
 
 
+def _renorm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
+    t = _first(args, kwargs)
+    state, dim = look(t), argument(args, kwargs, 2, "dim", None) % t.dim()
+    return (
+        state if isinstance(state, Examples) and state.dim == dim else UNKNOWN
+    )  # each slice of `dim` has its own norm
+
+
 def _max(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
     other = argument(args, kwargs, 1, "other", None)
     rule = _pointwise if isinstance(other, Tensor) else _along(1, None)
@@ -584,7 +592,8 @@ _RULES: dict[str, Rule] = {
     **dict.fromkeys(("sort", "glu", "median", "mode"), _along(1, -1)),
     **dict.fromkeys(("topk", "kthvalue"), _along(2, -1)),
     **dict.fromkeys(("chunk", "split", "tensor_split", "split_with_sizes"), _along(2, 0)),
-    **dict.fromkeys(("norm", "renorm", "roll"), _along(2, None)),
+    **dict.fromkeys(("norm", "roll"), _along(2, None)),
+    "renorm": _renorm,
     "normalize": _along(2, 1),
     "vector_norm": _along(2, None),
     "linalg_vector_norm": _along(2, None),

@@ -4,7 +4,9 @@ In every batch, before anything is added:
 
 - the rows of each output belong to examples by structure (`examples`), never because a size happens to be divisible;
 - no path of the graph leads to a parameter past the rules (`capture`);
-- the sequence of operations is one that was proven against the loop (`proof`), for every parameter whose gradient is not zero.
+- the sequence of operations is one that was proven against the loop (`proof`), for every parameter whose gradient is not zero;
+- what Python saw (a number, a decision) it would have seen of each example on its own, or the outputs of one that differs are compared;
+- backward functions in Python, which may do anything, give each half of the examples the same on its own.
 
 What was proven is remembered for later calls on the same model, as long as its weights and modes and the form of the batches stay. A
 batch for which one of these fails is done by the loop, and the coverage says why. On the batches that are proven, the outputs of two
@@ -78,7 +80,7 @@ class Fast:
             self.failures, self.at_once = 0, self.at_once + 1
             self.known.remember(self.model)
             return units
-        except RuntimeError:
+        except (RuntimeError, IndexError):
             if not self.at_once:  # perhaps an example alone cannot be run, because an input that all share was cut
                 check_alone(
                     self.model, self.objective, batch, self.objective.outputs(self.model, batch).values.detach()
@@ -104,8 +106,9 @@ class Fast:
                 known.state = None  # only the proof sees that examples influence each other through Python
             if one.program not in known.programs and proof is None:
                 proof = self._prove(sums, batch, index, known)
-            if proof is not None:
-                check_alone(self.model, self.objective, batch, outputs.values.detach(), proof.alone)
+            if proof is not None or one.told:
+                alone = {} if proof is None else proof.alone
+                check_alone(self.model, self.objective, batch, outputs.values.detach(), alone, one.told)
             if not outputs.values.requires_grad:
                 if one.captured:
                     raise Obstacle({"": "the outputs have no gradient, although parameters are used"})
@@ -123,7 +126,7 @@ class Fast:
     def _believe(self, sums: Sums, one: Pass, outputs: Outputs, index: Tensor, known: Known) -> None:
         """Add what the rules say; what was not proven yet for this sequence of operations is proven on this very batch."""
         doubtful = one.captured - known.programs.get(one.program, set())
-        if not doubtful:
+        if not doubtful and not one.custom:
             try:
                 one.backward(outputs, index, sums)
             except Obstacle as obstacle:  # too late for the loop: some squares are in the sums
@@ -133,8 +136,10 @@ class Fast:
             return
         scratch = Sums(sums.parameters, sums.dtype)
         bounds: dict[str, list[Gradients]] = {}
-        one.bounds = bounds
-        one.backward(outputs, index, scratch)
+        one.bounds = bounds if doubtful else None
+        one.backward(outputs, index, scratch, again=one.custom)
+        if one.custom:
+            self._refuse_mixing(scratch, one, outputs, index)
         with torch.no_grad():
             found = {name: scratch[name] for name in doubtful if bool(scratch[name].any())}
         if found:
@@ -145,6 +150,20 @@ class Fast:
             for name, total in scratch.items():
                 sums[name] += total
         known.programs.setdefault(one.program, set()).update(found)
+
+    def _refuse_mixing(self, found: Sums, one: Pass, outputs: Outputs, index: Tensor) -> None:
+        """Compare with two backward passes, for one half of the examples and the other.
+
+        Raises:
+            Obstacle: they differ.
+        """
+        halves = Sums(found.parameters, found.dtype)
+        one.bounds = None
+        one.backward(outputs, index, halves, halves=True)
+        wrong = compare(found, {name: halves[name] for name in one.captured}, {}, one.types)
+        if wrong:
+            why = "its gradient goes through a backward function in Python that mixes examples"
+            raise Obstacle(dict.fromkeys(wrong, why))
 
     def _expected(self, batch: Batch, index: Tensor, names: Iterable[str]) -> Sums:
         expected = Sums({name: self.parameters[name] for name in names}, torch.float32)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .examples import SHARED, UNKNOWN, Examples, Rows, State, argument, place_after, state_after, tensors_in
+from .examples import SHARED, UNKNOWN, Examples, Rows, State, argument, place_after, replaced, state_after, tensors_in
 from .rules import in_steps, multi_head_attention, supports
 
 __all__ = [
@@ -25,11 +26,15 @@ __all__ = [
     "Watch",
     "counts_positions",
     "factor_of",
+    "hooks",
+    "in_place",
+    "is_custom",
     "is_random",
     "leaves_behind",
     "looks_only",
     "name_of",
-    "operations_behind",
+    "nodes_behind",
+    "version_of",
 ]
 
 # -- names: one for the function, the method, the operator and the in-place form ---------------------------------------------
@@ -156,16 +161,22 @@ class Following:
 
     Attributes:
         random: whether random numbers were drawn.
-        escaped: whether something may depend on the examples in a way that is not followed (a number that Python saw).
+        escaped: whether something may depend on the examples in a way that is not followed.
+        told: examples to which Python might have done something else on their own: a number or a decision that was made of several
+            examples would have been another one.
+        hooked: whether the model registers hooks on its gradients.
     """
 
     _state_after = staticmethod(state_after)  # overridden by the pass of a training step
+    _compares = True  # what Python sees with what it would see of each example
 
     def __init__(self, examples: int, known: Iterable[Tensor]):
         self.examples = examples
-        self.random = self.escaped = False
+        self.random = self.escaped = self.hooked = False
+        self.told: list[int] = []
         self._known = {id(t) for t in known}
         self._marks: dict[int, tuple[Any, int, State, str]] = {}
+        self._apart: dict[int, tuple[Any, int, list[Any]]] = {}
         self._trace: list[Any] = []
 
     @property
@@ -194,7 +205,7 @@ class Following:
     def _state(self, t: Tensor) -> State:
         mark = self._marks.get(id(t))
         if mark is not None and mark[0]() is t:
-            return mark[2] if mark[1] == t._version else UNKNOWN
+            return mark[2] if mark[1] == version_of(t) else UNKNOWN
         if id(t) in self._known:
             return SHARED
         if not t.requires_grad:
@@ -209,14 +220,10 @@ class Following:
 
     def _mark(self, t: Tensor, state: State, reason: str = "") -> None:
         if id(t) not in self._known:
-            self._marks[id(t)] = (weakref.ref(t), t._version, state, reason)
+            self._marks[id(t)] = (weakref.ref(t), version_of(t), state, reason)
 
     def _finish(self, output: Any, name: str, after: Any) -> Any:
         results = tensors_in(output)
-        if (
-            not results and output is not None and name != "op.bool"
-        ):  # which only chooses between operations that are seen
-            self.escaped = True  # a number that Python sees
         found = []
         for t in results:
             state, reason = after(t)
@@ -224,6 +231,65 @@ class Following:
             found.append(state.dim if isinstance(state, Examples) else None)
         self._trace.append((name, *found))
         return output
+
+    # -- what Python sees ------------------------------------------------------------------------------------------------
+
+    def _python_saw(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int, State], out: Any
+    ) -> None:
+        """Compare what an operation on several examples returned with what it returns for each of them on its own.
+
+        A number or a decision that Python gets (`item`, `bool`, `tolist`) may decide about all examples: where it would have been
+        another one, an example is told to the caller. Small tensors are on the way to such numbers, and are remembered.
+        """
+        if isinstance(out, Tensor) and out.numel() > _SMALL:
+            return
+        results = tensors_in(out)
+        small = len(results) == 1 and results[0] is out and out.numel() <= _SMALL and self._state(out) is UNKNOWN
+        if not self._compares or out is None or not (small or not results) or set(states.values()) <= {SHARED}:
+            return
+        each = self._for_each(func, args, kwargs, states)
+        if small:
+            if each is not None:
+                self._apart[id(out)] = (weakref.ref(out), version_of(out), each)
+            return
+        others = list(range(self.examples)) if each is None else [n for n, e in enumerate(each) if not _same(e, out)]
+        if others:
+            self.escaped = True
+            if each is None:
+                self.told += [others[0], others[-1]]
+            elif not set(self.told).intersection(others):
+                self.told.append(max(others, key=lambda n: _distance(each[n], out)))
+
+    def _for_each(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int, State]
+    ) -> list[Any] | None:
+        """Return what an operation returns for each example on its own; None if that is not known."""
+        if in_place(func):
+            return None
+        own: list[tuple[int, Any]] = []
+        for t in tensors_in((args, kwargs)):
+            state = states[id(t)]
+            if isinstance(state, Examples):
+                own.append((id(t), t.detach().split(state.inner, state.dim)))
+            elif state is not SHARED:
+                known = self._apart.get(id(t))
+                if known is None or known[0]() is not t or known[1] != version_of(t):
+                    return None
+                own.append((id(t), known[2]))
+        try:
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                parts = [{key: values[n] for key, values in own} for n in range(self.examples)]
+                return [func(*replaced(args, part), **replaced(kwargs, part)) for part in parts]
+        except Exception:  # whatever the operation says to a single example
+            return None
+
+    def _python_saw_ends(self, index: Any) -> None:
+        """Compare the ends of slices that are tensors, which Python turns into numbers."""
+        for part in index if isinstance(index, tuple) else (index,):
+            for end in (part.start, part.stop, part.step) if isinstance(part, slice) else ():
+                if isinstance(end, Tensor):
+                    self._python_saw(Tensor.__index__, (end,), {}, {id(end): self._state(end)}, int(end))
 
     def _base_before(self, args: tuple[Any, ...], states: dict[int, State]) -> tuple[Tensor, State, State] | None:
         """Return the tensor that the first argument is a view of: changed in place, it keeps its state if the view does."""
@@ -275,6 +341,36 @@ class Following:
         return UNKNOWN
 
 
+_SMALL = 64
+"""Elements of a tensor that may be on its way to a number in Python."""
+
+
+def version_of(t: Tensor) -> int:
+    """Return how often a tensor was changed in place; what is made in inference mode does not count that."""
+    return 0 if t.is_inference() else t._version
+
+
+def in_place(func: Any) -> bool:
+    """Return whether a function changes its first argument."""
+    name = str(getattr(func, "__name__", ""))
+    return (name.endswith("_") and not name.endswith("__")) or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+
+
+_NOT_IN_PLACE = ("__index__", "__int__", "__invert__")
+
+
+def _same(one: Any, other: Any) -> bool:
+    try:
+        return type(one) is type(other) and bool(one == other or (one != one and other != other))
+    except (ValueError, RuntimeError):  # arrays
+        return False
+
+
+def _distance(one: Any, other: Any) -> float:
+    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
+    return abs(one - other) if numbers else 0.0
+
+
 class Watch(TorchFunctionMode):
     """Hands every operation of the model to the pass."""
 
@@ -286,6 +382,7 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         name = name_of(func)
         if looks_only(name):
+            self.one.hooked = self.one.hooked or hooks(name, args, kwargs)
             return func(*args, **kwargs)
         if torch._C._functorch.maybe_current_level() is not None:
             return func(*args, **kwargs)  # inside vmap: what comes out is not followed
@@ -374,13 +471,20 @@ NEEDING_NO_VALUES = {f"{name}Backward{n}" for name in _FORM_ONLY.split() for n i
 """Steps between a parameter and what is made of it whose gradient needs shapes and indices only."""
 
 
-def leaves_behind(t: Tensor) -> Iterator[tuple[Tensor, str]]:
-    """Yield the leaves that a gradient of this tensor would reach, each with the operation that it would come from."""
+def leaves_behind(t: Tensor, seen: set[Any] | None = None) -> Iterator[tuple[Tensor, str]]:
+    """Yield the leaves that a gradient of this tensor would reach, each with the operation that it would come from.
+
+    Args:
+        t: where to begin.
+        seen: gets the operations behind it.
+    """
     if t.grad_fn is None:
         if t.requires_grad:
             yield t, "itself"
         return
-    seen, stack = {t.grad_fn}, [t.grad_fn]
+    seen = set() if seen is None else seen
+    seen.add(t.grad_fn)
+    stack = [t.grad_fn]
     while stack:
         node = stack.pop()
         for child, _ in node.next_functions:
@@ -393,12 +497,29 @@ def leaves_behind(t: Tensor) -> Iterator[tuple[Tensor, str]]:
                 stack.append(child)
 
 
-def operations_behind(t: Tensor) -> set[str]:
-    """Return the names of the operations behind a tensor."""
-    seen, stack = set(), [t.grad_fn]
-    while stack:
-        node = stack.pop()
-        if node is not None and node not in seen and not hasattr(node, "variable"):
-            seen.add(node)
-            stack += [child for child, _ in node.next_functions]
-    return {node.name() for node in seen}
+def nodes_behind(t: Tensor) -> set[Any]:
+    """Return the operations behind a tensor."""
+    seen: set[Any] = set()
+    for _ in leaves_behind(t, seen):
+        pass
+    return seen
+
+
+def is_custom(node: Any) -> bool:
+    """Return whether the backward pass of an operation is written in Python, and not by torch: it may do anything."""
+    function = getattr(node, "_forward_cls", None)
+    if function is None:
+        return False
+    return not _is_known(function) or function.__name__ == "BackwardHookFunction"
+
+
+def hooks(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether an operation registers a hook on a gradient; torch's own (`fully_shard`) only watch."""
+    hook = argument(args, kwargs, 1, "hook", None) if name == "register_hook" else None
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook is not None and not _is_known(hook)
+
+
+def _is_known(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(("torch.", f"{__package__}."))

@@ -68,7 +68,8 @@ class Objective:
         return self.arranged(self.raw(model, batch), batch)
 
     def raw(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run the model: its logits, or the losses of a function."""
+        """Run the model on a copy of the batch, which it may change: its logits, or the losses of a function."""
+        batch = batch.copy()
         if callable(self.likelihood):
             losses = self.likelihood(model, batch.raw)
             if not isinstance(losses, Tensor) or losses.shape != (batch.size,):

@@ -7,7 +7,7 @@ proven; the caller is told which parameters were.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -260,6 +260,7 @@ def check_alone(
     batch: Batch,
     values: Tensor,
     alone: Mapping[int, Tensor] | None = None,
+    also: Sequence[int] = (),
     interacting: bool = True,
 ) -> None:
     """Compare the outputs of some examples alone with those of the batch.
@@ -269,14 +270,15 @@ def check_alone(
         objective: which Fisher.
         batch: all examples.
         values: what came out for them, `Outputs.values`.
-        alone: the outputs of some examples on their own, if they are known.
+        alone: the outputs of some examples on their own, if they are known; these are compared, and no others.
+        also: more examples to compare, for which a number that Python saw would have been another one.
         interacting: whether to refuse examples that influence each other, and not only a shared input that was cut.
 
     Raises:
         SquisherError: they differ, so examples influence each other, or share an input that was cut.
     """
     if alone is not None:
-        chosen = list(alone)
+        chosen = list(dict.fromkeys([*alone, *also]))
     elif callable(objective.likelihood):  # a loss is one number, which may agree by chance
         chosen = list(range(min(batch.size, _SOME)))
     else:
@@ -285,13 +287,14 @@ def check_alone(
         taken = batch.take(n, n + 1)
         try:
             # With gradients: re-entrant checkpointing warns without.
-            own = alone[n] if alone is not None else objective.outputs(model, taken).values[0].detach()
+            own = alone[n] if alone and n in alone else objective.outputs(model, taken).values[0].detach()
             found = difference_of(model, own, values, n)
         except (RuntimeError, ValueError, IndexError) as error:
             found = f"cannot be computed ({error}), unlike"
         if not found:
             continue
-        _refuse_cut_input(model, objective, batch, taken, values, n)
+        if n not in also:
+            _refuse_cut_input(model, objective, batch, taken, values, n)
         if not interacting:
             return
         raise interaction(n, found, batch.size)
@@ -309,11 +312,11 @@ def interaction(n: int, found: str, size: int) -> SquisherError:
 def _refuse_cut_input(
     model: nn.Module, objective: Objective, batch: Batch, taken: Batch, values: Tensor, n: int
 ) -> None:
-    for name in dict.fromkeys(name for name, t in batch.named_tensors() if t.dim() and t.shape[0] == batch.size):
+    for name in dict.fromkeys(batch.cut_inputs()):
         if _fits(model, objective, batch.with_whole(name, taken), values, n):
             raise SquisherError(
                 f"The input {name} has as many rows as the batch has examples ({batch.size}), but it is used whole for every "
-                "example. Give it a leading dimension of 1, batches of another size, or bind it to the model."
+                "example. Give it a leading dimension of 1 (a tuple instead of a list), batches of another size, or bind it to the model."
             )
 
 

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..guard import eager_original, eagerly, refuse_batch_statistics
 from .batches import Batch, leaves_of
-from .following import looks_only, name_of
+from .following import hooks, looks_only, name_of
 from .step_pass import StepPass
 
 __all__ = ["Proven", "Step"]
@@ -155,7 +155,7 @@ class Step:
             loss.backward(gradient, **settings)
             return
         known = self.proven.get(one.program, set())
-        prove = self.anew or one.program not in self.proven
+        prove = self.anew or one.program not in self.proven or one.runs_python(loss)
         try:
             expected = one.weighted(loss, gradient) if prove else None
         except RuntimeError as error:
@@ -218,6 +218,7 @@ class _StepWatch(TorchFunctionMode):
         if one is None:
             return func(*args, **kwargs)
         name = name_of(func)
+        one.hooked = one.hooked or hooks(name, args, kwargs)
         if looks_only(name) or torch._C._functorch.maybe_current_level() is not None:
             return func(*args, **kwargs)
         if func is _attention:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from .batches import Batch
 from .capture import Pass
 from .examples import SHARED, UNKNOWN, Examples, Look, Other, State, replaced, tensors_in
-from .following import REDUCTIONS, counts_positions, factor_of, is_random
+from .following import REDUCTIONS, counts_positions, factor_of, is_custom, is_random, nodes_behind
 from .likelihood import Objective
 from .proof import tolerance_of, total_of
 from .rules import Broadcast, Dense, Gradients, Rule, Squares, add_squares
@@ -53,6 +53,8 @@ class StepPass(Pass):
         spoiled: Why the gradients of examples cannot be told apart, seen in the backward pass.
         finite: Whether what arrived at the loss, and at the parameters where they were proven, is finite.
     """
+
+    _compares = False  # the gradients are those of examples in their batch, whatever Python decided for it
 
     DIFFERENT_FACTORS = (
         "the loss is a sum of several parts with different factors, so that the loss of an example is not known: give "
@@ -230,6 +232,10 @@ class StepPass(Pass):
                 return "a part of the model runs without gradients first (checkpointing: give use_reentrant=False)"
             return f"the loss is no sum over examples that could be followed: {self._why(loss)}"
         return ""
+
+    def runs_python(self, loss: Tensor) -> bool:
+        """Return whether a step of the backward pass is written in Python, and may mix examples now and then."""
+        return self.hooked or any(map(is_custom, nodes_behind(loss)))
 
     def weighted(self, loss: Tensor, gradient: Tensor | None) -> dict[str, Tensor | None]:
         """Return Σ_n r_n g_n for every parameter, by a backward pass with the loss of example n multiplied by r_n."""

@@ -49,6 +49,7 @@ class _Told(NamedTuple):
     captured: set[str]
     used_again: set[str]
     outputs: tuple[Any, ...]
+    doubted: list[int]
 
 
 class Together:
@@ -200,6 +201,9 @@ class Together:
             for k in (k for k, t in enumerate(self._leaders(told)) if not t.known):
                 alone |= self._prove(sums, batch, index, k)
             one, outputs, told = self._forward(self.objective, batch, alone)
+        if any(t.doubted for t in told):
+            alone |= self._alone(batch, one.told, max(len(t.doubted) for t in told))
+            one, outputs, told = self._forward(self.objective, batch, alone)
         units = self.objective.units(outputs) if mine else 0
         self.reached |= set().union(*(t.captured for t in told))
         doubtful = set().union(*(t.captured - t.proven for t in told))
@@ -314,6 +318,19 @@ class Together:
                 totals[name].add_(total.to(totals[name].device))
         return totals
 
+    def _alone(self, batch: Batch, doubted: list[int], passes: int) -> dict[int, Tensor]:
+        """Return the outputs of examples on their own; every process makes as many passes."""
+        self.shards.reshard()
+        alone: dict[int, Tensor] = {}
+        chosen = list(dict.fromkeys([*doubted, *range(batch.size)]))
+        for n in range(passes):
+            with torch.no_grad():
+                place = chosen[n % len(chosen)]
+                alone[place] = self.objective.outputs(self.model, batch.take(place, place + 1)).values[0]
+            self._exchange(None)
+            self.shards.reshard()
+        return alone
+
     def _run_once(self, batch: Batch) -> None:
         """Run the model, so that every layer has been gathered and its parameters are known.
 
@@ -360,6 +377,8 @@ class Together:
                 if one.reentrant or not outputs.values.requires_grad:
                     what = "re-entrant checkpointing" if one.reentrant else "outputs without a gradient"
                     obstacle = {"": f"{what} in a sharded model"}
+                elif one.custom:
+                    obstacle = {"": "a backward function in Python, in a sharded model"}
                 for n, own in (alone or {}).items():
                     found = difference_of(self.model, own, outputs.values.detach(), n)
                     failure = interaction(n, found, batch.size) if found else failure
@@ -379,6 +398,7 @@ class Together:
                 one.captured,
                 one.used_again,
                 self._form(outputs),
+                [n for n in dict.fromkeys(one.told) if n not in (alone or {})],
             )
             told = self._exchange(here, failure)
             self._same([t.outputs for t in told])
