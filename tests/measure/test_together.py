@@ -64,6 +64,18 @@ class Unseen(nn.Module):
         return self.last(h * torch.special.expit(self.scale)[None].cumprod(1) + torch.cdist(h, self.scale[None]))
 
 
+class Decided(nn.Module):
+    """Python chooses for a whole batch what it would not choose for each of its examples, which makes no difference."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(h * 1.0 if x.abs().max() > 2 else h)
+
+
 def _blocks(way: str = "plain") -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 6), Block(6, way), Block(6, way), nn.Linear(6, 4))
 
@@ -76,6 +88,7 @@ MODELS = {
     "checkpointed": lambda: _blocks("checkpointed"),
     "checkpointed outside": Outside,
     "unseen": Unseen,
+    "decided": Decided,
     "half": _blocks,
 }
 
