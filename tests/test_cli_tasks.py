@@ -8,7 +8,7 @@ import torch
 import squisher
 from squisher import embed
 from squisher.importance import Importance
-from squisher.report.heat import clustered
+from squisher.report.svg import clustered
 from tests.commands import run
 
 

@@ -10,11 +10,12 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from squisher.report.drawing import STEPS, Axis, colour_steps, domain_of
-from squisher.report.heat import density, heat_map
 from squisher.report.svg import (
     Mark,
     Series,
     bars_with_error_bars,
+    density,
+    heat_map,
     histogram,
     lines,
     points_with_error_bars,

@@ -23,10 +23,9 @@ from .figures import (
     plot_sparsity,
     write_picture,
 )
-from .heat import heat_map
 from .page import Column, Part, figure, note, page, section, table, write
 from .sections import report_page
-from .svg import Mark, Series, bars_with_error_bars, histogram, lines, points_with_error_bars, scatter
+from .svg import Mark, Series, bars_with_error_bars, heat_map, histogram, lines, points_with_error_bars, scatter
 from .tables import compare_json, compare_tables, inspect_json, inspect_tables, similarity_json, similarity_table
 
 __all__ = [  # noqa: RUF022

@@ -23,13 +23,21 @@ from ..analysis.health import Health
 from ..errors import FileError, SquisherError
 from ..importance import Importance
 from .atlas import grid, place
+from .charts import (
+    atlas_chart,
+    density_chart,
+    depth_chart,
+    distribution_chart,
+    layer_bars,
+    layer_chart,
+    overlap_chart,
+    share_chart,
+    similarity_chart,
+)  # fmt: skip
 from .data import agreement_data, depth_of
 from .drawing import Axis, px
-from .heat import clustered, heat_map
 from .page import HATCH, chart_style, resource, write
-from .sections import atlas_chart, depth_chart, distribution_chart, layer_bars, share_chart
-from .svg import Series
-from .together import density_chart, layer_chart, overlap_chart, similarity_chart
+from .svg import Series, clustered, heat_map
 
 __all__ = [
     "Panel",

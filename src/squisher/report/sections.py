@@ -1,7 +1,4 @@
-"""The page of a report: its sections, from the data that `collect` returned. Nothing is computed here but places on a screen.
-
-`together.py` has the sections on several importances.
-"""
+"""The page of a report: its sections, from the data that `collect` returned. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -9,14 +6,25 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from .drawing import Axis, domain_of, number, share, whole
-from .heat import heat_map
+from .charts import (
+    agreement_map,
+    atlas_chart,
+    density_chart,
+    depth_chart,
+    distribution_chart,
+    kept_chart,
+    layer_chart,
+    overlap_chart,
+    overview_chart,
+    pruning_chart,
+    share_chart,
+    similarity_chart,
+)  # fmt: skip
+from .drawing import fixed, number, share, whole
 from .page import Column, Part, facts_list, figure, note, page, section, table
-from .svg import Mark, Series, bars_with_error_bars, histogram, lines
-from .together import agreement_part, similarities_part
 from .words import counted, listed
 
-__all__ = ["atlas_chart", "depth_chart", "distribution_chart", "layer_bars", "report_page", "share_chart"]
+__all__ = ["report_page"]
 
 _OVERVIEW = (
     Column("name", "Importance", "text"),
@@ -39,65 +47,32 @@ def report_page(data: Mapping[str, Any]) -> str:
     """
     importances = data["importances"]
     names = [item["name"] for item in importances]
-    parts: list[Part] = []
-    if len(importances) > 1:
-        parts.append(_overview(importances, data["overview"]))
+    alone, pairs = len(names) == 1, len(names) * (len(names) - 1) // 2
+    parts = [] if alone else [_overview(importances, data["overview"])]
     for k, item in enumerate(importances):
-        parts += importance_parts(item, k, alone=len(importances) == 1)
+        parts += _importance(item, k, alone)
     if data["agreements"]:
-        parts.append(
-            agreement_part(
-                data["agreements"], all_pairs=len(data["agreements"]) == len(importances) * (len(importances) - 1) // 2
-            )
-        )
+        parts.append(_agreements(data["agreements"], all_pairs=len(data["agreements"]) == pairs))
     if data["tasks"]:
-        parts.append(similarities_part(data["tasks"]))
-    title = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-    return page(
-        title,
-        data["summary"],
-        parts,
-        data,
-        "What matters in this network" if len(names) == 1 else "What matters, compared",
-    )
+        parts.append(_similarities(data["tasks"]))
+    title = names[0] if alone else f"{', '.join(names[:-1])} and {names[-1]}"
+    eyebrow = "What matters in this network" if alone else "What matters, compared"
+    return page(title, data["summary"], parts, data, eyebrow)
 
 
 def _overview(importances: Sequence[Mapping[str, Any]], overview: Mapping[str, Any]) -> Part:
-    layers = max((item["depth"] for item in importances), key=lambda depth: len(depth["layer"]))
-    order = layers["layer"]
-    place = {layer: k for k, layer in enumerate(order)}
-    series, means = [], []
-    for item in importances:
-        values: list[float | None] = [None] * len(order)
-        for layer, mean in zip(item["depth"]["layer"], item["depth"]["mean"], strict=True):
-            if layer in place:
-                values[place[layer]] = mean
-        means += values
-        series.append(Series(item["name"], range(len(order)), values))
-    depth = lines(
-        series,
-        Axis("layer", 0, 1),
-        Axis("mean importance of an entry", *padded(means), log=True),
-        title="Mean importance through the layers",
-        description="One line for each importance, on a logarithmic scale.",
-        categories=layers["label"],
-    )
     kept = [item for item in importances if "kept" in item["budget"]]
+    caption = "Values as stored: importances from different batch sizes differ in scale."
     return section(
         "overview",
         "Side by side",
         table("overview-table", "All importances", _OVERVIEW, overview, "overview", filtered=False),
         '<div class="figures">',
-        figure(
-            depth, "Through the layers", "Values as stored: importances from different batch sizes differ in scale."
-        ),
-        figure(kept_chart(kept), "How concentrated", KEPT_CAPTION) if kept else "",
+        figure(overview_chart(importances), "Through the layers", caption),
+        figure(kept_chart(kept), "How concentrated", _KEPT_CAPTION) if kept else "",
         "</div>",
     )
 
-
-_MOST_BARS = 80
-"""More layers than this are lines, because bars would be thinner than a screen can show."""
 
 _PARAMETERS = (
     Column("name", "Parameter", "text"),
@@ -135,10 +110,11 @@ _PRUNING = (
 )
 
 
-def importance_parts(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]:
+def _importance(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]:
     """Return the sections of the only importance, or one section of one of several."""
-    prefix = f"importances.{k}"
-    anchor = f"importance-{k + 1}"
+    prefix, anchor = f"importances.{k}", f"importance-{k + 1}"
+    anchor_of, source = f"{anchor}-parameters-table", f"{prefix}.parameters"
+    parameters = table(anchor_of, "All parameters", _PARAMETERS, item["parameters"], source, by="share")
     blocks = [
         ("answer", "Where it lies", _answer(item, alone)),
         ("what", "What it is", _what(item)),
@@ -146,18 +122,7 @@ def importance_parts(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]
         ("atlas", "Atlas of the network", _atlas(item, prefix, anchor)),
         ("budget", "Distribution and budgets", _budget(item, prefix, anchor)),
         ("model", "With the weights of the model", _model(item["model"], prefix, anchor)),
-        (
-            "parameters",
-            "Parameters",
-            table(
-                f"{anchor}-parameters-table",
-                "All parameters",
-                _PARAMETERS,
-                item["parameters"],
-                f"{prefix}.parameters",
-                by="share",
-            ),
-        ),
+        ("parameters", "Parameters", parameters),
     ]
     blocks = [block for block in blocks if block[2]]
     if alone:
@@ -193,20 +158,6 @@ def _what(item: Mapping[str, Any]) -> str:
     return f'<p class="words">{escape(" ".join(item["in_words"]))}</p>{_tiles(tiles)}{facts_list(item["facts"])}'
 
 
-def atlas_chart(atlas: Mapping[str, Any], source: str) -> str:
-    """Draw the mean importance of each kind of parameter in each layer; `source` is where the page's data hold it."""
-    return heat_map(
-        atlas["mean"],
-        atlas["kinds"],
-        atlas["labels"],
-        title="Layers and kinds of parameters",
-        description="Rows are kinds of parameters, columns are layers; the tables have all numbers.",
-        label="mean importance of an entry",
-        source=source,
-        log=True,
-    )
-
-
 def _atlas(item: Mapping[str, Any], prefix: str, anchor: str) -> str:
     drawing = atlas_chart(item["atlas"], f"{prefix}.atlas kinds layers mean")
     caption = (
@@ -225,26 +176,15 @@ def _budget(item: Mapping[str, Any], prefix: str, anchor: str) -> str:
     budget = item["budget"]
     if "error" in budget:
         return note(budget["error"], "warning") + f'<div class="figures">{_distribution_figure(item["totals"])}</div>'
-    needed = table(
-        f"{anchor}-needed",
-        "How sparse a budget lets it be",
-        _NEEDED,
-        budget["needed"],
-        f"{prefix}.budget.needed",
-        filtered=False,
-    )
-    kept = table(
-        f"{anchor}-kept",
-        "What the largest entries hold",
-        _KEPT,
-        budget["kept"],
-        f"{prefix}.budget.kept",
-        filtered=False,
-    )
-    return (
-        f'<div class="figures">{_distribution_figure(item["totals"])}'
-        f"{figure(kept_chart([item]), 'How concentrated', KEPT_CAPTION)}{needed}{kept}</div>"
-    )
+    tables = [
+        table(f"{anchor}-{key}", heading, columns, budget[key], f"{prefix}.budget.{key}", filtered=False)
+        for key, heading, columns in (
+            ("needed", "How sparse a budget lets it be", _NEEDED),
+            ("kept", "What the largest entries hold", _KEPT),
+        )
+    ]
+    kept = figure(kept_chart([item]), "How concentrated", _KEPT_CAPTION)
+    return f'<div class="figures">{_distribution_figure(item["totals"])}{kept}{"".join(tables)}</div>'
 
 
 def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
@@ -274,56 +214,6 @@ def _findings(diagnoses: Sequence[Mapping[str, Any]]) -> str:
     return f'<ul class="findings">{"".join(out)}</ul>'
 
 
-def depth_chart(depth: Mapping[str, Any]) -> str:
-    """Draw the mean importance of an entry through the layers."""
-    return lines(
-        [Series("mean", range(len(depth["layer"])), depth["mean"])],
-        Axis("layer", 0, 1),
-        Axis("mean importance of an entry", *padded(depth["mean"]), log=True),
-        title="Depth profile",
-        description="The mean importance of an entry in each layer, on a logarithmic scale.",
-        categories=depth["label"],
-    )
-
-
-def share_chart(depth: Mapping[str, Any]) -> str:
-    """Draw each layer's share of the importance beside its share of the entries."""
-    places = range(len(depth["layer"]))
-    top = max([part for key in ("share", "entries") for part in depth[key] if part is not None] or [1.0])
-    axis = Axis("share of the whole", 0.0, min(1.0, top * 1.1) or 1.0, kind="share")
-    both = [Series("of the importance", places, depth["share"]), Series("of the entries", places, depth["entries"])]
-    about = "Each layer's share of the importance beside its share of the entries."
-    return layer_bars(both, depth["label"], axis, "What each layer holds", about)
-
-
-def layer_bars(series: Sequence[Series], layers: Sequence[str], axis: Axis, title: str, description: str) -> str:
-    """Draw bars for each layer, or lines where bars would be thinner than a screen can show."""
-    if len(layers) <= _MOST_BARS:
-        return bars_with_error_bars(series, layers, axis, label="layer", title=title, description=description)
-    return lines(series, Axis("layer", 0, 1), axis, categories=layers, title=title, description=description)
-
-
-def distribution_chart(totals: Mapping[str, Any]) -> tuple[str, int]:
-    """Draw how many entries have which value; also return how many of the smallest are not shown."""
-    bins = totals["log10_histogram"]
-    first, counts = _without_tail(bins["first_edge"], bins["step"], bins["counts"])
-    marks = [
-        Mark(value, f"{label} {number(value)}")
-        for value, label in ((totals["median"], "median"), (totals["mean"], "mean"))
-        if value and value >= 10.0**first
-    ]
-    drawing = histogram(
-        first,
-        bins["step"],
-        counts,
-        title="Distribution of the values",
-        label="importance of an entry",
-        marks=marks,
-        description="How many entries lie in each tenth of a decade.",
-    )
-    return drawing, sum(bins["counts"]) - sum(counts)
-
-
 def _distribution_figure(totals: Mapping[str, Any]) -> str:
     drawing, hidden = distribution_chart(totals)
     left_out = [f"{whole(totals['zeros'])} zeros"] if totals["zeros"] else []
@@ -332,42 +222,7 @@ def _distribution_figure(totals: Mapping[str, Any]) -> str:
     return figure(drawing, "Distribution of the values", caption)
 
 
-def _without_tail(first: float, step: float, counts: Sequence[int]) -> tuple[float, Sequence[int]]:
-    """Leave out the lowest bins that hold at most one value in a thousand: a few stragglers would take half of the axis."""
-    allowed, start = sum(counts) // 1000, 0
-    while start < len(counts) - 1 and counts[start] <= allowed:
-        allowed -= counts[start]
-        start += 1
-    return first + start * step, counts[start:]
-
-
-KEPT_CAPTION = "The largest entries first. If all mattered alike, the line would be the dashed one."
-
-
-def kept_chart(items: Sequence[Mapping[str, Any]]) -> str:
-    """Draw what share of the importance the largest entries hold, a line for each importance."""
-    kept = [item["budget"]["kept"] for item in items]
-    fractions = kept[0]["fraction"]
-    series = [
-        Series(
-            item["name"],
-            part["fraction"],
-            part["share"],
-            tips=[
-                f"{item['name']}\nlargest {share(f)}: {share(s)} of the importance"
-                for f, s in zip(part["fraction"], part["share"], strict=True)
-            ],
-        )
-        for item, part in zip(items, kept, strict=True)
-    ]
-    return lines(
-        series,
-        Axis("largest entries", min(fractions), 1.0, log=True, kind="share"),
-        Axis("share of the importance", 0.0, 1.0, kind="share"),
-        title="How concentrated the importance is",
-        description="The share of the whole that the largest entries hold; the share of entries is on a logarithmic scale.",
-        diagonal=True,
-    )
+_KEPT_CAPTION = "The largest entries first. If all mattered alike, the line would be the dashed one."
 
 
 def _model(model: Mapping[str, Any] | None, prefix: str, anchor: str) -> str:
@@ -388,26 +243,92 @@ def _model(model: Mapping[str, Any] | None, prefix: str, anchor: str) -> str:
         "many go at once: measure that on data."
     )
     pruning = model["pruning"]
-    drawing = lines(
-        [Series("cost", [0.0, *pruning["sparsity"]], [0.0, *pruning["share"]])],
-        Axis("share of the entries set to zero, cheapest first", 0.0, 1.0, kind="share"),
-        Axis("share of the sum of all costs", 0.0, 1.0, kind="share"),
-        title="Which share of the cost is removed with them",
-        description="The share of the sum of ½θ²F that the cheapest entries hold. It is a ranking and no forecast of the loss.",
-        diagonal=True,
-    )
-    chart = figure(
-        drawing,
-        "Cheap and dear weights",
-        "A ranking, no forecast. If all weights cost alike, the line would be the dashed one.",
-    )
+    caption = "A ranking, no forecast. If all weights cost alike, the line would be the dashed one."
+    chart = figure(pruning_chart(pruning), "Cheap and dear weights", caption)
     rows = table(
         f"{anchor}-pruning", "Pruning, predicted", _PRUNING, pruning, f"{prefix}.model.pruning", filtered=False
     )
     return f'<p class="words">{escape(text)}</p><div class="figures">{chart}{rows}</div>'
 
 
-def padded(values: Sequence[float | None]) -> tuple[float, float]:
-    """Return the ends of a logarithmic axis that leave a little room."""
-    low, high = domain_of(values, log=True)
-    return low / 1.6, high * 1.6
+_ROWS = (
+    Column("name", "Parameter", "text"),
+    Column("numel", "Entries", "whole"),
+    Column("spearman", "Spearman", "fixed", "Rank correlation of its entries"),
+    Column("scale", "Scale A/B", "number", "The total of the first, divided by the total of the second"),
+    Column("median_ratio", "Median A/B", "number", "The median of the ratio of entries"),
+    Column("overlap", "Overlap at 10%", "share", "Of the largest tenth, the share that both have"),
+)
+_OVERLAPS = (
+    Column("fraction", "Largest", "share"),
+    Column("k", "Entries of each", "whole"),
+    Column("overlap", "In both", "share"),
+    Column("chance", "By chance", "share"),
+)
+
+
+def _agreements(agreements: Sequence[Mapping[str, Any]], all_pairs: bool) -> Part:
+    """Return how far each pair agrees: in rank, in scale, and on what matters most."""
+    out = [] if all_pairs else [note("There are many importances: each is compared with the first one only.")]
+    for k, item in enumerate(agreements):
+        if len(agreements) > 1:
+            out.append(f'<h3 class="sub" id="agreement-{k + 1}">{escape(item["a"])} and {escape(item["b"])}</h3>')
+        out.append(note(item["error"], "warning") if "error" in item else _agreement(item, k))
+    return section("agreement", "Agreement", *out)
+
+
+def _agreement(item: Mapping[str, Any], k: int) -> str:
+    prefix, anchor = f"agreements.{k}", f"agreement-{k + 1}"
+    facts = [
+        ["A", item["a"]],
+        ["B", item["b"]],
+        ["in common", f"{whole(item['numel'])} entries in {counted(item['parameters'], 'parameter')}"],
+        ["Spearman", fixed(item["spearman"])],
+        ["scale A/B", f"{number(item['scale'])} of the totals, {number(item['median_ratio'])} in the median"],
+    ]
+    if item["left_out"]:
+        facts.append(["left out", f"{listed(item['left_out'])}: not in both, or not in one shape"])
+    if not item["exact"]:
+        facts.append(["ranks", "of values rounded to 16 bits"])
+    shown = item["density"]["shown"]
+    caption = "Equal values lie on the dashed line."
+    if shown < item["numel"]:
+        caption += f" {whole(item['numel'] - shown)} entries that are 0 in either are not shown."
+    largest = table(
+        f"{anchor}-overlaps",
+        "Overlap of the largest entries",
+        _OVERLAPS,
+        item["overlaps"],
+        f"{prefix}.overlaps",
+        filtered=False,
+    )
+    per_layer = "All entries of a layer ranked together; 1 is the same order, 0 none in common."
+    per_parameter = "Mean over the parameters of one kind in one layer."
+    figures = [
+        figure(density_chart(item, f"{prefix}.density"), "Entry against entry", caption),
+        figure(overlap_chart(item), "Do they agree on what matters most?", _overlap_caption(item)),
+        figure(layer_chart(item["layers"]), "Rank correlation per layer", per_layer),
+        largest,
+        figure(agreement_map(item["atlas"], prefix), "Rank correlation per parameter", per_parameter, wide=True),
+    ]
+    rows = table(f"{anchor}-rows", "Agreement per parameter", _ROWS, item["rows"], f"{prefix}.rows")
+    return f'{facts_list(facts)}<div class="figures">{"".join(figures)}</div>{rows}'
+
+
+def _overlap_caption(item: Mapping[str, Any]) -> str:
+    caption = "Of the largest entries of one, the share that are among the largest of the other."
+    if any(item["overlaps"]["reaches_zeros"]):
+        caption += " The last ones reach into entries that are 0, where only their place decides."
+    return caption
+
+
+def _similarities(data: Mapping[str, Any]) -> Part:
+    if "error" in data:
+        return section("tasks", "Similarity of tasks", note(data["error"], "warning"))
+    drawing = similarity_chart(data["tasks"], data["similarity"], "tasks tasks tasks similarity")
+    caption = (
+        "1 minus Task2Vec's distance of the mean importance of each tensor: 1 is the same task, 0 is nothing in common."
+    )
+    if data["left_out"]:
+        caption += f" Left out, because not all have it in one shape: {listed(data['left_out'])}."
+    return section("tasks", "Similarity of tasks", figure(drawing, "How similar the tasks are", caption, wide=True))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..analysis.agreement import Agreement
 from ..analysis.health import Diagnosis, Health
 from ..importance import Importance
-from .heat import clustered
+from .svg import clustered
 from .words import counted, short_names
 
 __all__ = [
