@@ -19,7 +19,16 @@ from torch import Tensor
 from ..consolidate import EWC
 from ..errors import SquisherError
 from ..importance import Pollution, RunFacts
-from .recording import PENALTY, Events, Recorder, Restrainer, examples_in, inner_optimizers, over_processes, tokens_in
+from .recording import (
+    Consolidator,
+    Events,
+    Recorder,
+    Restrainer,
+    examples_in,
+    inner_optimizers,
+    over_processes,
+    tokens_in,
+)
 
 __all__ = ["EWCCallback", "MaskCallback", "SquisherCallback"]
 
@@ -198,7 +207,7 @@ class SquisherCallback(_Hooks, Recorder):
         return facts, 1.0
 
 
-class EWCCallback(SquisherCallback):
+class EWCCallback(Consolidator, SquisherCallback):
     """Elastic weight consolidation in Lightning.
 
     Before every step and before clipping: the tracker observes the data's gradients, then the penalty's gradient is added. So
@@ -215,58 +224,29 @@ class EWCCallback(SquisherCallback):
         **more: As for `SquisherCallback`.
     """
 
-    def __init__(
-        self,
-        ewc: EWC,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        pull: str | None = None,
-        track: bool | None = None,
-        **more: Any,
-    ) -> None:
-        if not isinstance(ewc, EWC):
-            raise SquisherError(f"EWCCallback expects a squisher.EWC, but got a {type(ewc).__name__}.")
-        super().__init__(path, track=pull is None if track is None else track, **more)
-        self.ewc, self.pull = ewc, pull
-        self._handle: Any = None
+    def __init__(self, ewc: EWC, path: str | os.PathLike[str] | None = None, **more: Any) -> None:
+        super().__init__(ewc, path, **more)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Check that this is the module whose parameters are protected."""
         super().on_train_start(trainer, module)
         _only(self._optimizers, type(self).__name__)
-        if self._model is None or not self.ewc.is_of(self._model):
-            part = f"module.{self.submodule}" if self.submodule else "module"
-            raise SquisherError(
-                "The EWC holds parameters of another module than the one that is trained: make it with "
-                f"squisher.EWC({part}), where trainer.fit(module, ...) is called with this very module."
-            )
-        self._let_go()
-        if self.pull is not None:
-            self._handle = self.ewc.pull_after_steps(self._optimizers[0], self.pull)
+        part = f"module.{self.submodule}" if self.submodule else "module"
+        self._follow(
+            self._model,
+            f"Make it with squisher.EWC({part}), of the module that trainer.fit(module, ...) is called with.",
+        )
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
         """Stop pulling; write if asked to."""
         self._let_go()
         super().on_train_end(trainer, module)
 
-    def _let_go(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
         """Observe the data's gradients, then add the penalty's."""
         super().on_before_optimizer_step(trainer, module, optimizer)
-        logged = (trainer.global_step + 1) % trainer.log_every_n_steps == 0
-        if self.pull is None:
-            self.ewc.add_gradient_()
-        if logged:
-            with torch.no_grad():
-                module.log("ewc_penalty", self.ewc.penalty(), batch_size=1)
-
-    def _pollution(self) -> list[Pollution]:
-        own = [PENALTY] if self.tracker is None and self.pull is None else []
-        return own + super()._pollution()
+        if (trainer.global_step + 1) % trainer.log_every_n_steps == 0:
+            module.log("ewc_penalty", self._penalty(), batch_size=1)
 
 
 class MaskCallback(_Hooks, Restrainer):

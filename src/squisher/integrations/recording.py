@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..consolidate import EWC
 from ..errors import SquisherError, check_choice
 from ..importance import FILE_NAME, Importance, Pollution, RunFacts, Spoiler, structure_hash
 from ..importance.facts import LOSS_REDUCTIONS
@@ -27,8 +28,8 @@ from ..storage.codecs import check_codec
 from ..tracker import Tracker
 
 __all__ = [
-    "PENALTY",
     "BatchCounts",
+    "Consolidator",
     "Events",
     "Recorder",
     "Restrainer",
@@ -129,6 +130,10 @@ class Recorder(Events):
         """Return what is known about the run, and by which factor gradients were larger than its loss says."""
         raise NotImplementedError
 
+    def _pollution(self) -> list[Pollution]:
+        """Return what else than the data's gradient is squared."""
+        raise NotImplementedError
+
     def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
         if self._model is None:
             raise SquisherError(f"There is no importance yet: call trainer.{self._first} first.")
@@ -147,6 +152,52 @@ class Recorder(Events):
             except Exception as problem:
                 error = problem
         agree(error)
+
+
+class Consolidator(Recorder):
+    """What every callback with an EWC does, whatever the trainer: the tracker observes the data's gradient, then the penalty acts.
+
+    A subclass stands before the trainer's own recording callback, calls `_follow` when training begins and `_let_go` when it ends.
+
+    Args:
+        ewc: With the tasks before consolidated.
+        pull: `"plain"` or `"adam"`: use `ewc.pull_` in this metric instead of the penalty's gradient.
+        track: Whether to keep a tracker; by default where the penalty's gradient is added.
+        **more: Of the recording callback.
+    """
+
+    def __init__(self, ewc: EWC, *args: Any, pull: str | None = None, track: bool | None = None, **more: Any) -> None:
+        if not isinstance(ewc, EWC):
+            raise SquisherError(f"{type(self).__name__} expects a squisher.EWC, but got a {type(ewc).__name__}.")
+        super().__init__(*args, track=pull is None if track is None else track, **more)
+        self.ewc, self.pull = ewc, pull
+        self._handle: Any = None
+
+    def _follow(self, model: nn.Module | None, make: str) -> None:
+        """Check that this is the model whose parameters are protected, and pull after each step if asked to."""
+        if model is None or not self.ewc.is_of(model):
+            raise SquisherError(f"The EWC protects parameters of another model than the one that is trained. {make}")
+        self._let_go()
+        if self.pull is not None:
+            self._handle = self.ewc.pull_after_steps(self._optimizers[0], self.pull)
+
+    def _let_go(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def _observe(self) -> None:
+        super()._observe()
+        if self.pull is None:
+            self.ewc.add_gradient_()
+
+    def _penalty(self) -> float:
+        with torch.no_grad():
+            return float(self.ewc.penalty())
+
+    def _pollution(self) -> list[Pollution]:
+        in_gradient = self.tracker is None and self.pull is None
+        return [*([PENALTY] if in_gradient else []), *super()._pollution()]
 
 
 class Restrainer(Events):

@@ -14,14 +14,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from ..consolidate import EWC
 from ..errors import FileError, SquisherError
 from ..importance import FILE_NAME, Importance, Pollution, RunFacts, Spoiler, load
 from ..recycle.formats.trainer import reduction_of
-from .recording import PENALTY, Recorder, Restrainer, inner_optimizers, loss_factor
+from .recording import Consolidator, Recorder, Restrainer, inner_optimizers, loss_factor
 from .trainer_watch import TrainerWatch
 
 __all__ = [
@@ -101,7 +99,7 @@ class SquisherCallback(Recorder):
         self._watch = TrainerWatch(
             trainer,
             on_optimizer=self._take_optimizer,
-            on_gradients=self._see_gradients,
+            on_gradients=self._observe,
             extra_logs=self._logs,
             on_saved=self._write_beside,
         )
@@ -206,9 +204,6 @@ class SquisherCallback(Recorder):
         inner.register_state_dict_post_hook(save)
         inner.register_load_state_dict_pre_hook(load)
 
-    def _see_gradients(self) -> None:
-        self._observe()
-
     def _logs(self) -> Mapping[str, float]:
         return {}
 
@@ -261,7 +256,7 @@ class SquisherCallback(Recorder):
             ) from error
 
 
-class EWCCallback(SquisherCallback):
+class EWCCallback(Consolidator, SquisherCallback):
     """Elastic weight consolidation in a Trainer, with or without PEFT.
 
     At every step, once gradients are accumulated, reduced and unscaled: the tracker observes them, then the penalty's gradient
@@ -282,61 +277,24 @@ class EWCCallback(SquisherCallback):
         codec: As for `SquisherCallback`.
     """
 
-    def __init__(
-        self,
-        ewc: EWC,
-        *,
-        pull: str | None = None,
-        track: bool | None = None,
-        at_end_only: bool = False,
-        loss_reduction: str | None = None,
-        codec: str = "exact",
-    ) -> None:
-        if not isinstance(ewc, EWC):
-            raise SquisherError(f"EWCCallback expects a squisher.EWC, but got a {type(ewc).__name__}.")
-        track = pull is None if track is None else track
-        super().__init__(at_end_only=at_end_only, track=track, loss_reduction=loss_reduction, codec=codec)
-        self.ewc, self.pull = ewc, pull
-        self._handle: Any = None
-
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **more: Any) -> None:
         """Check that this is the model whose parameters are protected."""
         super().on_train_begin(args, state, control, model=model, **more)
-        if not self.ewc.is_of(model):
-            raise SquisherError(
-                "The EWC holds parameters of another model than the one that is trained. Make it after the Trainer, of the "
-                "model that the Trainer has: squisher.EWC(trainer.model, ...)."
-            )
-        self._let_go()
-        if self.pull is not None:
-            self._handle = self.ewc.pull_after_steps(self._optimizers[0], self.pull)
+        self._follow(
+            model, "Make it after the Trainer, of the model that the Trainer has: squisher.EWC(trainer.model, ...)."
+        )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Stop pulling; write into `output_dir` if asked to."""
         self._let_go()
         super().on_train_end(args, state, control, **more)
 
-    def _let_go(self) -> None:
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
-
     @property
     def _needs_attaching(self) -> bool:
         return self.pull is None or self.track
 
-    def _see_gradients(self) -> None:
-        super()._see_gradients()
-        if self.pull is None:
-            self.ewc.add_gradient_()
-
     def _logs(self) -> Mapping[str, float]:
-        with torch.no_grad():
-            return {"ewc_penalty": float(self.ewc.penalty())}
-
-    def _pollution(self) -> list[Pollution]:
-        own = [PENALTY] if self.tracker is None and self.pull is None else []
-        return own + super()._pollution()
+        return {"ewc_penalty": self._penalty()}
 
 
 class MaskCallback(Restrainer):

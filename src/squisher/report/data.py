@@ -31,8 +31,7 @@ from ..order import Rounded, Source, concentration
 from ..prune import scores
 from ..storage.tensors import chunks_of, numel_of, one_thread
 from .atlas import Place, grid, labels, layers_in_order, place
-from .tables import facts
-from .words import answer, counted, in_words, summary
+from .words import answer, counted, facts, in_words, shape_text, summary
 
 __all__ = ["FRACTIONS", "SHARES", "SPARSITIES", "Subject", "agreement_data", "collect", "depth_of", "joint_counts"]
 
@@ -121,7 +120,9 @@ def _one(subject: Subject, progress: Progress | None) -> dict[str, Any]:
     return {
         "name": subject.name,
         "in_words": in_words(importance.provenance),
-        "facts": [list(fact) for fact in facts(importance, health) if fact[0] not in _SAID],
+        "facts": [
+            list(fact) for fact in facts(importance.provenance, totals, len(health.rows)) if fact[0] not in _SAID
+        ],
         "provenance": provenance,
         "tensors": len(health.rows),
         "totals": totals.to_dict(),
@@ -142,7 +143,7 @@ def _parameters(health: Health) -> dict[str, list[Any]]:
     values = [row.values for row in health.rows]
     return {
         "name": [row.name for row in health.rows],
-        "shape": ["×".join(map(str, row.shape)) or "scalar" for row in health.rows],
+        "shape": [shape_text(row.shape) for row in health.rows],
         "numel": [math.prod(row.shape) for row in health.rows],
         "share": [v.total / total if total else math.nan for v in values],
         **{key: [getattr(v, key) for v in values] for key in ("mean", "median", "p90", "max")},

@@ -18,13 +18,13 @@ from torch import Tensor
 from ..analysis.agreement import Agreement
 from ..analysis.health import Diagnosis, Health
 from ..importance import Importance
+from .drawing import fixed, number, share
 from .svg import clustered
-from .words import counted, short_names
+from .words import counted, facts, listed, shape_text, short_names
 
 __all__ = [
     "compare_json",
     "compare_tables",
-    "facts",
     "inspect_json",
     "inspect_tables",
     "similarity_json",
@@ -55,21 +55,22 @@ def compare_json(agreement: Agreement) -> dict[str, Any]:
 
 def inspect_tables(importance: Importance, health: Health, max_rows: int = MAX_ROWS) -> RenderableType:
     """Return what an importance is, what is wrong with it, and its parameters."""
-    known = _list()
-    for label, value in facts(importance, health):
-        known.add_row(Text(label, style="dim"), Text(value))
-
     table = _table("parameter", "shape", "mean", "median", "90%", "max", "zeros")
     labels = _labels(health.rows)
     for row in _shortened(health.rows, max_rows, table):
         v = row.values
-        numbers = [_number(x) for x in (v.mean, v.median, v.p90, v.max)]
-        zeros = "" if not v.zeros else _share(v.zeros / v.numel)
+        numbers = [number(x) for x in (v.mean, v.median, v.p90, v.max)]
+        zeros = "" if not v.zeros else share(v.zeros / v.numel)
         if row.invalid:
             numbers, zeros = ["invalid", "", "", ""], ""
         style = "red" if row.invalid else "yellow" if v.numel and v.zeros == v.numel else ""
-        table.add_row(labels[row.name], _shape(row.shape), *numbers, zeros, style=style)
-    return Group(known, *_findings(health.diagnoses), Text(), table)
+        table.add_row(labels[row.name], shape_text(row.shape), *numbers, zeros, style=style)
+    return Group(
+        _list(facts(importance.provenance, health.totals, len(health.rows))),
+        *_findings(health.diagnoses),
+        Text(),
+        table,
+    )
 
 
 def compare_tables(agreement: Agreement, a: str = "A", b: str = "B", max_rows: int = MAX_ROWS) -> RenderableType:
@@ -81,27 +82,23 @@ def compare_tables(agreement: Agreement, a: str = "A", b: str = "B", max_rows: i
         b: What to call the second.
         max_rows: Longer tables are shortened in the middle.
     """
-    facts = _list()
-    entries = f"{agreement.numel:,} in {counted(len(agreement.rows), 'parameter')}"
-    rounded = "" if agreement.exact else "; ranks and ratios of values rounded to 16 bits"
-    facts.add_row(Text("A", style="dim"), Text(a))
-    facts.add_row(Text("B", style="dim"), Text(b))
-    facts.add_row(Text("common entries", style="dim"), Text(entries + rounded))
-    for label, names in (("only in A", agreement.only_a), ("only in B", agreement.only_b)):
-        if names:
-            facts.add_row(Text(label, style="dim"), Text(f"{len(names):,}: {_listed(names)}", style="yellow"))
-    facts.add_row(Text("Spearman", style="dim"), Text(_fixed(agreement.spearman), style="bold"))
-    facts.add_row(
-        Text("scale A/B", style="dim"),
-        Text(f"{_number(agreement.scale)} of the totals, {_number(agreement.median_ratio)} in the median"),
-    )
+    known = [
+        ("A", a),
+        ("B", b),
+        ("common entries", f"{agreement.numel:,} in {counted(len(agreement.rows), 'parameter')}"),
+        ("only in A", f"{len(agreement.only_a):,}: {_listed(agreement.only_a)}" if agreement.only_a else ""),
+        ("only in B", f"{len(agreement.only_b):,}: {_listed(agreement.only_b)}" if agreement.only_b else ""),
+        ("Spearman", fixed(agreement.spearman)),
+        ("scale A/B", f"{number(agreement.scale)} of the totals, {number(agreement.median_ratio)} in the median"),
+        ("ranks and ratios", "" if agreement.exact else "of values rounded to 16 bits"),
+    ]
 
     overlap = _table("largest", "entries of each", "in both", "by chance", title="Overlap of the largest entries")
     cut = False
     for o in agreement.overlaps:
         at_zero = o.threshold_a == 0 or o.threshold_b == 0
         cut |= at_zero
-        overlap.add_row(_share(o.fraction), f"{o.k:,}", _share(o.overlap) + ("*" if at_zero else ""), _share(o.chance))
+        overlap.add_row(share(o.fraction), f"{o.k:,}", share(o.overlap) + ("*" if at_zero else ""), share(o.chance))
     note = [Text("* reaches into entries that are 0; which of them are taken depends on their place.", style="dim")]
 
     rows = _table(
@@ -109,9 +106,9 @@ def compare_tables(agreement: Agreement, a: str = "A", b: str = "B", max_rows: i
     )
     labels = _labels(agreement.rows)
     for row in _shortened(agreement.rows, max_rows, rows):
-        cells = _fixed(row.spearman), _number(row.scale), _number(row.median_ratio), _share(row.overlap)
+        cells = fixed(row.spearman), number(row.scale), number(row.median_ratio), share(row.overlap)
         rows.add_row(labels[row.name], f"{row.numel:,}", *cells)
-    return Group(facts, Text(), overlap, *(note if cut else []), Text(), rows)
+    return Group(_list(known), Text(), overlap, *(note if cut else []), Text(), rows)
 
 
 def similarity_json(names: Sequence[str], distances: Tensor) -> dict[str, Any]:
@@ -136,49 +133,6 @@ def similarity_table(names: Sequence[str], distances: Tensor) -> RenderableType:
     return table
 
 
-def facts(importance: Importance, health: Health) -> list[tuple[str, str]]:
-    """Return what an importance is, as pairs of a label and a few words; what is not known is left out."""
-    p = importance.provenance
-    optimizer, steps = p.optimizer or {}, p.steps or {}
-    known: list[tuple[str, str | None]] = []
-    if p.kind == "squisher":
-        what = "Squisher: the mean squared gradient that an optimizer kept"
-        if p.bias_corrected is False:
-            what += ", not bias-corrected"
-        known.append(("kind", what))
-        beta2 = f", β₂ = {optimizer['beta2']:g}" if optimizer.get("beta2") is not None else ""
-        known.append(("optimizer", f"{optimizer['class']}{beta2}" if optimizer.get("class") else None))
-        low, high = steps.get("min"), steps.get("max")
-        if low is not None and high is not None:
-            known.append(("steps", f"{low:,}" if low == high else f"{low:,} to {high:,}"))
-        known.append(("batch", _batch(importance)))
-    else:
-        how = p.estimator or {}
-        labels = f", {how['labels']} labels" if how.get("labels") else ""
-        per = f", squared per {how['per']}" if how.get("per") else ""
-        known.append(("kind", f"Fisher: measured on data{labels}{per}"))
-        known.append(("examples", f"{p.examples:,}" if p.examples is not None else None))
-    per_unit = p.kind == "fisher" or p.per_unit
-    known.append(("unit", (f"mean per {p.unit}" if per_unit else p.unit) if p.unit else None))
-    known.append(("scale", f"multiplied by {p.scale:g}" if p.scale != 1 else None))
-    known.append(("values", f"{health.totals.numel:,} in {counted(len(health.rows), 'parameter')}"))
-    known.append(("source type", p.dtype_of_source))
-    known.append(("names", str(p.naming) if p.naming else None))
-    low_, high_ = _number(health.totals.min), _number(health.totals.max)
-    known.append(
-        ("range", f"{low_} to {high_}; mean {_number(health.totals.mean)}, median {_number(health.totals.median)}")
-    )
-    return [(label, value) for label, value in known if value]
-
-
-def _batch(importance: Importance) -> str:
-    p = importance.provenance
-    size = "size not known" if p.batch_size is None else f"{p.batch_size:g} examples"
-    tokens = f", {p.batch_tokens:g} tokens" if p.batch_tokens is not None else ""
-    reductions = {"mean": "mean loss", "sum": "summed loss", "token_mean": "mean loss over tokens"}
-    return f"{size}{tokens}, {reductions.get(p.loss_reduction or '', 'loss reduction not known')}"
-
-
 def _findings(diagnoses: Sequence[Diagnosis]) -> list[RenderableType]:
     if not diagnoses:
         return [Text(), Text("Nothing to remark.", style="green")]
@@ -192,10 +146,13 @@ def _findings(diagnoses: Sequence[Diagnosis]) -> list[RenderableType]:
     return [Text(), grid]
 
 
-def _list() -> Table:
+def _list(known: Sequence[tuple[str, str]]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")  # a path is of no use without its end
+    for label, value in known:
+        if value:
+            grid.add_row(Text(label, style="dim"), Text(value))
     return grid
 
 
@@ -225,29 +182,5 @@ def _labels(rows: Sequence[Any]) -> dict[str, str]:
     return dict(zip(names, short_names(names, _NAME_WIDTH), strict=True))
 
 
-def _listed(names: Sequence[str], count: int = 4) -> str:
-    more = f" and {len(names) - count:,} more" if len(names) > count else ""
-    return ", ".join(short_names(names[:count], _NAME_WIDTH)) + more
-
-
-def _shape(shape: Sequence[int]) -> str:
-    return "×".join(map(str, shape)) or "scalar"
-
-
-def _number(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.3g}"
-
-
-def _fixed(value: float) -> str:
-    return "–" if math.isnan(value) else f"{value:.3f}"
-
-
-def _share(value: float) -> str:
-    """Return a share in percent, never shown as 0% or 100% unless it is."""
-    if math.isnan(value):
-        return "–"
-    if 0 < value < 0.0005:
-        return "<0.1%"
-    if 0.9995 <= value < 1:
-        return ">99.9%"
-    return f"{100 * value:.3g}%"
+def _listed(names: Sequence[str]) -> str:
+    return listed(short_names(names, _NAME_WIDTH))

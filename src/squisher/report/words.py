@@ -6,10 +6,11 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..analysis.distribution import Distribution
 from ..importance import Provenance
-from .drawing import fixed, share, whole
+from .drawing import fixed, number, share, whole
 
-__all__ = ["answer", "counted", "in_words", "listed", "short_names", "summary"]
+__all__ = ["answer", "counted", "facts", "in_words", "listed", "shape_text", "short_names", "summary"]
 
 _LABELS = {
     "data": "the labels of the data (the empirical Fisher)",
@@ -65,6 +66,45 @@ def _fisher(p: Provenance) -> list[str]:
     if how.get("per") == "batch":
         sentences.append("Gradients were squared once per batch, not once per example.")
     return sentences
+
+
+def facts(p: Provenance, totals: Distribution, parameters: int) -> list[tuple[str, str]]:
+    """Return what an importance is, as pairs of a label and a few words; what is not known is left out."""
+    optimizer, steps = p.optimizer or {}, p.steps or {}
+    known: list[tuple[str, str | None]] = []
+    if p.kind == "squisher":
+        what = "Squisher: the mean squared gradient that an optimizer kept"
+        if p.bias_corrected is False:
+            what += ", not bias-corrected"
+        known.append(("kind", what))
+        beta2 = f", β₂ = {optimizer['beta2']:g}" if optimizer.get("beta2") is not None else ""
+        known.append(("optimizer", f"{optimizer['class']}{beta2}" if optimizer.get("class") else None))
+        low, high = steps.get("min"), steps.get("max")
+        if low is not None and high is not None:
+            known.append(("steps", f"{low:,}" if low == high else f"{low:,} to {high:,}"))
+        known.append(("batch", _batch(p)))
+    else:
+        how = p.estimator or {}
+        labels = f", {how['labels']} labels" if how.get("labels") else ""
+        per = f", squared per {how['per']}" if how.get("per") else ""
+        known.append(("kind", f"Fisher: measured on data{labels}{per}"))
+        known.append(("examples", f"{p.examples:,}" if p.examples is not None else None))
+    per_unit = p.kind == "fisher" or p.per_unit
+    known.append(("unit", (f"mean per {p.unit}" if per_unit else p.unit) if p.unit else None))
+    known.append(("scale", f"multiplied by {p.scale:g}" if p.scale != 1 else None))
+    known.append(("values", f"{totals.numel:,} in {counted(parameters, 'parameter')}"))
+    known.append(("source type", p.dtype_of_source))
+    known.append(("names", str(p.naming) if p.naming else None))
+    low_, high_, mean, median = (number(value) for value in (totals.min, totals.max, totals.mean, totals.median))
+    known.append(("range", f"{low_} to {high_}; mean {mean}, median {median}"))
+    return [(label, value) for label, value in known if value]
+
+
+def _batch(p: Provenance) -> str:
+    size = "size not known" if p.batch_size is None else f"{p.batch_size:g} examples"
+    tokens = f", {p.batch_tokens:g} tokens" if p.batch_tokens is not None else ""
+    reductions = {"mean": "mean loss", "sum": "summed loss", "token_mean": "mean loss over tokens"}
+    return f"{size}{tokens}, {reductions.get(p.loss_reduction or '', 'loss reduction not known')}"
 
 
 def summary(document: Mapping[str, Any]) -> str:
@@ -131,10 +171,15 @@ def counted(count: int, noun: str) -> str:
     return f"{whole(count)} {noun}{'' if count == 1 else 's'}"
 
 
-def listed(names: list[str], count: int = 4) -> str:
+def listed(names: Sequence[str], count: int = 4) -> str:
     """Return the first few of some names, and how many more there are."""
     more = f" and {whole(len(names) - count)} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """Write `3×4`."""
+    return "×".join(map(str, shape)) or "scalar"
 
 
 def short_names(names: Sequence[str], width: int) -> list[str]:
