@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import squisher
-from squisher.cli.app import ISSUES
+from squisher.cli.shell import ISSUES
 
 ROOT = Path(__file__).parents[1]
 REPOSITORY = re.search(r'Homepage = "(.+)"', (ROOT / "pyproject.toml").read_text())[1]

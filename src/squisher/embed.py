@@ -18,6 +18,7 @@ from torch import Tensor
 from .errors import NamingError, SquisherError, check_choice
 from .importance import Importance, on_common_scale, without
 from .names import align
+from .order import TINY
 from .storage.tensors import (
     CHUNK,
     chunks_of,
@@ -29,7 +30,6 @@ __all__ = ["distance", "distances", "embedding", "evaluate", "rank"]
 
 BY = ("tensor", "row", "full")
 METRICS = ("task2vec", "cosine")
-_TINY = 1.2e-38  # below it a float32 is denormal, and a ratio of two of them means nothing
 
 
 @one_thread()
@@ -56,7 +56,10 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
     names = [name for name in whole if numel_of(whole, name) and not (by == "row" and _is_bias(name))]
     if not names:
         raise NamingError("Only biases are left, and an embedding by row has none of them: use by='tensor'.")
-    means = {name: _mean(whole, name) if by == "tensor" else _row_means(whole, name) for name in names}
+    means = {
+        name: torch.tensor([whole.total(name) / numel_of(whole, name)]) if by == "tensor" else _row_means(whole, name)
+        for name in names
+    }
     record = replace(whole.provenance, sum={}, sum_of_squares={}, embedding={"by": by})
     return Importance(means, **record.to_dict())
 
@@ -186,7 +189,7 @@ def _ndcg(gains: Sequence[float]) -> float:
 
 def _pair(a: Tensor, b: Tensor, metric: str) -> tuple[np.ndarray, np.ndarray]:
     x, y = (chunk.double().numpy() for chunk in (a, b))
-    x, y = (np.where(values < _TINY, 0.0, values) for values in (x, y))
+    x, y = (np.where(values < TINY, 0.0, values) for values in (x, y))
     kept = (x + y) > 0
     x, y = x[kept], y[kept]
     if metric == "cosine":
@@ -202,12 +205,6 @@ def _common(a: Mapping[str, Tensor], b: Mapping[str, Tensor], exclude: str | Non
 
 def _is_bias(name: str) -> bool:
     return name.rsplit(".", 1)[-1] == "bias"
-
-
-def _mean(importance: Importance, name: str) -> Tensor:
-    known = importance.provenance.sum.get(name)
-    total = known if known is not None else math.fsum(float(chunk.double().sum()) for chunk in importance.chunks(name))
-    return torch.tensor([total / numel_of(importance, name)], dtype=torch.float32)
 
 
 def _row_means(importance: Importance, name: str) -> Tensor:

@@ -25,7 +25,7 @@ from . import __version__
 from .errors import FileError, NamingError, SquisherError, near
 from .names import align, check_known, check_like, shared
 from .storage import safetensors
-from .storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, dtype_of, numel_of, shape_of
+from .storage.tensors import CHUNK, Computed, LazyTensors, Progress, chunks_of, dtype_of, numel_of, shape_of
 
 __all__ = ["Summary", "apply", "make"]
 
@@ -34,9 +34,6 @@ FORMAT_VERSION = 1
 INDICES, VALUES = "indices/", "values/"
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-Progress = Callable[[int, int], None]
-"""Called with what is done and what there is in all."""
 
 
 @dataclass
@@ -212,8 +209,8 @@ def _indices(places: np.ndarray[Any, Any], start: int, size: int) -> Tensor:
     return torch.from_numpy(places + start).to(_index_type(size))
 
 
-class _Stored(Mapping[str, Tensor]):
-    """What goes into the file: found again chunk by chunk, so that nothing large is ever held."""
+class _Stored(Computed):
+    """What goes into the file: computed again chunk by chunk, so that nothing large is ever in memory."""
 
     def __init__(
         self,
@@ -222,19 +219,9 @@ class _Stored(Mapping[str, Tensor]):
         mask: Mapping[str, Tensor] | None,
         found: Mapping[str, _Difference],
     ) -> None:
+        kinds = ((kind, name, one) for name, one in found.items() for kind in (INDICES, VALUES))
+        super().__init__(tuned, {kind + name: name for kind, name, one in kinds if kind == VALUES or not one.whole})
         self._base, self._tuned, self._mask, self._found = base, tuned, mask, found
-        self._names = [
-            key for name, one in found.items() for key in ([] if one.whole else [INDICES + name]) + [VALUES + name]
-        ]
-
-    def __getitem__(self, key: str) -> Tensor:
-        return torch.cat([*self.chunks(key), torch.zeros(0, dtype=self.dtype(key))]).view(self.shape(key))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
 
     def shape(self, key: str) -> torch.Size:
         name = key.partition("/")[2]

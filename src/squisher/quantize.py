@@ -10,7 +10,7 @@ importance matrix of llama.cpp: that one is the mean square of a layer's inputs 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,19 @@ from torch import Tensor
 from .errors import SquisherError, check_choice, check_positive
 from .importance import checked, tied_in
 from .names import align, check_known, check_unquantized
-from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, one_thread, shape_of
+from .storage.tensors import (
+    CHUNK,
+    Computed,
+    Progress,
+    chunks_of,
+    dtype_of,
+    name_pattern,
+    numel_of,
+    one_thread,
+    shape_of,
+)
 
 __all__ = ["SCHEMES", "Plan", "Quantizer", "Sensitivity", "allocate", "sensitivity", "simulate"]
-
-Progress = Callable[[int, int], None]
-"""Called with what is done and what there is in all."""
 
 SCHEMES = ("affine", "symmetric", "llama.cpp")
 _STATES = 20_000  # partial assignments that the search keeps at most

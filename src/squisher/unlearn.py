@@ -16,11 +16,10 @@ from torch import Tensor
 from .errors import check_positive
 from .importance import on_common_scale, tied_in
 from .names import align, check_unquantized
+from .order import TINY
 from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of
 
 __all__ = ["Dampened", "dampen"]
-
-_TINY = 1.2e-38  # below the smallest normal float32: read as 0
 
 
 def dampen(
@@ -104,7 +103,7 @@ class Dampened(Computed):
         for f, g in zip(
             chunks_of(self._importance, whole_name, size), chunks_of(self._forget, forget_name, size), strict=True
         ):
-            f, g = (torch.where(values < _TINY, 0, values.to(work)) for values in (f, g))
+            f, g = (torch.where(values < TINY, 0, values.to(work)) for values in (f, g))
             shrunk = (self._strength * f / torch.where(g > 0, g, 1)).clamp_max_(1)
             yield torch.where(g > self._select * f, shrunk, 1)
 

@@ -204,7 +204,7 @@ def test_what_cannot_work_is_said(pl, tmp_path):
         trainer(pl, tmp_path, SquisherCallback()).fit(net(pl, torch.optim.SGD), loader())
     other = squisher.EWC(net(pl), 1.0)
     other.consolidate({n: torch.ones_like(p) for n, p in net(pl).named_parameters()})
-    with pytest.raises(SquisherError, match="another module"):
+    with pytest.raises(SquisherError, match="another model"):
         trainer(pl, tmp_path, EWCCallback(other)).fit(net(pl), loader())
     module = net(pl)
     whole = squisher.EWC(module, 1.0)

@@ -10,7 +10,7 @@ any size.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from torch import Tensor
 from ..errors import SquisherError
 from ..importance import Importance
 from ..names import align
-from ..order import Rounded, Selection, Source, median, ratios, spearman, thresholds, total
-from ..storage.tensors import one_thread
+from ..order import Rounded, Selection, Source, median, ratios, spearman, thresholds, top_overlap, total
+from ..storage.tensors import Progress, one_thread
 
 __all__ = ["EXACT_LIMIT", "FRACTIONS", "Agreement", "Overlap", "Row", "compare", "json_safe"]
 
@@ -220,7 +220,7 @@ def _row(pair: Pair, name: str, spearman: float, median_ratio: float, total_a: f
     overlap = math.nan
     if 0 < numel <= _SORTED:
         x, y = (joined(pair.chunks(side, name)) for side in (0, 1))
-        overlap = overlap_by_sorting(x, y, ROW_FRACTION)
+        overlap = top_overlap(x, y, _entries(ROW_FRACTION, numel))
     elif numel:
         found = overlaps_of(pair.sources(0, [name]), pair.sources(1, [name]), [ROW_FRACTION], numel)[0]
         overlap = found.overlap if found.threshold_a > 0 and found.threshold_b > 0 else math.nan
@@ -238,10 +238,6 @@ def json_safe(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [json_safe(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-Progress = Callable[[int, int], None]
-"""Called with the entries done and the entries in all, over every pass."""
 
 
 class Pair:
@@ -355,14 +351,3 @@ def _entries(size: float | int, numel: int) -> int:
     raise SquisherError(
         f"overlap(k) takes a fraction (a float between 0 and 1) or a number of entries (1 to {numel:,}), not {size!r}."
     )
-
-
-def overlap_by_sorting(x: Tensor, y: Tensor, size: float | int) -> float:
-    """Return the same for two tensors of few entries, of which a model may have thousands; nan where it reaches into zeros."""
-    k = _entries(size, x.numel())
-    (values_x, order_x), (values_y, order_y) = (side.sort(descending=True, stable=True) for side in (x, y))
-    if not (values_x[k - 1] > 0 and values_y[k - 1] > 0):
-        return math.nan
-    chosen = torch.zeros(x.numel(), dtype=torch.bool)
-    chosen[order_x[:k]] = True
-    return int(chosen[order_y[:k]].sum()) / k

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -18,14 +18,10 @@ from torch import Tensor
 from ..errors import FileError, ScaleError, SquisherError, SquisherWarning
 from ..importance import Importance, Provenance, Spoiler
 from ..importance.provenance import Codec
-from ..storage.tensors import one_thread
+from ..storage.tensors import Progress, one_thread
 from .distribution import Distribution, Tally
 
 __all__ = ["Diagnosis", "Health", "Row", "diagnose", "effective_steps", "examine"]
-
-
-Progress = Callable[[int, int], None]
-"""Called with the entries done and the entries in all."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,6 @@ UNUSABLE = 0.7
 """An even larger one means about four independent squares or fewer."""
 
 SEVERITIES = ("problem", "warning", "info")
-_LOW_PRECISION = ("bfloat16", "float16", "8bit", "int8", "uint8", "fp8", "float8", "4bit")
 _TRACK = "keep the average in float32 beside the optimizer with squisher.Tracker"
 
 
@@ -206,9 +201,8 @@ def of_provenance(importance: Importance) -> Iterator[Diagnosis]:
         yield from _scale(importance)
     elif p.examples is not None:
         yield _error_of_mean(p.examples)
-    source = p.dtype_of_source or ""
-    if any(mark in source for mark in _LOW_PRECISION):
-        yield _low_precision(source, p.kind)
+    if p.low_precision:
+        yield _low_precision(str(p.dtype_of_source), p.kind)
     if p.codec is not None:
         yield _codec(p.codec)
     if p.absent:

@@ -12,7 +12,7 @@ from . import inspect, compare, similarity, report
 from . import merge, mergekit, prune, shrink, mask, patch, embed, quantize, unlearn, export
 
 # isort: on
-from .app import app, main
+from .shell import app, main
 
 __all__ = [
     "app", "compare", "compress", "embed", "export", "extract", "fisher", "inspect", "main", "mask", "merge", "mergekit", "patch", "prune", "push", "quantize", "report",

@@ -8,42 +8,40 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ..errors import SquisherError, check_choice
-from .app import LOOK, Json, Plot, app, console, distinct_names, open_importance, print_json, progress_bar
+from . import shell
 
 if TYPE_CHECKING:
     from ..importance import Importance
 
 
-@app.command(rich_help_panel=LOOK, epilog="Example: squisher compare squisher.safetensors fisher.safetensors --json")
+@shell.command(shell.LOOK, "squisher compare squisher.safetensors fisher.safetensors --json")
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="An importance file, or a checkpoint to extract from.")],
     b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
     scale: Annotated[
         str, typer.Option(metavar="S", help="stored (as they are), as_fisher, or auto (as_fisher where both can).")
     ] = "stored",
-    exclude: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Parameters to leave out, such as heads of different sizes.")
-    ] = None,
-    as_json: Json = False,
-    plot: Plot = None,
+    exclude: shell.LeaveOut = None,
+    as_json: shell.Json = False,
+    plot: shell.Plot = None,
 ) -> None:
     """Compare two importances: rank correlation, scale, and overlap of the largest entries."""
     from ..analysis.agreement import compare as measure
     from ..importance import without
     from ..report import compare_json, compare_tables
 
-    first, second = _scaled([without(open_importance(file), exclude) for file in (a, b)], scale)
-    name_a, name_b = distinct_names([a, b]) if a != b else (str(a), str(b))
-    with progress_bar("comparing") as progress:
+    first, second = _scaled([without(shell.open_importance(file), exclude) for file in (a, b)], scale)
+    name_a, name_b = shell.distinct_names([a, b]) if a != b else (str(a), str(b))
+    with shell.progress_bar("comparing") as progress:
         agreement = measure(first, second, progress=progress)
     if plot is not None:
         from ..report import plot_agreement
 
         plot_agreement(agreement, first, second, plot, (name_a, name_b))
     if as_json:
-        print_json(compare_json(agreement))
+        shell.print_json(compare_json(agreement))
     else:
-        console().print(compare_tables(agreement, name_a, name_b))
+        shell.console().print(compare_tables(agreement, name_a, name_b))
 
 
 def _scaled(importances: list[Importance], scale: str) -> list[Importance]:

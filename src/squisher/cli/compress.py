@@ -7,30 +7,25 @@ from typing import Annotated
 
 import typer
 
-from .app import MAKE, Json, Overwrite, app, check_target, open_importance, print_json, progress_bar
+from . import shell
 
 
-@app.command(
-    rich_help_panel=MAKE,
-    epilog="Example: squisher compress squisher.safetensors --codec log8 --out small.safetensors",
-)
+@shell.command(shell.MAKE, "squisher compress squisher.safetensors --codec log8 --out small.safetensors")
 def compress(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="An importance file, or a checkpoint to extract from.")],
-    codec: Annotated[
-        str, typer.Option(metavar="CODEC", help="log8 (a byte per entry), rank1 (two vectors per matrix) or exact.")
-    ],
+    file: shell.ImportanceFile,
+    codec: shell.CodecName,
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The importance to write (.safetensors).")],
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    overwrite: shell.Overwrite = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Write an importance with a codec, which makes it smaller, and say what that lost."""
     from ..importance import load
     from ..storage.codecs import check_codec
 
     check_codec(codec)
-    check_target(out, overwrite, file)
-    with progress_bar("writing") as progress:
-        open_importance(file).save(out, codec=codec, progress=progress)
+    shell.check_target(out, overwrite, file)
+    with shell.progress_bar("writing") as progress:
+        shell.open_importance(file).save(out, codec=codec, progress=progress)
     written = load(out)
     error = written.provenance.codec
     entries = sum(written.shape(name).numel() for name in written)
@@ -40,7 +35,7 @@ def compress(
         else out.stat().st_size
     )
     if as_json:
-        print_json(
+        shell.print_json(
             {"file": str(out), "bytes": size, "entries": entries, "codec": error.plain() if error else {"name": codec}}
         )
         return

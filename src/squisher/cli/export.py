@@ -7,29 +7,26 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, Overwrite, app, check_target, open_importance, print_json
+from . import shell
 
 
-@app.command(
-    rich_help_panel=USE,
-    epilog="Example: squisher export squisher.safetensors --format ota --out exp_avg_sq.safetensors",
-)
+@shell.command(shell.USE, "squisher export squisher.safetensors --format ota --out exp_avg_sq.safetensors")
 def export(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="An importance file, or a checkpoint to extract from.")],
+    file: shell.ImportanceFile,
     to: Annotated[str, typer.Option("--format", help="bergson, squeezellm or ota.")],
     out: Annotated[Path, typer.Option("--out", metavar="OUT", help="The folder to make; for ota a .safetensors file.")],
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="squeezellm: the model that the importance belongs to.")
     ] = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    overwrite: shell.Overwrite = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Write an importance as another tool reads it."""
     from ..integrations.exports import export as write
 
-    check_target(out, overwrite, file, model, suffix=None)
-    written = write(open_importance(file), to, out, model)
+    shell.check_target(out, overwrite, file, model, suffix=None)
+    written = write(shell.open_importance(file), to, out, model)
     if as_json:
-        print_json({"out": str(out), "format": to, "written": written})
+        shell.print_json({"out": str(out), "format": to, "written": written})
     else:
         typer.echo(f"{out}: {written}.")

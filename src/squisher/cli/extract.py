@@ -7,21 +7,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .app import MAKE, Json, Overwrite, app, check_target, console, print_json, progress_bar, whole
+from . import shell
 
 if TYPE_CHECKING:
     from ..importance import Importance
 
 
-@app.command(
-    rich_help_panel=MAKE,
-    epilog="Example: squisher extract checkpoint-500 --out squisher.safetensors --batch-size 32",
-)
+@shell.command(shell.MAKE, "squisher extract checkpoint-500 --out squisher.safetensors --batch-size 32")
 def extract(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="What training saved: a checkpoint file or folder.")],
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="The importance to write (.safetensors, or a folder).")
-    ],
+    out: shell.OutFile,
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The model, where the source does not say enough.")
     ] = None,
@@ -50,15 +45,13 @@ def extract(
         bool, typer.Option("--raw", help="The accumulator as it is stored, without bias correction.")
     ] = False,
     dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="float32 (default) or bfloat16.")] = None,
-    codec: Annotated[
-        str, typer.Option(metavar="CODEC", help="exact, log8 (a byte per entry) or rank1 (two vectors per matrix).")
-    ] = "exact",
+    codec: shell.CodecName = "exact",
     push: Annotated[
         str | None, typer.Option(metavar="hf://OWNER/NAME", help="Publish it beside the model on the Hub, too.")
     ] = None,
     allow_coarse: Annotated[bool, typer.Option("--allow-coarse", help="Accept states of four bits.")] = False,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    overwrite: shell.Overwrite = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Turn an optimizer state into a named, self-describing importance file.
 
@@ -72,7 +65,7 @@ def extract(
     from ..storage.codecs import check_codec
 
     target = out / FILE_NAME if out.is_dir() else out
-    check_target(target, overwrite, source, model, base_model, names)
+    shell.check_target(target, overwrite, source, model, base_model, names)
     check_codec(codec)
     if push is not None:
         hub.Address.read(push)
@@ -80,10 +73,10 @@ def extract(
         source,
         model=model,
         names=names,
-        batch_size=whole(batch_size),
+        batch_size=shell.whole(batch_size),
         bias_correction=not raw,
         loss_reduction=loss_reduction,
-        batch_tokens=whole(batch_tokens),
+        batch_tokens=shell.whole(batch_tokens),
         beta2=beta2,
         optimizer_class=optimizer_class,
         trainable=trainable,
@@ -91,13 +84,13 @@ def extract(
         optimizer=optimizer,
         allow_coarse=allow_coarse,
     )
-    with progress_bar("writing") as progress:
+    with shell.progress_bar("writing") as progress:
         importance.save(target, codec=codec, dtype=dtype, progress=progress)
     published = None if push is None else prepare(target, push).push()
     if as_json:
         from ..importance import load
 
-        print_json(
+        shell.print_json(
             {
                 "file": str(target),
                 "tensors": len(importance),
@@ -106,7 +99,7 @@ def extract(
             }
         )
         return
-    console().print(_extracted(importance, target), highlight=False, soft_wrap=True)
+    shell.console().print(_extracted(importance, target), highlight=False, soft_wrap=True)
     if published is not None:
         typer.echo(f"Published: {published}")
 

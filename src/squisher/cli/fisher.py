@@ -10,13 +10,10 @@ from typing import Annotated
 
 import typer
 
-from .app import MAKE, Json, Overwrite, app, check_target, print_json, progress_bar
+from . import shell
 
 
-@app.command(
-    rich_help_panel=MAKE,
-    epilog="Example: squisher fisher my-model --data train.jsonl --out fisher.safetensors --labels sampled",
-)
+@shell.command(shell.MAKE, "squisher fisher my-model --data train.jsonl --out fisher.safetensors --labels sampled")
 def fisher(
     model: Annotated[
         Path,
@@ -25,9 +22,7 @@ def fisher(
         ),
     ],
     data: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Lines with text, text_pair, label; or text alone.")],
-    out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="The importance to write (.safetensors, or a folder).")
-    ],
+    out: shell.OutFile,
     labels: Annotated[str, typer.Option(help="data (empirical Fisher), sampled (unbiased), exact.")] = "data",
     per: Annotated[str, typer.Option(help="example, or batch (joint, one backward per batch).")] = "example",
     unit: Annotated[
@@ -49,11 +44,9 @@ def fisher(
     shard: Annotated[
         bool, typer.Option("--shard", help="Under torchrun: each process loads and keeps its shard only (FSDP2).")
     ] = False,
-    codec: Annotated[
-        str, typer.Option(metavar="CODEC", help="exact, log8 (a byte per entry) or rank1 (two vectors per matrix).")
-    ] = "exact",
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    codec: shell.CodecName = "exact",
+    overwrite: shell.Overwrite = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Measure the Fisher diagonal of a Hugging Face model on a file of text.
 
@@ -68,7 +61,7 @@ def fisher(
     from ..storage.codecs import check_codec
 
     target = out / FILE_NAME if out.is_dir() else out
-    check_target(target, overwrite, model, data, base)
+    shell.check_target(target, overwrite, model, data, base)
     check_codec(codec)
     unfinished = target.with_suffix(".unfinished.safetensors")
     with _job(device):
@@ -85,7 +78,7 @@ def fisher(
         total = lines if max_examples is None else min(lines, max_examples)
         if unfinished.is_file() and ranks.is_alone():
             typer.echo(f"Going on with {unfinished}, where an earlier run was interrupted.", err=True)
-        with progress_bar("measuring", counted=True) as progress:
+        with shell.progress_bar("measuring", counted=True) as progress:
             importance = measure(
                 loaded.model,
                 batches,
@@ -113,7 +106,9 @@ def fisher(
     if not first:
         return
     if as_json:
-        print_json({"file": str(target), "tensors": len(importance), "provenance": importance.provenance.to_dict()})
+        shell.print_json(
+            {"file": str(target), "tensors": len(importance), "provenance": importance.provenance.to_dict()}
+        )
         return
     p = importance.provenance
     typer.echo(

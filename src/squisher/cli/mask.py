@@ -7,15 +7,12 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, Overwrite, Plot, app, check_target, notes, open_importance, print_json, progress_bar
+from . import shell
 
 
-@app.command(
-    rich_help_panel=USE,
-    epilog="Example: squisher mask squisher.safetensors --keep 0.005 --always classifier --out mask.safetensors",
-)
+@shell.command(shell.USE, "squisher mask squisher.safetensors --keep 0.005 --always classifier --out mask.safetensors")
 def mask(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="An importance file, or a checkpoint to extract from.")],
+    file: shell.ImportanceFile,
     keep: Annotated[float, typer.Option(metavar="K", help="The fraction of entries that may train.")],
     out: Annotated[Path, typer.Option("--out", metavar="MASK", help="The mask to write (.safetensors).")],
     always: Annotated[
@@ -30,19 +27,19 @@ def mask(
     model: Annotated[
         Path | None, typer.Option(metavar="DIR", help="The model, where parameters without importance count.")
     ] = None,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
-    plot: Plot = None,
+    overwrite: shell.Overwrite = False,
+    as_json: shell.Json = False,
+    plot: shell.Plot = None,
 ) -> None:
     """Choose the entries that a sparse fine-tune may move: the most important ones."""
     from ..mask import top_k
     from ..storage.folders import open_model
 
-    check_target(out, overwrite, file, model)
+    shell.check_target(out, overwrite, file, model)
     weights = None if model is None else open_model(model).weights
-    with progress_bar("ranking") as progress, notes():
+    with shell.progress_bar("ranking") as progress, shell.notes():
         chosen = top_k(
-            open_importance(file),
+            shell.open_importance(file),
             keep,
             always,
             model=weights,
@@ -57,6 +54,6 @@ def mask(
         plot_sparsity({name: (chosen.count(name), chosen.shape(name).numel()) for name in chosen}, plot, "kept")
     if as_json:
         kept = {name: chosen.count(name) for name in chosen}
-        print_json({"file": str(out), "kept": chosen.kept, "total": chosen.total, "per_tensor": kept})
+        shell.print_json({"file": str(out), "kept": chosen.kept, "total": chosen.total, "per_tensor": kept})
         return
     typer.echo(f"{out}: {chosen.kept:,} of {chosen.total:,} entries in {len(chosen)} tensors may train.")

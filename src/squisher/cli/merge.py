@@ -7,19 +7,19 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, AnyWeights, Json, Overwrite, app, check_target, notes, print_json, progress_bar
+from . import shell
 
 
-@app.command(
-    rich_help_panel=USE,
-    epilog="Example: squisher merge fisher model-a model-b --out merged --importance a.safetensors --importance b.safetensors",
+@shell.command(
+    shell.USE,
+    "squisher merge fisher model-a model-b --out merged --importance a.safetensors --importance b.safetensors",
 )
 def merge(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="average, fisher, ubgm, task-arithmetic or ota.")],
     models: Annotated[
         list[Path], typer.Argument(metavar="MODEL...", help="Folders of models or LoRA adapters, or weight files.")
     ],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")],
+    out: shell.OutModel,
     importance: Annotated[
         list[Path] | None,
         typer.Option("--importance", metavar="FILE", help="Importance of each model in turn, or a checkpoint."),
@@ -37,7 +37,7 @@ def merge(
         list[float] | None,
         typer.Option("--keep", metavar="K", help="ota: the fraction of changes kept, once or of each model in turn."),
     ] = None,
-    scale: Annotated[str, typer.Option(metavar="S", help="auto, as_fisher or stored.")] = "auto",
+    scale: shell.Scale = "auto",
     normalize: Annotated[str | None, typer.Option(metavar="N", help="fisher: mean or l2, per model.")] = None,
     floor: Annotated[
         str, typer.Option(metavar="F", help="relative, a number, or +number to add; δ for ubgm.")
@@ -47,9 +47,9 @@ def merge(
     ] = "error",
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Names to keep as in the first model.")] = None,
     dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")] = None,
-    any_weights: AnyWeights = False,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    any_weights: shell.AnyWeights = False,
+    overwrite: shell.Overwrite = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Merge models into one, chunk by chunk: no model has to fit into memory.
 
@@ -57,8 +57,8 @@ def merge(
     """
     from ..integrations.model_folders import merge_folders
 
-    check_target(out, overwrite, *models, *(importance or []), base, base_importance, suffix=None)
-    with progress_bar("merging") as progress, notes():
+    shell.check_target(out, overwrite, *models, *(importance or []), base, base_importance, suffix=None)
+    with shell.progress_bar("merging") as progress, shell.notes():
         report = merge_folders(
             method,
             models,
@@ -80,7 +80,7 @@ def merge(
             progress=progress,
         )
     if as_json:
-        print_json({"out": str(out), **report.to_dict()})
+        shell.print_json({"out": str(out), **report.to_dict()})
         return
     typer.echo(f"{out}: {report.merged} tensors of {len(models)} models merged ({method}).")
     for what, names in (("Kept as in the first model", report.kept), ("No importance, averaged", report.averaged)):

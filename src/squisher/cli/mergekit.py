@@ -7,19 +7,19 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, app, print_json
+from . import shell
 
 
-@app.command(
-    rich_help_panel=USE,
+@shell.command(
+    shell.USE,
+    "squisher mergekit config.yml --out merged --lazy-unpickle",
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    epilog="Example: squisher mergekit config.yml --out merged --lazy-unpickle",
 )
 def mergekit(
     context: typer.Context,
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yml", help="A mergekit configuration.")],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
-    as_json: Json = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Run mergekit with the method squisher_fisher: Fisher merging inside its own pipeline.
 
@@ -29,6 +29,6 @@ def mergekit(
 
     run(config, out, context.args)
     if as_json:
-        print_json({"folder": str(out)})
+        shell.print_json({"folder": str(out)})
     else:
         typer.echo(f"{out}: merged.")

@@ -8,14 +8,14 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import USE, Json, Overwrite, app, check_target, print_json, progress_bar
+from . import shell
 
 patches = typer.Typer(
     help="A fine-tune as base + sparse difference, exact to the bit.",
     no_args_is_help=True,
     epilog="Example: squisher patch make BASE TUNED --mask MASK --drop-outside --out PATCH, then squisher patch apply BASE PATCH --out DIR",
 )
-app.add_typer(patches, name="patch", rich_help_panel=USE)
+shell.app.add_typer(patches, name="patch", rich_help_panel=shell.USE)
 
 
 @patches.command(
@@ -31,8 +31,8 @@ def patch_make(
     drop_outside: Annotated[
         bool, typer.Option("--drop-outside", help="Leave them out instead: the patch gives another model.")
     ] = False,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    overwrite: shell.Overwrite = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Write what a fine-tune changed: the entries whose bits differ, and their new values."""
     from ..mask import load
@@ -41,9 +41,9 @@ def patch_make(
 
     if drop_outside and mask is None:
         raise SquisherError("--drop-outside needs --mask: without one nothing is outside.")
-    check_target(out, overwrite, base, tuned, mask)
+    shell.check_target(out, overwrite, base, tuned, mask)
     allowed = None if mask is None else load(mask)
-    with progress_bar("comparing") as progress:
+    with shell.progress_bar("comparing") as progress:
         summary = make(
             open_model(base).weights,
             open_model(tuned).weights,
@@ -55,7 +55,7 @@ def patch_make(
     changed, dropped = sum(summary.changed.values()), sum(summary.dropped.values())
     if as_json:
         document = {"file": str(out), "changed": changed, "dropped": dropped, "total": summary.total}
-        print_json({**document, "per_tensor": dict(summary.changed)})
+        shell.print_json({**document, "per_tensor": dict(summary.changed)})
         return
     typer.echo(
         f"{out}: {changed:,} of {summary.total:,} entries differ, in {len(summary.changed)} tensors"
@@ -67,19 +67,19 @@ def patch_make(
 def patch_apply(
     base: Annotated[Path, typer.Argument(metavar="BASE", help="The model that the patch was made from.")],
     patch: Annotated[Path, typer.Argument(metavar="PATCH", help="What patch make wrote.")],
-    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")],
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    out: shell.OutModel,
+    overwrite: shell.Overwrite = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Give the fine-tuned model back from its base and a patch; another base is refused."""
     from ..patch import apply
     from ..storage.folders import open_model, write_model
 
-    check_target(out, overwrite, base, patch, suffix=None)
+    shell.check_target(out, overwrite, base, patch, suffix=None)
     patched = apply(open_model(base).weights, patch)
-    with progress_bar("writing") as progress:
+    with shell.progress_bar("writing") as progress:
         write_model(out, patched, base if base.is_dir() else None, progress=progress)
     if as_json:
-        print_json({"out": str(out), "tensors": len(patched)})
+        shell.print_json({"out": str(out), "tensors": len(patched)})
     else:
         typer.echo(f"{out}: {len(patched)} tensors.")

@@ -8,13 +8,10 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import MAKE, Json, app, print_json
+from . import shell
 
 
-@app.command(
-    rich_help_panel=MAKE,
-    epilog="Example: squisher push squisher.safetensors hf://owner/name --dry-run",
-)
+@shell.command(shell.MAKE, "squisher push squisher.safetensors hf://owner/name --dry-run")
 def push(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="An importance file, or a folder that holds one.")],
     address: Annotated[
@@ -28,7 +25,7 @@ def push(
     ] = False,
     create: Annotated[bool, typer.Option("--create", help="Make the repository if there is none.")] = False,
     private: Annotated[bool, typer.Option("--private", help="With --create: make it a private one.")] = False,
-    as_json: Json = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Publish an importance beside its model on the Hub, with one section of the model card that says what it is.
 
@@ -43,7 +40,7 @@ def push(
     if as_json:
         document = {"address": str(publication.address), "files": list(publication.files), "bytes": publication.size}
         document["pushed"] = None if dry_run else str(publication.push(create, private))
-        print_json({**document, "section": publication.section})
+        shell.print_json({**document, "section": publication.section})
         return
     if dry_run:
         new = f" (a new {'private' if private else 'public'} repository, if there is none)" if create else ""

@@ -8,17 +8,16 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError, check_choice
-from .app import USE, AnyWeights, Json, Overwrite, app, check_target, notes, open_importance, print_json, progress_bar
+from . import shell
 
 _BITS = {"json": "2,3,4,8", "llama.cpp": "2,3,4,5,6,8", "mlx": "4,5"}
 
 
-@app.command(
-    rich_help_panel=USE,
-    epilog="Example: squisher quantize model --importance squisher.safetensors --bits-per-weight 4.5 --out plan.json",
+@shell.command(
+    shell.USE, "squisher quantize model --importance squisher.safetensors --bits-per-weight 4.5 --out plan.json"
 )
 def quantize(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or weight file, of any size.")],
+    model: shell.ModelPath,
     importance: Annotated[
         Path, typer.Option("--importance", metavar="FILE", help="An importance file, or a checkpoint.")
     ],
@@ -38,9 +37,9 @@ def quantize(
         str | None, typer.Option(metavar="S", help="affine, symmetric or llama.cpp, if the format does not fix it.")
     ] = None,
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Tensors that are not quantised.")] = None,
-    any_weights: AnyWeights = False,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    any_weights: shell.AnyWeights = False,
+    overwrite: shell.Overwrite = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Choose how many bits every tensor gets: the least total loss ½ Σ F·(w − Q(w))² within a budget.
 
@@ -52,7 +51,7 @@ def quantize(
     from ..storage.folders import open_model
 
     check_choice("--format", to, PLAN_FORMATS)
-    check_target(out, overwrite, model, importance, suffix=None)
+    shell.check_target(out, overwrite, model, importance, suffix=None)
     try:
         widths = [int(b) for b in (bits or _BITS[to]).split(",")]
     except ValueError:
@@ -60,10 +59,10 @@ def quantize(
     if to == "mlx" and len(set(widths)) != 2:
         raise SquisherError(f"--bits {bits}: mlx-lm chooses between two widths, such as 4,5.")
     fixed = "llama.cpp" if to == "llama.cpp" else "affine"
-    weights, opened = open_model(model).weights, open_importance(importance)
-    with notes():
+    weights, opened = open_model(model).weights, shell.open_importance(importance)
+    with shell.notes():
         check_weights([opened], [weights], [str(model)], any_weights)
-    with progress_bar("measuring") as progress:
+    with shell.progress_bar("measuring") as progress:
         found = sensitivity(
             weights,
             opened,
@@ -76,7 +75,7 @@ def quantize(
     plan = allocate(found, bits_per_weight)
     write_plan(plan, to, out)
     if as_json:
-        print_json(plan.to_dict())
+        shell.print_json(plan.to_dict())
         return
     counts = {b: sum(n == b for n in plan.bits.values()) for b in sorted(found.quantizers)}
     typer.echo(

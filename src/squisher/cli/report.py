@@ -8,25 +8,10 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import (
-    LOOK,
-    AnyWeights,
-    Json,
-    Overwrite,
-    app,
-    check_target,
-    distinct_names,
-    notes,
-    open_importance,
-    print_json,
-    progress_bar,
-)
+from . import shell
 
 
-@app.command(
-    rich_help_panel=LOOK,
-    epilog="Example: squisher report sst2/squisher.safetensors trec6/squisher.safetensors --out report.html",
-)
+@shell.command(shell.LOOK, "squisher report sst2/squisher.safetensors trec6/squisher.safetensors --out report.html")
 def report(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Importance files, or checkpoints to extract from.")
@@ -40,9 +25,9 @@ def report(
             metavar="DIR", help="The model of each FILE, in their order, or one for all: what pruning would cost."
         ),
     ] = None,
-    any_weights: AnyWeights = False,
-    overwrite: Overwrite = False,
-    as_json: Json = False,
+    any_weights: shell.AnyWeights = False,
+    overwrite: shell.Overwrite = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Show what importances are, how healthy they are, where they lie in the network, and how far they agree."""
     if out is None and not as_json:
@@ -51,7 +36,7 @@ def report(
         )
     if out is not None:
         _check_page(out)
-        check_target(out, overwrite, *files, *(model or []), suffix=None)
+        shell.check_target(out, overwrite, *files, *(model or []), suffix=None)
     models = _one_each(model or [], files)
 
     from ..importance.weights import check_weights
@@ -59,20 +44,20 @@ def report(
     from ..storage.folders import open_model
 
     subjects = [
-        Subject(name, open_importance(file), None if folder is None else open_model(folder).weights)
-        for name, file, folder in zip(distinct_names(files), files, models, strict=True)
+        Subject(name, shell.open_importance(file), None if folder is None else open_model(folder).weights)
+        for name, file, folder in zip(shell.distinct_names(files), files, models, strict=True)
     ]
     if len(model or []) > 1 or len(files) == 1:  # one model for several importances is not theirs
-        with notes():
+        with shell.notes():
             checked = [one for one in subjects if one.weights is not None]
             weights = [one.weights or {} for one in checked]
             check_weights([one.importance for one in checked], weights, [one.name for one in checked], any_weights)
-    with progress_bar("reading") as progress:
+    with shell.progress_bar("reading") as progress:
         data = collect(subjects, None if progress is None else lambda _, done, total: progress(done, total))
     if out is not None:
         write(out, report_page(data))
     if as_json:
-        print_json(data)
+        shell.print_json(data)
     else:
         typer.echo(f"{out}: {data['summary']}")
 

@@ -7,13 +7,10 @@ from typing import Annotated
 
 import typer
 
-from .app import USE, Json, app, check_target, open_importance, print_json
+from . import shell
 
 
-@app.command(
-    rich_help_panel=USE,
-    epilog="Example: squisher shrink model --importance squisher.safetensors --sparsity 0.5 --out smaller",
-)
+@shell.command(shell.USE, "squisher shrink model --importance squisher.safetensors --sparsity 0.5 --out smaller")
 def shrink(
     model: Annotated[
         Path, typer.Argument(metavar="MODEL", help="A Hugging Face model folder; it must fit into memory.")
@@ -22,12 +19,10 @@ def shrink(
         Path, typer.Option("--out", metavar="DIR", help="The folder to make; squisher.prune.load opens it.")
     ],
     sparsity: Annotated[float, typer.Option(metavar="S", help="The fraction of channels and heads to remove.")],
-    importance: Annotated[
-        Path | None, typer.Option("--importance", metavar="FILE", help="An importance file, or a checkpoint.")
-    ] = None,
+    importance: shell.OfModel = None,
     scope: Annotated[str, typer.Option(help="global (all layers together) or tensor (each by itself).")] = "global",
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Modules that keep their channels.")] = None,
-    as_json: Json = False,
+    as_json: shell.Json = False,
 ) -> None:
     """Remove whole channels, neurons and attention heads: the model becomes smaller and faster.
 
@@ -35,13 +30,13 @@ def shrink(
     """
     from ..prune import channels, example_input, load, save
 
-    check_target(out, False, model, importance, suffix=None)
+    shell.check_target(out, False, model, importance, suffix=None)
     whole = load(model)
-    found = open_importance(model if importance is None else importance)
+    found = shell.open_importance(model if importance is None else importance)
     smaller = channels(whole, found, example_input(whole), sparsity, scope=scope, exclude=exclude)
     save(smaller, out)
     before, after = (sum(p.numel() for p in one.parameters()) for one in (whole, smaller))
     if as_json:
-        print_json({"out": str(out), "parameters_before": before, "parameters": after})
+        shell.print_json({"out": str(out), "parameters_before": before, "parameters": after})
         return
     typer.echo(f"{out}: {after:,} of {before:,} parameters are left ({after / before:.1%}).")

@@ -8,24 +8,19 @@ from typing import Annotated
 import typer
 
 from ..errors import SquisherError
-from .app import LOOK, Json, Plot, app, console, distinct_names, open_importance, print_json
+from . import shell
 
 
-@app.command(
-    rich_help_panel=LOOK,
-    epilog="Example: squisher similarity a.safetensors b.safetensors c.safetensors --plot tasks.svg",
-)
+@shell.command(shell.LOOK, "squisher similarity a.safetensors b.safetensors c.safetensors --plot tasks.svg")
 def similarity(
     files: Annotated[
         list[Path], typer.Argument(metavar="FILE...", help="Embeddings, importances or checkpoints of tasks.")
     ],
-    scale: Annotated[str, typer.Option(metavar="S", help="auto, as_fisher or stored.")] = "auto",
+    scale: shell.Scale = "auto",
     by: Annotated[str, typer.Option(help="How importances are summed up first: tensor, row or full.")] = "tensor",
-    exclude: Annotated[
-        str | None, typer.Option(metavar="REGEX", help="Parameters to leave out, such as heads.")
-    ] = None,
-    as_json: Json = False,
-    plot: Plot = None,
+    exclude: shell.LeaveOut = None,
+    as_json: shell.Json = False,
+    plot: shell.Plot = None,
 ) -> None:
     """Show how similar tasks are: 1 for the same, 0 for nothing in common."""
     from ..embed import distances, embedding
@@ -33,8 +28,8 @@ def similarity(
     if len(files) < 2:
         raise SquisherError("similarity compares at least two files.")
     tasks = {}
-    for name, file in zip(distinct_names(files), files, strict=True):
-        importance = open_importance(file)
+    for name, file in zip(shell.distinct_names(files), files, strict=True):
+        importance = shell.open_importance(file)
         embedded = importance.provenance.embedding is not None
         tasks[name] = importance if embedded else embedding(importance, by=by, exclude=exclude)
     names, matrix = distances(tasks, scale=scale, exclude=exclude)
@@ -45,6 +40,6 @@ def similarity(
     from ..report import similarity_json, similarity_table
 
     if as_json:
-        print_json(similarity_json(names, matrix))
+        shell.print_json(similarity_json(names, matrix))
     else:
-        console().print(similarity_table(names, matrix))
+        shell.console().print(similarity_table(names, matrix))

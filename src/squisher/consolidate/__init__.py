@@ -19,7 +19,7 @@ from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, ch
 from ..importance import Importance, checked, on_common_scale
 from ..importance.weights import match
 from ..names import align, live_tensors
-from ..storage.tensors import name_pattern, numel_of
+from ..storage.tensors import name_pattern
 from .arithmetic import METRICS, Energy, Pull, StepsTaken, add_force_, denominator, pull_together_, unwrapped, was_taken
 
 __all__ = ["EWC", "strength_like"]
@@ -386,6 +386,8 @@ def _ratio(fisher: float, importance: float) -> float:
 
 
 def _total(importance: Mapping[str, Tensor], name: str) -> float:
-    known = importance.provenance.sum.get(name) if isinstance(importance, Importance) else None
-    importance = checked(importance)
-    return known if known is not None else float(importance[name].double().sum()) if numel_of(importance, name) else 0.0
+    return (
+        importance.total(name)
+        if isinstance(importance, Importance)
+        else float(checked(importance)[name].double().sum())
+    )

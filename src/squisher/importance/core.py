@@ -27,7 +27,7 @@ from ..errors import (
 )
 from ..storage import hub, safetensors
 from ..storage.codecs import CODECS, Encoded, check_codec, decoded
-from ..storage.tensors import CHUNK, chunks_of, dtype_of, name_pattern, numel_of, shape_of
+from ..storage.tensors import CHUNK, Progress, chunks_of, dtype_of, name_pattern, numel_of, shape_of
 from .checks import check_all, check_values, checked_dtype, short, tensors_only
 from .provenance import KINDS, Codec, Provenance, fisher_factor
 
@@ -38,8 +38,6 @@ FILE_NAME = "squisher.safetensors"
 
 ACCUMULATOR_NAME = "exp_avg_sq.safetensors"
 """What OTA merging calls its file of accumulators, which says nothing about itself."""
-
-_LOW_PRECISION = ("bfloat16", "float16", "8bit", "int8", "uint8", "fp8", "float8", "4bit")
 
 
 class Share(NamedTuple):
@@ -132,7 +130,7 @@ class Importance(Mapping[str, Tensor]):
             SquisherError: `by` is neither.
         """
         check_choice("by", by, ("share", "mean"))
-        totals = {name: self._total(name) for name in self}
+        totals = {name: self.total(name) for name in self}
         whole = math.fsum(totals.values())
         rows = []
         for name, total in totals.items():
@@ -171,7 +169,8 @@ class Importance(Mapping[str, Tensor]):
         more = f"<p>… and {len(self) - 10} more parameters</p>" if len(self) > 10 else ""
         return f"<p>{html.escape(repr(self))}</p><table>{head}{''.join(cells)}</table>{more}"
 
-    def _total(self, name: str) -> float:
+    def total(self, name: str) -> float:
+        """Return the sum of one tensor: from the provenance where that has it, otherwise by one pass."""
         known = self.provenance.sum.get(name)
         return known if known is not None else math.fsum(float(chunk.double().sum()) for chunk in self.chunks(name))
 
@@ -323,7 +322,7 @@ class Importance(Mapping[str, Tensor]):
         """
         p = self.provenance
         factor, target = fisher_factor(p, unit)
-        if p.kind == "squisher" and any(mark in (p.dtype_of_source or "") for mark in _LOW_PRECISION):
+        if p.kind == "squisher" and p.low_precision:
             warnings.warn(
                 f"This Squisher comes from a {p.dtype_of_source} optimizer state, whose scale is biased: a bfloat16 average ends "
                 "at about 0.4 of the true value for constant gradients and at 1.8 of it for noisy ones. Use it to rank, not "
@@ -342,7 +341,7 @@ class Importance(Mapping[str, Tensor]):
         codec: str = "exact",
         dtype: torch.dtype | str | None = None,
         shard_bytes: int = safetensors.SHARD_BYTES,
-        progress: safetensors.Progress | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Write the importance as safetensors, whole or not at all; memory is bounded by one chunk.
 

@@ -10,11 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from ..errors import FileError, ScaleError, SquisherError, check_choice, check_positive
-from ..order import spearman
+from ..order import spearman, top_overlap
 from ..storage.safetensors import WIDEST, rounded
 from .facts import UNITS, Absence, Naming, Pollution, RunFacts
 
@@ -25,6 +22,7 @@ __all__ = ["KINDS", "Codec", "Provenance", "fisher_factor", "scale_differences"]
 
 FORMAT_VERSION = 2
 KINDS = ("squisher", "fisher")
+_LOW_PRECISION = ("bfloat16", "float16", "8bit", "int8", "uint8", "fp8", "float8", "4bit")
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -85,6 +83,11 @@ class Provenance(RunFacts):
         for f in fields(self):
             if str(f.type).startswith("dict") and not isinstance(getattr(self, f.name), (dict, type(None))):
                 raise SquisherError(f"The provenance field {f.name} is a mapping, not {getattr(self, f.name)!r}.")
+
+    @property
+    def low_precision(self) -> bool:
+        """Whether the source kept its values in a type that cannot hold a slow average."""
+        return any(mark in (self.dtype_of_source or "") for mark in _LOW_PRECISION)
 
     def __repr__(self) -> str:
         """Return what is known in one line; long values by their number of entries."""
@@ -302,7 +305,10 @@ class Codec:
         total = math.fsum(encoded.totals.values())
         error = {
             "spearman": _known(spearman(before, after)),
-            "overlap": {str(size): _known(_overlap(before, after, size)) for size in _OVERLAPS},
+            "overlap": {
+                str(size): _known(top_overlap(before, after, max(1, math.floor(size * before.numel()))))
+                for size in _OVERLAPS
+            },
             "scale": _known(math.fsum(both[0] for both in encoded.sums.values()) / total) if total else None,
             "entries": before.numel(),
         }
@@ -313,16 +319,3 @@ class Codec:
 
 def _known(value: float) -> float | None:
     return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def _overlap(x: Tensor, y: Tensor, size: float) -> float:
-    """Return the fraction of the largest entries that both sides share; equal ones are taken in order. nan where it reaches into zeros."""
-    k = max(1, math.floor(size * x.numel()))
-    if not x.numel():
-        return math.nan
-    (values_x, order_x), (values_y, order_y) = (side.sort(descending=True, stable=True) for side in (x, y))
-    if not (values_x[k - 1] > 0 and values_y[k - 1] > 0):
-        return math.nan
-    chosen = x.new_zeros(x.numel(), dtype=torch.bool)
-    chosen[order_x[:k]] = True
-    return int(chosen[order_y[:k]].sum()) / k

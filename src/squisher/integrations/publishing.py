@@ -14,7 +14,7 @@ from .. import __version__
 from ..errors import FileError, SquisherError
 from ..importance import FILE_NAME, Importance, load
 from ..importance.provenance import Codec
-from ..storage import hub, safetensors
+from ..storage import hub
 from ..storage.json_files import read_object
 from ..storage.tensors import numel_of
 
@@ -161,11 +161,6 @@ def _codec_text(codec: Codec) -> str:
     if codec.spearman is None:
         return str(codec)
     return f"{codec}, rank correlation with the exact values {codec.spearman:.4f}"
-
-
-def is_sharded(file: Path) -> bool:
-    """Return whether a file that was saved under this name became shards."""
-    return not file.exists() and safetensors.exists(file)
 
 
 _MOST_ROWS = 200

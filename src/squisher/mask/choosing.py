@@ -20,12 +20,9 @@ from ..importance import Importance, checked, structure_hash
 from ..names import check_known, live_tensors
 from ..order import choose, reverse
 from ..storage import safetensors
-from ..storage.tensors import CHUNK, LazyTensors, chunks_of, dtype_of, name_pattern, shape_of
+from ..storage.tensors import CHUNK, LazyTensors, Progress, chunks_of, dtype_of, name_pattern, shape_of
 
 __all__ = ["Mask", "load", "pack", "top_k"]
-
-Progress = Callable[[int, int], None]
-"""Called with what is done and what there is in all."""
 
 
 def top_k(
@@ -274,7 +271,7 @@ class Mask(Mapping[str, Tensor]):
         except KeyError:
             raise KeyError(f"no mask for {name!r}.{near(name, self._layout)}") from None
 
-    def save(self, path: str | os.PathLike[str], progress: safetensors.Progress | None = None) -> None:
+    def save(self, path: str | os.PathLike[str], progress: Progress | None = None) -> None:
         """Write the mask as safetensors, whole or not at all.
 
         Args:

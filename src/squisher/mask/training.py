@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -306,9 +305,10 @@ def match(model: nn.Module, mask: Mapping[str, Tensor]) -> list[Kept]:
     """
     parameters, tied = live_tensors(model)
     names = align(mask, parameters, ("the mask", "the model"), tied=tied) if mask else {}
+    packed = mask if isinstance(mask, Mask) else Mask(mask)
     out = []
     for name, parameter in parameters.items():
-        indices = _indices(mask, names[name]) if name in names else torch.zeros(0, dtype=torch.int64)
+        indices = packed.indices(names[name]) if name in names else torch.zeros(0, dtype=torch.int64)
         if not parameter.requires_grad:
             if indices.numel():
                 raise SquisherError(
@@ -319,15 +319,3 @@ def match(model: nn.Module, mask: Mapping[str, Tensor]) -> list[Kept]:
             raise SquisherError(f"{name!r} is not contiguous in memory; call .contiguous() on it first.")
         out.append(Kept(name, parameter, indices.to(parameter.device)))
     return out
-
-
-def _indices(mask: Mapping[str, Tensor], name: str) -> Tensor:
-    if isinstance(mask, Mask):
-        return mask.indices(name)
-    found, start = [torch.zeros(0, dtype=torch.int64)], 0
-    for chunk in chunks_of(mask, name):
-        if chunk.dtype != torch.bool:
-            raise SquisherError(f"The mask of {name!r} has the type {chunk.dtype}; a mask is made of boolean tensors.")
-        found.append(torch.from_numpy(np.flatnonzero(chunk.numpy())) + start)
-        start += chunk.numel()
-    return torch.cat(found)

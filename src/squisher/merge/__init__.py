@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError, check_choice
-from ..importance import tied_in
-from .inputs import graded, matched, plan
+from .inputs import prepared
 from .lazy import Merged
 from .rules import Fisher, Grafting, Matching, Mean
 
@@ -45,7 +44,8 @@ def average(
     used, numbers = taking_part(models, coefficients)
     models = [models[k] for k in used]
     rule = Mean(models, [c / math.fsum(numbers) for c in numbers[1:]], as_work(precision))
-    return Merged(models, plan(models, exclude, numbers=used), rule, dtype=as_dtype(dtype))
+    layout, _, _ = prepared(models, used, exclude)
+    return Merged(models, layout, rule, dtype=as_dtype(dtype))
 
 
 def task_arithmetic(
@@ -74,7 +74,8 @@ def task_arithmetic(
     models = [models[k] for k in used]
     everyone = [*models, base]
     rule = Mean([base, *models], numbers, as_work(precision))
-    return Merged(everyone, plan(everyone, exclude, numbers=used), rule, dtype=as_dtype(dtype))
+    layout, _, _ = prepared(everyone, used, exclude)
+    return Merged(everyone, layout, rule, dtype=as_dtype(dtype))
 
 
 def fisher(
@@ -120,19 +121,9 @@ def fisher(
     used, numbers = taking_part(models, coefficients)
     dropped = len(used) < len(models)
     models, importances = [models[k] for k in used], [importances[k] for k in used]
-    who = [f"the importance of model {k + 1}" for k in used]
-    layout = plan(models, exclude, numbers=used, tied=tied_in(importances))
-    names, averaged = matched(models[0], layout.merged, layout.tied, importances, missing, who)
-    rule = Fisher(
-        models,
-        graded(importances, names, scale, who, dropped),
-        numbers,
-        normalize,
-        None if floors is None else [floors[k] for k in used],
-        adds,
-        frozenset(averaged),
-        as_work(precision),
-    )
+    floors = None if floors is None else [floors[k] for k in used]
+    layout, averaged, ready = prepared(models, used, exclude, importances, missing, scale, dropped)
+    rule = Fisher(models, ready, numbers, normalize, floors, adds, frozenset(averaged), as_work(precision))
     return Merged(models, layout, rule, averaged=averaged, dtype=as_dtype(dtype))
 
 
@@ -186,27 +177,12 @@ def ubgm(
     used, alphas = taking_part(models, coefficients, [base])
     dropped = len(used) < len(models)
     models, importances = [models[k] for k in used], [importances[k] for k in used]
-    everyone, every_importance = [*models, base], list(importances)
-    who = [f"the importance of model {k + 1}" for k in used]
-    if base_importance is not None and base_length:
-        every_importance.append(base_importance)
-        who.append("the importance of the base")
-    layout = plan(everyone, exclude, numbers=used, tied=tied_in(every_importance))
-    names, averaged = matched(models[0], layout.merged, layout.tied, every_importance, missing, who)
-    ready = graded(every_importance, names, scale, who, dropped)
-    of_base = ready[len(models)] if len(ready) > len(models) else None
-    rule = Matching(
-        base,
-        models,
-        of_base,
-        ready[: len(models)],
-        alphas,
-        [lengths[k] for k in used],
-        base_length,
-        delta,
-        frozenset(averaged),
-        as_work(precision),
-    )
+    everyone, lengths = [*models, base], [lengths[k] for k in used]
+    of_base = [base_importance] if base_importance is not None and base_length else []
+    layout, averaged, ready = prepared(everyone, used, exclude, [*importances, *of_base], missing, scale, dropped)
+    base_ready = ready.pop() if of_base else None
+    without = frozenset(averaged)
+    rule = Matching(base, models, base_ready, ready, alphas, lengths, base_length, delta, without, as_work(precision))
     return Merged(everyone, layout, rule, averaged=averaged, dtype=as_dtype(dtype))
 
 
@@ -255,19 +231,8 @@ def ota(
         )
     used, _ = taking_part(models, None, [base])
     everyone = [*models, base]
-    who = [f"the importance of model {k + 1}" for k in used]
-    layout = plan(everyone, exclude, numbers=used, tied=tied_in(importances))
-    names, averaged = matched(models[0], layout.merged, layout.tied, importances, missing, who)
-    rule = Grafting(
-        base,
-        list(models),
-        graded(importances, names, scale, who),
-        keeps,
-        floors,
-        adds,
-        frozenset(averaged),
-        as_work(precision),
-    )
+    layout, averaged, ready = prepared(everyone, used, exclude, importances, missing, scale)
+    rule = Grafting(base, list(models), ready, keeps, floors, adds, frozenset(averaged), as_work(precision))
     return Merged(everyone, layout, rule, averaged=averaged, dtype=as_dtype(dtype))
 
 

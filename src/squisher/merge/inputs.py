@@ -13,18 +13,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, check_choice, near
 from ..importance import Absence, Importance, checked, on_common_scale, tied_in
 from ..names import FLOATS, check_like, check_unquantized, find, pattern_of, shared
+from ..storage.safetensors import sums_of
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
 
-__all__ = ["Graded", "Plan", "graded", "matched", "plan"]
-
-_ROW = 4096
+__all__ = ["Graded", "Plan", "graded", "matched", "plan", "prepared"]
 
 
 class Graded(Computed):
@@ -62,7 +60,9 @@ class Graded(Computed):
             if p is not None and stored_name in p.sum and stored_name in p.sum_of_squares:
                 total, squares = p.sum[stored_name], p.sum_of_squares[stored_name]
             else:
-                total, squares = _pass_over(self.chunks(name))
+                total, squares = (
+                    math.fsum(parts) for parts in zip((0.0, 0.0), *map(sums_of, self.chunks(name)), strict=True)
+                )
             self._sums[name] = (total * self.factor, squares * self.factor * self.factor)
         return self._sums[name]
 
@@ -82,15 +82,32 @@ class Graded(Computed):
         return value
 
 
-def _pass_over(chunks: Iterator[Tensor]) -> tuple[float, float]:
-    # Rows of fixed length and numpy: the same result, and no stalled threads, however many the machine has.
-    totals, squares = [], []
-    for chunk in chunks:
-        for start in range(0, chunk.numel(), _ROW):
-            row = np.asarray(chunk[start : start + _ROW].double())
-            totals.append(float(row.sum()))
-            squares.append(float(np.dot(row, row)))
-    return math.fsum(totals), math.fsum(squares)
+def prepared(
+    everyone: Sequence[Mapping[str, Tensor]],
+    used: Sequence[int],
+    exclude: str | None,
+    importances: Sequence[Mapping[str, Tensor]] = (),
+    missing: str = "error",
+    scale: str = "stored",
+    dropped: bool = False,
+) -> tuple[Plan, dict[str, str], list[Graded]]:
+    """Return what happens to every name, which merged weights have no importance and why, and the importances on one scale.
+
+    Args:
+        everyone: The models that take part, then the base if there is one.
+        used: Which of the user's models these are, counted from 0.
+        exclude: A regular expression; names in which it finds something are kept as each model has them.
+        importances: One per model, then the base's if there is one; none for methods without.
+        missing: `error` or `average`.
+        scale: `auto`, `as_fisher` or `stored`.
+        dropped: Whether the user gave more models than these.
+    """
+    layout = plan(everyone, exclude, numbers=used, tied=tied_in(importances))
+    if not importances:
+        return layout, {}, []
+    who = [*(f"the importance of model {k + 1}" for k in used), "the importance of the base"][: len(importances)]
+    names, averaged = matched(everyone[0], layout.merged, layout.tied, importances, missing, who)
+    return layout, averaged, graded(importances, names, scale, who, dropped)
 
 
 def graded(
@@ -205,7 +222,7 @@ def _check_coverage(
             f"{without:,} of {total:,} values have no importance and are averaged; {len(averaged)} tensors, for example "
             f"{next(iter(averaged))!r} ({next(iter(averaged.values()))}).",
             SquisherWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
@@ -299,7 +316,7 @@ def plan(
                 f"{_list(lost)} of {pair[1]}, which {pair[0]} does not have, {'is' if len(lost) == 1 else 'are'} left out: the result has "
                 f"the names of {pair[0]}. Exclude them by a pattern if this is intended.",
                 SquisherWarning,
-                stacklevel=3,
+                stacklevel=4,
             )
     if not merged:
         raise NamingError(f"No tensor is left to merge: {exclude!r} excludes all of them.")
@@ -308,7 +325,7 @@ def plan(
             f"{len(unasked)} of {len(first)} tensors are not merged but kept as each model has them, because not all models "
             f"have them with one shape: {_list(unasked)}. Exclude them by a pattern if this is intended.",
             SquisherWarning,
-            stacklevel=3,
+            stacklevel=4,
         )
     return Plan(tuple(merged), kept, tuple(copied), aliases, tuple(numbers))
 

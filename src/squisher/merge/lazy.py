@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError, near
-from ..storage.tensors import CHUNK, buffer_for, chunks_of, dtype_of, shape_of
+from ..storage.tensors import CHUNK, Computed, buffer_for, chunks_of, dtype_of, shape_of
 from .inputs import Plan
 
 __all__ = ["Merged", "Rule"]
@@ -32,7 +32,7 @@ class Rule(Protocol):
         """Fill `out` with the merged chunk."""
 
 
-class Merged(Mapping[str, Tensor]):
+class Merged(Computed):
     """Named tensors under the names of the first model, each merged when it is asked for.
 
     Attributes:
@@ -58,6 +58,7 @@ class Merged(Mapping[str, Tensor]):
         self._rule = rule
         self._dtype = dtype
         self._source = models[0] if source is None else source
+        super().__init__(self._source)
         self._shared: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         self._in_plan = frozenset(plan.merged)
         self.merged = plan.merged
@@ -65,12 +66,6 @@ class Merged(Mapping[str, Tensor]):
         self.copied = plan.copied
         self.averaged = dict(averaged or {})
         self.tied = dict(plan.tied)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._source)
-
-    def __len__(self) -> int:
-        return len(self._source)
 
     def __contains__(self, name: object) -> bool:
         return name in self._in_plan or name in self.tied or name in self._source

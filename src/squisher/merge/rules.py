@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..order import threshold
+from ..order import TINY, threshold
 from ..storage.tensors import chunks_of, numel_of
 from .inputs import Graded
 
@@ -44,32 +44,30 @@ class Mean:
         differences(chunks, self.factors, self.work, out)
 
 
+@dataclass
 class Fisher:
     """Weighted with importances: scale, normalize, floor, coefficient, in this order."""
 
-    def __init__(
-        self,
-        models: list[Weights],
-        importances: list[Graded],
-        coefficients: list[float],
-        normalize: str | None,
-        floors: list[float] | None,
-        adds: bool,
-        averaged: frozenset[str],
-        work: torch.dtype,
-    ):
-        self._models, self._importances, self._coefficients = models, importances, coefficients
-        self._normalize, self._floors, self._adds = normalize, floors, adds
-        self._averaged, self._work = averaged, work
-        self._mean = Mean(models, [c / math.fsum(coefficients) for c in coefficients[1:]], work)
+    models: list[Weights]
+    importances: list[Graded]
+    coefficients: list[float]
+    normalize: str | None
+    floors: list[float] | None
+    """Absolute ones; None for the relative floor."""
+    adds: bool
+    averaged: frozenset[str]
+    work: torch.dtype
+
+    def __post_init__(self) -> None:
+        self._mean = Mean(self.models, [c / math.fsum(self.coefficients) for c in self.coefficients[1:]], self.work)
         self._norms: list[float] | None = None
         self._terms: dict[str, list[Term]] = {}
 
     def inputs(self, name: str) -> list[Weights]:
         """Return what is read for a chunk, in this order."""
         if not self.terms(name):
-            return self._models
-        return [source for pair in zip(self._models, self._importances, strict=True) for source in pair]
+            return self.models
+        return [source for pair in zip(self.models, self.importances, strict=True) for source in pair]
 
     def fill(self, name: str, chunks: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with the merged chunk."""
@@ -78,7 +76,7 @@ class Fisher:
             self._mean.fill(name, chunks, out)
             return
         careful = not all(_safe(t.factor) and _safe(t.floor) for t in terms)
-        weighted(chunks, terms, torch.float64 if careful else self._work, careful, out)
+        weighted(chunks, terms, torch.float64 if careful else self.work, careful, out)
 
     def terms(self, name: str) -> list[Term]:
         """Return how importances become weights in this tensor; empty where it is averaged."""
@@ -87,60 +85,56 @@ class Fisher:
         return self._terms[name]
 
     def _new_terms(self, name: str) -> list[Term]:
-        if name in self._averaged or len(self._models) == 1:
+        if name in self.averaged or len(self.models) == 1:
             return []
-        factors = [g.factor / norm for g, norm in zip(self._importances, self._all_norms(), strict=True)]
-        floors = self._floors
+        factors = [g.factor / norm for g, norm in zip(self.importances, self._all_norms(), strict=True)]
+        floors = self.floors
         if floors is None:
-            sums = [g.sums(name)[0] / norm for g, norm in zip(self._importances, self._all_norms(), strict=True)]
-            mean = math.fsum(sums) / (len(sums) * max(numel_of(self._models[0], name), 1))
+            sums = [g.sums(name)[0] / norm for g, norm in zip(self.importances, self._all_norms(), strict=True)]
+            mean = math.fsum(sums) / (len(sums) * max(numel_of(self.models[0], name), 1))
             if not mean > 0:
                 return []
             floors = [_RELATIVE * mean for _ in factors]
         else:
             floors = [f / norm for f, norm in zip(floors, self._all_norms(), strict=True)]
         # Only ratios matter: with the first factor at 1 its importance needs no multiplication, and often none does.
-        unit = 1.0 / (factors[0] * self._coefficients[0])
+        unit = 1.0 / (factors[0] * self.coefficients[0])
         return [
-            Term(factor * c * unit, floor * c * unit, self._adds, c)
-            for factor, floor, c in zip(factors, floors, self._coefficients, strict=True)
+            Term(factor * c * unit, floor * c * unit, self.adds, c)
+            for factor, floor, c in zip(factors, floors, self.coefficients, strict=True)
         ]
 
     def _all_norms(self) -> list[float]:
         if self._norms is None:
-            kind = self._normalize
-            self._norms = [1.0 if kind is None else g.norm(list(g), kind) for g in self._importances]
+            kind = self.normalize
+            self._norms = [1.0 if kind is None else g.norm(list(g), kind) for g in self.importances]
         return self._norms
 
 
+@dataclass
 class Matching:
     """Uncertainty-based gradient matching."""
 
-    def __init__(
-        self,
-        base: Weights,
-        models: list[Weights],
-        base_importance: Graded | None,
-        importances: list[Graded],
-        alphas: list[float],
-        sizes: list[float],
-        base_size: float,
-        delta: float | str,
-        averaged: frozenset[str],
-        work: torch.dtype,
-    ):
-        self._base, self._models, self._alphas = base, models, alphas
-        self._base_importance, self._importances = base_importance, importances
-        self._sizes, self._base_size, self._delta = sizes, base_size, delta
-        self._averaged, self._work = averaged, work
-        self._plain = Mean([base, *models], alphas, work)
+    base: Weights
+    models: list[Weights]
+    base_importance: Graded | None
+    importances: list[Graded]
+    alphas: list[float]
+    sizes: list[float]
+    base_size: float
+    delta: float | str
+    averaged: frozenset[str]
+    work: torch.dtype
+
+    def __post_init__(self) -> None:
+        self._plain = Mean([self.base, *self.models], self.alphas, self.work)
 
     def inputs(self, name: str) -> list[Weights]:
         """Return what is read for a chunk, in this order."""
         if self._unit_and_delta(name) is None:
             return self._plain.models
-        pairs = [source for pair in zip(self._models, self._importances, strict=True) for source in pair]
-        return [self._base, *([] if self._base_importance is None else [self._base_importance]), *pairs]
+        pairs = [source for pair in zip(self.models, self.importances, strict=True) for source in pair]
+        return [self.base, *([] if self.base_importance is None else [self.base_importance]), *pairs]
 
     def fill(self, name: str, chunks: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with the merged chunk."""
@@ -150,25 +144,25 @@ class Matching:
             return
         unit, delta = found
         of_base = None
-        if self._base_importance is not None:
-            of_base = Term(self._base_importance.factor * self._base_size * unit)
+        if self.base_importance is not None:
+            of_base = Term(self.base_importance.factor * self.base_size * unit)
         terms = [
             Term(g.factor * size * unit, coefficient=alpha)
-            for g, size, alpha in zip(self._importances, self._sizes, self._alphas, strict=True)
+            for g, size, alpha in zip(self.importances, self.sizes, self.alphas, strict=True)
         ]
         factors = [t.factor for t in ([of_base] if of_base else []) + terms if t.factor]
         careful = not (_safe(delta) and all(map(_safe, factors)))
-        gradient_matched(chunks, of_base, terms, delta, torch.float64 if careful else self._work, careful, out)
+        gradient_matched(chunks, of_base, terms, delta, torch.float64 if careful else self.work, careful, out)
 
     def _unit_and_delta(self, name: str) -> tuple[float, float] | None:
-        if name in self._averaged:
+        if name in self.averaged:
             return None
-        if not isinstance(self._delta, str):
-            return 1.0, self._delta
-        numel = max(numel_of(self._base, name), 1)
-        totals = [a * s * g.sums(name)[0] for a, s, g in zip(self._alphas, self._sizes, self._importances, strict=True)]
-        if self._base_importance is not None:
-            totals.append(self._base_size * self._base_importance.sums(name)[0])
+        if not isinstance(self.delta, str):
+            return 1.0, self.delta
+        numel = max(numel_of(self.base, name), 1)
+        totals = [a * s * g.sums(name)[0] for a, s, g in zip(self.alphas, self.sizes, self.importances, strict=True)]
+        if self.base_importance is not None:
+            totals.append(self.base_size * self.base_importance.sums(name)[0])
         mean = math.fsum(totals) / numel
         if not mean > 0:
             return None
@@ -176,67 +170,67 @@ class Matching:
         return unit, _RELATIVE * mean * unit
 
 
+@dataclass
 class Grafting:
     """What the models changed of the base, masked by √F·|θ − θ₀| and weighted with √F."""
 
-    def __init__(
-        self,
-        base: Weights,
-        models: list[Weights],
-        importances: list[Graded],
-        keeps: list[float],
-        floors: list[float] | None,
-        adds: bool,
-        averaged: frozenset[str],
-        work: torch.dtype,
-    ):
-        ones = [1.0] * len(models)
-        self._base, self._models, self._importances, self._keeps = base, models, importances, keeps
-        self._weights = Fisher(models, importances, ones, None, floors, adds, averaged, work)
-        self._mean = Mean([base, *models], [1 / len(models) for _ in models], work)
-        self._averaged, self._work = averaged, work
+    base: Weights
+    models: list[Weights]
+    importances: list[Graded]
+    keeps: list[float]
+    floors: list[float] | None
+    adds: bool
+    averaged: frozenset[str]
+    work: torch.dtype
+
+    def __post_init__(self) -> None:
+        ones, shares = [1.0 for _ in self.models], [1 / len(self.models) for _ in self.models]
+        self._weights = Fisher(
+            self.models, self.importances, ones, None, self.floors, self.adds, self.averaged, self.work
+        )
+        self._mean = Mean([self.base, *self.models], shares, self.work)
         self._least: list[float] | None = None
 
     def inputs(self, name: str) -> list[Weights]:
         """Return what is read for a chunk, in this order."""
-        if name in self._averaged:
+        if name in self.averaged:
             return self._mean.models
-        pairs = zip(self._models, self._importances, strict=True)
-        return [self._base, *(source for pair in pairs for source in pair)]
+        pairs = zip(self.models, self.importances, strict=True)
+        return [self.base, *(source for pair in pairs for source in pair)]
 
     def fill(self, name: str, chunks: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with the merged chunk."""
-        if name in self._averaged:
+        if name in self.averaged:
             self._mean.fill(name, chunks, out)
             return
         # One model has no terms, and a tensor whose importance is 0 everywhere has none: all weights are equal then.
-        terms = self._weights.terms(name) or [Term(0.0, 1.0) for _ in self._models]
+        terms = self._weights.terms(name) or [Term(0.0, 1.0) for _ in self.models]
         careful = not all(_safe(t.factor or 1.0) and _safe(t.floor) for t in terms)
-        grafted(chunks, terms, self._thresholds(), torch.float64 if careful else self._work, careful, out)
+        grafted(chunks, terms, self._thresholds(), torch.float64 if careful else self.work, careful, out)
 
     def _thresholds(self) -> list[float]:
         """Return the saliency of the last entry that each model keeps; found once, by passes over everything."""
         if self._least is None:
-            self._least = [self._threshold(k) for k in range(len(self._models))]
+            self._least = [self._threshold(k) for k in range(len(self.models))]
         return self._least
 
     def _threshold(self, k: int) -> float:
-        if self._keeps[k] == 1.0:
+        if self.keeps[k] == 1.0:
             return 0.0
-        model, importance = self._models[k], self._importances[k]
+        model, importance = self.models[k], self.importances[k]
 
         def source(name: str) -> Callable[[], Iterator[Tensor]]:
             def scores() -> Iterator[Tensor]:
                 for start, weights, values in zip(
-                    *(chunks_of(s, name) for s in (self._base, model, importance)), strict=True
+                    *(chunks_of(s, name) for s in (self.base, model, importance)), strict=True
                 ):
                     yield saliency(start, weights, values)
 
             return scores
 
-        names = [name for name in importance if name not in self._averaged]
-        total = sum(numel_of(self._base, name) for name in names)
-        return threshold({name: source(name) for name in names}, math.floor(self._keeps[k] * total)).value
+        names = [name for name in importance if name not in self.averaged]
+        total = sum(numel_of(self.base, name) for name in names)
+        return threshold({name: source(name) for name in names}, math.floor(self.keeps[k] * total)).value
 
 
 def _unit(mean: float) -> float:
@@ -247,9 +241,6 @@ def _unit(mean: float) -> float:
 def _safe(value: float) -> bool:
     return _SAFE[0] < value < _SAFE[1]
 
-
-TINY = 1.2e-38
-"""Below the smallest normal float32: read as 0."""
 
 _BLOCK = 1 << 15  # torch shares longer tensors among threads, which stalls on a machine that has other work to do
 

@@ -5,6 +5,7 @@
 
 from .selection import (
     BINS,
+    TINY,
     Choice,
     Selection,
     Source,
@@ -17,9 +18,9 @@ from .selection import (
     threshold,
     thresholds,
 )
-from .statistics import Held, Rounded, concentration, median, ratios, spearman, total
+from .statistics import Held, Rounded, concentration, median, ratios, spearman, top_overlap, total
 
 __all__ = [
-    "BINS", "Choice", "Held", "Rounded", "Selection", "Source", "Threshold", "bins_of", "choose", "concentration", "median", "middles",
-    "per_source", "ratios", "reverse", "spearman", "threshold", "thresholds", "total",
+    "BINS", "TINY", "Choice", "Held", "Rounded", "Selection", "Source", "Threshold", "bins_of", "choose", "concentration", "median", "middles",
+    "per_source", "ratios", "reverse", "spearman", "threshold", "thresholds", "top_overlap", "total",
 ]  # fmt: skip

@@ -35,7 +35,7 @@ from .. import ranks
 from ..errors import SquisherError
 
 __all__ = [
-    "BINS", "DIGIT", "DIGITS", "INFINITY", "Choice", "Keys", "Selection", "Source", "Threshold", "bins_of", "checked", "choose", "keys_of", "middles",
+    "BINS", "DIGIT", "DIGITS", "INFINITY", "TINY", "Choice", "Keys", "Selection", "Source", "Threshold", "bins_of", "checked", "choose", "keys_of", "middles",
     "per_source", "reverse", "threshold", "thresholds",
 ]  # fmt: skip
 
@@ -52,6 +52,9 @@ Keys = np.ndarray[Any, np.dtype[Any]]
 INFINITY = {32: 0x7F800000, 64: 0x7FF0000000000000}
 
 CHANGED = "The scores changed while they were being ranked; every pass over them must give the same ones."
+
+TINY = 1.2e-38
+"""Below it a float32 is denormal, and a ratio of two such numbers means nothing: applications take it as 0."""
 
 BINS = 1 << 15
 """How many values the upper 16 bits of a non-negative float32 can have."""

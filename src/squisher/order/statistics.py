@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import SquisherError
 from .selection import BINS, DIGIT, DIGITS, INFINITY, Keys, Source, bins_of, checked, keys_of, middles
 
-__all__ = ["Held", "Rounded", "concentration", "median", "ratios", "spearman", "total"]
+__all__ = ["Held", "Rounded", "concentration", "median", "ratios", "spearman", "top_overlap", "total"]
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # below are denormals, which count as 0 in ratios
 _LARGEST = torch.finfo(torch.float32).max
@@ -96,6 +96,18 @@ class Rounded:
         middle = torch.searchsorted(counts.cumsum(0), torch.tensor([(number + 1) // 2, number // 2 + 1]))
         low, high = middles()[middle].tolist()
         return math.sqrt(low) * math.sqrt(high)
+
+
+def top_overlap(x: Tensor, y: Tensor, k: int) -> float:
+    """Return the share of the k largest entries that both have, of equal ones the first; nan where these include zeros."""
+    if not x.numel():
+        return math.nan
+    (values_x, order_x), (values_y, order_y) = (side.sort(descending=True, stable=True) for side in (x, y))
+    if not (values_x[k - 1] > 0 and values_y[k - 1] > 0):
+        return math.nan
+    chosen = torch.zeros(x.numel(), dtype=torch.bool)
+    chosen[order_x[:k]] = True
+    return int(chosen[order_y[:k]].sum()) / k
 
 
 def ratios(x: Tensor, y: Tensor) -> Tensor:

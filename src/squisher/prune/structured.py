@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..errors import NamingError, SquisherError, check_choice, check_fraction
 from ..importance import checked
-from ..names import align, check_known, live_parameters, live_tensors
+from ..names import align, check_known, live_tensors
 from ..storage.tensors import name_pattern
 from .hugging_face import heads_of
 from .unstructured import SCOPES, check_score
@@ -161,15 +161,14 @@ class _Scorer:
         self._seed = seed
         self._heads = heads
         self._calls = 0
-        self._names = {id(p.parameter): (p.name, p.live_name, *p.aliases) for p in live_parameters(model)}
         self._outputs = (
             library.prune_conv_out_channels,
             library.prune_linear_out_channels,
             library.prune_depthwise_conv_out_channels,
         )
-        if values is not None:
-            parameters, tied = live_tensors(model)
-            align(values, parameters, ("the importance", "the model"), tied=tied)
+        parameters, tied = live_tensors(model)
+        matches = {} if values is None else align(values, parameters, ("the importance", "the model"), tied=tied)
+        self._names = {id(parameters[name]): importance_name for name, importance_name in matches.items()}
 
     @torch.no_grad()
     def __call__(self, group: Any) -> Tensor | None:
@@ -233,12 +232,8 @@ class _Scorer:
         return total.square() if self._score == "orthoreg" else total
 
     def _value(self, parameter: Tensor) -> Tensor | None:
-        names = self._names.get(id(parameter), ())
-        values = self._values or {}
-        name = next((n for n in names if n in values), None)
-        if name is None:
-            return None
-        return values[name].detach().cpu()
+        name = self._names.get(id(parameter))
+        return None if name is None or self._values is None else self._values[name].detach().cpu()
 
 
 def _by_output(layer: nn.Module, attribute: str, values: Tensor) -> Tensor:

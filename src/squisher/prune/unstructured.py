@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -20,13 +21,21 @@ from ..errors import SquisherError, check_choice, check_fraction
 from ..importance import checked, tied_in
 from ..names import align, check_unquantized, live_parameters
 from ..order import Source, choose, per_source
-from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
+from ..storage.tensors import (
+    CHUNK,
+    Computed,
+    Progress,
+    chunks_of,
+    dtype_of,
+    name_pattern,
+    numel_of,
+    shape_of,
+    tied_names,
+)
 
 __all__ = ["Pruned", "Scores", "check_score", "keep_pattern", "parse_pattern", "scores", "weights"]
 
 SCOPES = ("global", "tensor")
-Progress = Callable[[int, int], None]
-"""Called with what is done and what there is in all."""
 
 
 def weights(
@@ -100,7 +109,7 @@ def weights(
             tensor = getattr(module, attribute)
             torch_prune.custom_from_mask(module, attribute, mask.to(tensor.device))
     # The module's weights may move from now on, and their scores with them; which ones are zero does not.
-    return Pruned(stored, {name: _marks_of(lambda n: iter([masks[n].flatten()]), name) for name in masks}, aliases)
+    return Pruned(stored, {name: partial(lambda n: iter([masks[n].flatten()]), name) for name in masks}, aliases)
 
 
 class Pruned(Computed):
@@ -155,7 +164,7 @@ class Pruned(Computed):
 def _by_rank(
     scored: Scores, sparsity: float, scope: str, minimum: float, progress: Progress | None
 ) -> dict[str, Source]:
-    sources = {name: _source(scored, name) for name in scored}
+    sources = {name: partial(scored.chunks, name) for name in scored}
     sizes = {name: numel_of(scored, name) for name in scored}
     if scope == "tensor":
         ks = {name: size - math.floor(sparsity * size) for name, size in sizes.items()}
@@ -165,7 +174,7 @@ def _by_rank(
         least = {name: math.ceil(minimum * size) for name, size in sizes.items()} if minimum else None
         k = total - math.floor(sparsity * total)
         choice = choose(sources, k, sizes, minimum=least, progress=progress)
-    return {name: _marks_of(choice.chunks, name) for name in scored}
+    return {name: partial(choice.chunks, name) for name in scored}
 
 
 def _by_pattern(scored: Scores, keep: int, of: int) -> dict[str, Source]:
@@ -180,15 +189,7 @@ def _by_pattern(scored: Scores, keep: int, of: int) -> dict[str, Source]:
         )
     if not names:
         raise SquisherError("No tensor takes part in the pattern: all candidates are vectors.")
-    return {name: _marks_of(lambda n: iter([keep_pattern(scored[n], keep, of).flatten()]), name) for name in names}
-
-
-def _source(scored: Scores, name: str) -> Source:
-    return lambda: scored.chunks(name)
-
-
-def _marks_of(chunks: Callable[[str], Iterator[Tensor]], name: str) -> Source:
-    return lambda: chunks(name)
+    return {name: partial(lambda n: iter([keep_pattern(scored[n], keep, of).flatten()]), name) for name in names}
 
 
 def _recut(chunks: Any, size: int) -> Iterator[Tensor]:

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +23,7 @@ from . import hub, safetensors
 from .atomic import check_free, new_folder
 from .byte_range import shown
 from .json_files import read_object
-from .tensors import CHUNK, Computed, LazyTensors, TensorSource, chunks_of, dtype_of, numel_of
+from .tensors import CHUNK, Computed, LazyTensors, Progress, TensorSource, chunks_of, dtype_of, numel_of
 from .torch_files import find_weights, read
 
 __all__ = ["Ahead", "Model", "Weights", "has_weights", "open_model", "open_weights", "write_model"]
@@ -161,7 +161,7 @@ def write_model(
     file_name: str = _WEIGHTS,
     extra_files: tuple[str, ...] = (),
     shard_bytes: int = safetensors.SHARD_BYTES,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> None:
     """Write weights as a folder that `from_pretrained` loads, or as one `.safetensors` file if `out` is called so.
 

@@ -28,10 +28,10 @@ from ..errors import FileError, NamingError, SquisherError, SquisherWarning
 from .atomic import PartialFile, as_file_error, check_free, check_not_read, exclusive, write_file
 from .byte_range import ByteRange, shown
 from .json_files import no_duplicates, parse_json, read_json
-from .tensors import CHUNK, FileTensor, LazyTensors, chunks_of, dtype_of, shape_of
+from .tensors import CHUNK, FileTensor, LazyTensors, Progress, chunks_of, dtype_of, shape_of
 
 __all__ = [
-    "KEY", "SHARD_BYTES", "WIDEST", "Progress", "SafetensorsWriter", "check_dtype", "check_promised", "exists", "open_archive",
+    "KEY", "SHARD_BYTES", "WIDEST", "SafetensorsWriter", "check_dtype", "check_promised", "exists", "open_archive",
     "open_safetensors", "read_header", "read_index", "rounded", "save", "sums_of",
 ]  # fmt: skip
 
@@ -39,9 +39,6 @@ KEY = "squisher"
 """The metadata key that holds the JSON."""
 
 SHARD_BYTES = 5_000_000_000
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes in all."""
 
 Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
 

@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -34,6 +34,7 @@ __all__ = [
     "FileTensor",
     "Joined",
     "LazyTensors",
+    "Progress",
     "Slice",
     "TensorSource",
     "buffer_for",
@@ -48,6 +49,9 @@ __all__ = [
 
 CHUNK = 1 << 18
 """Elements per chunk: 1 MB of float32, so that a chunk and what is computed from it stay in the cache."""
+
+Progress = Callable[[int, int], None]
+"""Called with how much is done and how much there is in all: bytes or entries."""
 
 
 def shape_of(tensors: Mapping[str, Tensor], name: str) -> torch.Size:

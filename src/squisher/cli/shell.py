@@ -20,24 +20,13 @@ if TYPE_CHECKING:
     from ..importance import Importance
 
 __all__ = [
-    "LOOK",
-    "MAKE",
-    "USE",
-    "AnyWeights",
-    "Json",
-    "Overwrite",
-    "Plot",
-    "app",
-    "check_target",
-    "console",
-    "distinct_names",
-    "main",
-    "notes",
-    "open_importance",
-    "print_json",
-    "progress_bar",
-    "whole",
-]
+    # groups of `squisher --help`
+    "LOOK", "MAKE", "USE",
+    # arguments and options
+    "AnyWeights", "CodecName", "ImportanceFile", "Json", "LeaveAsIs", "LeaveOut", "ModelPath", "OfModel", "OutFile", "OutModel", "Overwrite", "Plot", "Scale",
+    # what commands do
+    "app", "check_target", "command", "console", "distinct_names", "main", "notes", "open_importance", "print_json", "progress_bar", "whole",
+]  # fmt: skip
 
 app = typer.Typer(
     name="squisher",
@@ -111,10 +100,9 @@ def _unexpected(error: Exception) -> str:
     )
 
 
-AnyWeights = Annotated[
-    bool, typer.Option("--any-weights", help="Do not ask whether an importance belongs to these weights.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+def command(panel: str, example: str, **settings: Any) -> Callable[[Any], Any]:
+    """Return a decorator that adds a command to a group of `squisher --help`, with an example below its options."""
+    return app.command(rich_help_panel=panel, epilog=f"Example: {example}", **settings)
 
 
 def _picture(path: Path | None) -> Path | None:
@@ -125,6 +113,31 @@ def _picture(path: Path | None) -> Path | None:
     return path
 
 
+# Arguments and options that several commands have.
+ImportanceFile = Annotated[
+    Path, typer.Argument(metavar="FILE", help="An importance file, or a checkpoint to extract from.")
+]
+ModelPath = Annotated[Path, typer.Argument(metavar="MODEL", help="A model folder or weight file, of any size.")]
+OfModel = Annotated[
+    Path | None, typer.Option("--importance", metavar="FILE", help="An importance file, or a checkpoint.")
+]
+OutFile = Annotated[
+    Path, typer.Option("--out", metavar="FILE", help="The importance to write (.safetensors, or a folder).")
+]
+OutModel = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")]
+CodecName = Annotated[
+    str,
+    typer.Option("--codec", metavar="CODEC", help="exact, log8 (a byte per entry) or rank1 (two vectors per matrix)."),
+]
+Scale = Annotated[str, typer.Option("--scale", metavar="S", help="auto, as_fisher or stored.")]
+LeaveOut = Annotated[
+    str | None, typer.Option("--exclude", metavar="REGEX", help="Parameters to leave out, such as heads.")
+]
+LeaveAsIs = Annotated[str | None, typer.Option("--exclude", metavar="REGEX", help="Tensors to leave as they are.")]
+AnyWeights = Annotated[
+    bool, typer.Option("--any-weights", help="Do not ask whether an importance belongs to these weights.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the output file if it exists.")]
 Plot = Annotated[
     Path | None,
