@@ -158,7 +158,7 @@ def attack(path, content, names, tmp_path, seed, **options):
     """Return how many exchanges were refused, and check that none passed that the values can tell."""
     optimizer = content.get("optimizer", content)
     state = optimizer["state"]
-    saved = squisher.extract(path, bias_correction=False, **options)
+    saved = squisher.extract(path, bias_correction=False, in_order=True, **options)
     assert all(torch.equal(saved[name], state[k]["exp_avg_sq"]) for k, name in enumerate(names))
     naming = saved.provenance.naming
     told = {k for k, name in enumerate(names) if naming.of(name).level == "proven"}
@@ -252,8 +252,10 @@ def test_an_ordinary_script_is_named_right_or_refused(tmp_path, kind, script):
     try:
         imp = squisher.extract(tmp_path / "c.pt", bias_correction=False)
     except NamingError:
-        assert script not in ("one group", "matrices decayed", "vectors first")
-        return
+        if script not in ("one group", "matrices decayed", "vectors first"):
+            return
+        assert kind == "cloned layers"  # after a few steps they are still alike
+        imp = squisher.extract(tmp_path / "c.pt", bias_correction=False, in_order=True)
     own = dict(model.named_parameters())
     assert all(torch.equal(imp[name], optimizer.state[own[name]]["exp_avg_sq"]) for name in imp)
 

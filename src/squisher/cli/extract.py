@@ -29,6 +29,9 @@ def extract(
     trainable: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Only matching parameters were trained.")
     ] = None,
+    in_order: Annotated[
+        bool, typer.Option("--in-order", help="The optimizer's groups keep the order of model.parameters().")
+    ] = False,
     optimizer: Annotated[int | None, typer.Option(metavar="K", help="Which of several optimizers, from 0.")] = None,
     batch_size: Annotated[
         float | None, typer.Option(metavar="B", help="Examples per step: per device × accumulation × processes.")
@@ -83,6 +86,7 @@ def extract(
         base_model=base_model,
         optimizer=optimizer,
         allow_coarse=allow_coarse,
+        in_order=in_order,
     )
     with shell.progress_bar("writing") as progress:
         importance.save(target, codec=codec, dtype=dtype, progress=progress)

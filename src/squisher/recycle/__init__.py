@@ -55,6 +55,7 @@ def extract(
     beta2: float | None = None,
     optimizer_class: str | None = None,
     hash_weights: bool = False,
+    in_order: bool = False,
 ) -> Importance:
     """Return the squared-gradient average that an optimizer already holds, as a named importance.
 
@@ -80,6 +81,8 @@ def extract(
         optimizer_class: Name of the optimizer's class (`ADOPT`, `RMSprop`), for sources whose keys leave it open.
         hash_weights: Record the hash of every weight, not only of the smallest ones. Hashes tell later whether an importance
             belongs to a model. Of a live model, the weights are copied to the CPU for it.
+        in_order: Say that each of the optimizer's groups keeps the order of `model.parameters()`, where parts of one shape
+            leave that open and the values do not tell.
 
     Returns:
         An importance of kind `squisher`. From a file it is lazy: nothing is read until it is asked for.
@@ -96,7 +99,7 @@ def extract(
         named = names is not None or isinstance(model, nn.Module)
         options = Options(where, base, trainable, allow_coarse, named, beta2, optimizer_class)
         path = fetch(source) if is_hub_id(source) else Path(source)
-        found = _from_file(path, model, names, bias_correction, known, options, optimizer)
+        found = _from_file(path, model, names, bias_correction, known, options, optimizer, in_order)
         return _with_content(found, path if where is None else where, None if hash_weights else HASHED_BYTES)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
@@ -150,6 +153,7 @@ def _from_file(
     known: RunFacts,
     options: Options,
     which: int | None,
+    in_order: bool,
 ) -> Importance:
     found = read_source(path, options)
     models = list(found.models)
@@ -189,7 +193,7 @@ def _from_file(
     for one in optimizers:
         own = models if one.models is None or options.named else one.models
         try:
-            solution = resolve(one, own, given, rules, later, found.hint, found.laws)
+            solution = resolve(one, own, given, rules, later, found.hint, found.laws, in_order or found.vouched)
         except NamingError as error:
             if len(optimizers) == 1 or not _single_numbers(one):
                 raise

@@ -142,6 +142,7 @@ class Found:
         later: Other models, to be tried one after the other where the first leave names open.
         hint: What would settle the names, in this format's own terms, where they stay open.
         laws: Returns the laws of the model's structure, evidence for names; called once they are needed.
+        vouched: Whether the framework that wrote it makes the optimizer itself, with the order of the model in each group.
     """
 
     optimizers: Sequence[OptimizerState]
@@ -153,6 +154,7 @@ class Found:
     later: Iterable[Sequence[tuple[str, Sequence[Candidate]]]] = ()
     hint: str = ""
     laws: Callable[[], Sequence[Law]] = tuple
+    vouched: bool = False
 
 
 @dataclass(frozen=True)

@@ -111,7 +111,7 @@ def _numbered(span: ByteRange, file: Any, config: Mapping[str, Any]) -> Found:
     steps = _steps(int(iteration.load()), settings)
     entries = [Entry(_state(str(name), source, steps), _group(str(name), settings)) for source in chosen]
     models = [("the layers in config.json", candidates)] if (candidates := _candidates_of_config(config, file)) else []
-    return Found([OptimizerState(entries, str(name), "optimizer")], models, _facts(settings), hint=_HINT)
+    return Found([OptimizerState(entries, str(name), "optimizer")], models, _facts(settings), hint=_HINT, vouched=True)
 
 
 def _class_by_name(name: str) -> str:
@@ -191,7 +191,9 @@ def _legacy(span: ByteRange, file: Any) -> Found:
         pairs = zip(slots.tensors, slots.names, strict=True)
         entries = [Entry(_state(name, source, slots.steps), group, 0, path) for source, path in pairs]
         models = [("the layers of the file", slots.candidates)] if slots.candidates else []
-        return Found([OptimizerState(entries, name, "optimizer_weights")], models, _facts(settings), hint=_HINT)
+        return Found(
+            [OptimizerState(entries, name, "optimizer_weights")], models, _facts(settings), hint=_HINT, vouched=True
+        )
     weights = file.get("model_weights", {})
     paths = [_text(path) for layer in weights for path in attribute(weights[layer], "weight_names", ())]
     by_stem = {path.replace("/", "_"): path for path in paths}

@@ -68,7 +68,7 @@ def read_sb3(path: Path, options: Options) -> Found:
         "Give the names in the optimizer's order with --names FILE (names=[...]) and say which optimizer is meant with "
         "--optimizer K (optimizer=K)."
     )
-    return Found(optimizers, [("policy.pth", trained)], replace(_facts(settings), tied=tied), hint=hint)
+    return Found(optimizers, [("policy.pth", trained)], replace(_facts(settings), tied=tied), hint=hint, vouched=True)
 
 
 def _has_targets(state: OptimizerState, every: list[Candidate], trained: list[Candidate]) -> bool:

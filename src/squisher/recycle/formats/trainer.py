@@ -100,6 +100,8 @@ def read_trainer(folder: Path, options: Options) -> Found:
     tiers = _tiers(optimizer, folder, options)
     sources, model = next(tiers, ([], Candidates([], {})))
     alone = (folder / "adapter_config.json").is_file() and not (options.base_model or options.model)
+    vouched = any((folder / name).is_file() for name in ("trainer_state.json", "training_args.bin"))
+    vouched |= re.fullmatch(r"checkpoint-\d+", folder.absolute().name) is not None
     return replace(
         found,
         models=sources,
@@ -107,6 +109,7 @@ def read_trainer(folder: Path, options: Options) -> Found:
         parameters=model.parameters,
         facts=replace(facts, tied=model.tied),
         hint=_ADAPTED if alone else "",
+        vouched=vouched,
     )
 
 

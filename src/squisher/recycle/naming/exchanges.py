@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from statistics import NormalDist
@@ -24,28 +25,36 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..optimizers import step_of
 from .laws import Reading
 from .values import Array, Shape, Values, carried, certainty, concordance, independent
 
-__all__ = ["Exchange", "exchanged_parts"]
+__all__ = ["AGAINST", "CLEARLY", "Exchange", "Parts", "compared_parts"]
 
 # From scripts made to mislead (benchmarks/naming_scripts.py); rates in docs/formats.md.
-AGAINST = 6.0  # by so much, after the price of having looked for it, must an exchange be likelier to contradict
+AGAINST = 2.0  # by so much, after the price of having looked for it, must an exchange be likelier to contradict
+CLEARLY = 4.0  # and by so much to contradict an order that somebody vouches for
+FOR = 2.0  # by so much must the order proposed be likelier than an exchange, or nothing tells which of them is right
+WIDE, WIDE_PARTS = 24, 12  # channels from which on values may be expected to tell two layers, and whole parts or stacks
 SPREAD = 4.0  # standard deviations that a law, where it holds, is away from an accident
 MOST = 100.0  # of one law between neighbours, and less between others: none decides against all the rest
 NORM = 30.0  # that one law of a norm may count
 OF_V = 15.0  # that v carried from one layer to the next may count
 NEAR = 6  # matrices between which a law of the first moment is looked for
 CARRIED = 3  # and between which v is
+EMBEDDINGS = 2  # first matrices whose columns may be outputs, added to what every later layer adds to
 COME, COME_MATRIX = 8.0, 3.0  # the way of a vector, of a matrix: a query's gradient goes with the weights of its key
 STILL = 0.05  # variance of a sum that a law says is nought, of what an accident would give
 UNITS = 12  # fewer channels agree by accident too often: the ranks of small adapters
 SIBLINGS = 6  # readers of one layer that are added up
+VECTORS = 3.0  # the price of exchanging vectors alone
 ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
 
+_RECURRENT = re.compile(r"((?:weight|bias)_(?:ih|hh|hr))_(l\d+(?:_reverse)?)$")
+
 Assignment = dict[int, int]
-"""Candidate to entry."""
+"""Candidate to entry; an entry without a state by a number below nought."""
 
 
 class Exchange(NamedTuple):
@@ -69,15 +78,28 @@ class _Term(NamedTuple):
     weigh: Callable[[Sequence[int]], float]
 
 
+class Parts(NamedTuple):
+    """What the values say of a proposal's parts of one shape.
+
+    Attributes:
+        better: The exchange that is likeliest, if there is one to try; its gain is after the price of having looked for it.
+        untold: An exchange of wide parts beside each other that is nearly as likely as the proposal, if there is one.
+    """
+
+    better: Exchange | None = None
+    untold: Exchange | None = None
+
+
 class _Move(NamedTuple):
-    """An exchange: to each candidate the one whose entry it gets, and the price of having looked for it."""
+    """An exchange: to each candidate the one whose entry it gets, the price of having looked for it, whether values may tell."""
 
     to: dict[int, int]
     price: float
+    wide: bool = False
 
 
-def exchanged_parts(values: Values, assignment: Assignment, proven: Collection[int] = ()) -> Exchange | None:
-    """Return an exchange of parts that fits much better than a proposal; None where the proposal may be right.
+def compared_parts(values: Values, assignment: Assignment, proven: Collection[int] = ()) -> Parts:
+    """Return which exchange of parts is likelier than a proposal, and which is as likely.
 
     Args:
         values: The weights and states.
@@ -85,25 +107,59 @@ def exchanged_parts(values: Values, assignment: Assignment, proven: Collection[i
         proven: Entries whose name is known, so that they stay where they are.
     """
     usable = {
-        c: e
+        c: e if values.entries[e].state else -1 - e
         for c, e in sorted(assignment.items())
         if values.candidates[c].shape in values.shapes
         and values.candidates[c].weight is not None
         and not values.candidates[c].slices
-        and values.entries[e].shape == values.candidates[c].shape
+        and values.entries[e].shape in (values.candidates[c].shape, None)
     }
-    moves = [move for move in _moves(values, usable) if not any(usable[c] in proven for c in move.to)]
-    if not moves:
+    moves = [
+        move
+        for move in _moves(values, usable)
+        if not any(usable[c] in proven for c in move.to) and any(usable[c] >= 0 for c in move.to)
+    ]
+    search = _Search(list(_terms(values, usable, _families(values, usable))))
+    gain, better = search.best(usable, moves)
+    found = _exchange(values, usable, better, gain)
+    if gain >= AGAINST:
+        return Parts(found)
+    untold = max(((search.gain(usable, move), move) for move in moves if move.wide), key=lambda m: m[0], default=None)
+    if untold is not None and untold[0] > -FOR:
+        return Parts(found, _exchange(values, usable, _moved(usable, untold[1]), untold[0]))
+    stale = next((c for c in _stopped(values, usable) if search.support(usable, c) < FOR), None)
+    return Parts(
+        found, None if stale is None else Exchange(values.candidates[stale].name, "", search.support(usable, stale))
+    )
+
+
+def _stopped(values: Values, usable: Assignment) -> Iterator[int]:
+    """Yield the wide matrices whose state took fewer steps than others of its group: their module may have been replaced."""
+    steps = {e: step_of(values.entries[e].state, values.entries[e].group) or 0 for e in usable.values() if e >= 0}
+    last: dict[int, int] = defaultdict(int)
+    for e, count in steps.items():
+        last[values.entries[e].group_number] = max(last[values.entries[e].group_number], count)
+    for c, e in usable.items():
+        shape = values.candidates[c].shape
+        if (
+            e >= 0
+            and len(shape) > 1
+            and max(shape[:2]) >= WIDE_PARTS
+            and steps[e] < last[values.entries[e].group_number]
+        ):
+            yield c
+
+
+def _moved(assignment: Assignment, move: _Move) -> Assignment:
+    return {**assignment, **{a: assignment[b] for a, b in move.to.items()}}
+
+
+def _exchange(values: Values, old: Assignment, new: Assignment, gain: float) -> Exchange | None:
+    changed = next((c for c in old if new[c] != old[c]), None)
+    if changed is None:
         return None
-    gain, better = _Search(list(_terms(values, usable, _families(values, usable)))).best(usable, moves)
-    if gain < AGAINST:
-        return None
-    owner = {e: c for c, e in usable.items()}
-    changed = next(c for c in usable if better[c] != usable[c])
-    names = values.candidates
-    # The entry that the proposal gives to `changed` goes elsewhere.
-    other = next(c for c in usable if better[c] == usable[changed])
-    return Exchange(names[owner[usable[changed]]].name, names[other].name, gain)
+    other = next(c for c in old if new[c] == old[changed])  # where the entry of `changed` goes
+    return Exchange(values.candidates[changed].name, values.candidates[other].name, gain)
 
 
 class _Search:
@@ -123,7 +179,7 @@ class _Search:
         found, better, reached, current = -math.inf, start, 0.0, start
         for _ in range(ROUNDS):
             for move in moves:
-                following = {**current, **{a: current[b] for a, b in move.to.items()}}
+                following = _moved(current, move)
                 if self._left <= 0:
                     return found, better
                 if following != start:
@@ -135,6 +191,14 @@ class _Search:
             reached, current = found, better
         return found, better
 
+    def support(self, assignment: Assignment, member: int) -> float:
+        """Return by how much likelier the laws of one candidate make its entry than an accident."""
+        return sum(self._weight(k, assignment) for k in self._of[member])
+
+    def gain(self, assignment: Assignment, move: _Move) -> float:
+        """Return by how much likelier one exchange is."""
+        return self._gain(assignment, _moved(assignment, move), move.to)
+
     def _gain(self, old: Assignment, new: Assignment, changed: Mapping[int, int]) -> float:
         terms = {k for member in changed for k in self._of[member]}
         self._left -= len(terms)
@@ -142,6 +206,8 @@ class _Search:
 
     def _weight(self, k: int, assignment: Assignment) -> float:
         entries = tuple(assignment[c] for c in self.terms[k].members)
+        if min(entries) < 0:  # without a state
+            return 0.0
         if (k, entries) not in self._known:
             self._known[k, entries] = self.terms[k].weigh(entries)
         return self._known[k, entries]
@@ -150,11 +216,16 @@ class _Search:
 # -- exchanges ---------------------------------------------------------------------------------------------------------------
 
 
+def _words(name: str) -> list[str]:
+    """Return the parts of a name, the layers of a recurrent module apart: rnn.weight_ih_l1_reverse is in rnn.l1_reverse."""
+    return _RECURRENT.sub(r"\2.\1", name).split(".")
+
+
 def _families(values: Values, usable: Assignment) -> list[list[list[int]]]:
     """Return the parts with one parent and the same shapes: the members of an ensemble, the heads, the layers."""
     children: dict[str, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
     for c in usable:
-        words = values.candidates[c].name.split(".")
+        words = _words(values.candidates[c].name)
         for depth, word in enumerate(words):
             children[".".join(words[:depth])][word].append(c)
     families = []
@@ -167,12 +238,14 @@ def _families(values: Values, usable: Assignment) -> list[list[list[int]]]:
 
 
 def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
-    """Yield the exchanges to try, those of parts with one parent first."""
-    near = [dict(move) for family in _families(values, usable) for move in _orders(values, family)]
+    """Yield the exchanges to try, those of parts with one parent first, those of vectors alone last."""
+    families = _families(values, usable)
+    near = [dict(move) for family in families if _whole(values, family[0]) for move in _orders(family)]
+    wide = [move for move in _in_all_layers(values, families) if _wide(values, move)]
     far: list[dict[int, int]] = []
     parts: dict[str, list[int]] = defaultdict(list)
     for c in usable:
-        words = values.candidates[c].name.split(".")
+        words = _words(values.candidates[c].name)
         for depth in range(1, len(words) + 1):
             parts[".".join(words[:depth])].append(c)
     alike: dict[tuple[Shape, ...], dict[tuple[int, ...], None]] = defaultdict(dict)
@@ -183,14 +256,33 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
             move = _swap(a, b)
             if not set(a) & set(b) and _whole(values, a) and move not in near:
                 far.append(move)
-    yield from (_Move(move, math.log(len(near))) for move in near)
+    norms = [family for family in families if not _whole(values, family[0]) and len(family[0]) > 1]
+    vectors = [dict(move) for family in norms for move in _orders(family)]
+    for same in alike.values():
+        biases = [part for part in same if len(part) == 1 and not _whole(values, part)]
+        vectors += list(_orders(biases))[len(biases) * (len(biases) - 1) // 2 :]
+    yield from (_Move(move, math.log(len(near) + len(wide)), True) for move in wide)
+    yield from (_Move(move, math.log(len(near) + len(wide))) for move in near if move not in wide)
     yield from (_Move(move, math.log(len(near) + len(far))) for move in far)
+    # Seldom is a norm or a bias handed over in another place without its layer.
+    yield from (_Move(move, math.log(len(near) + len(far) + len(vectors)) + VECTORS) for move in vectors)
 
 
-def _orders(values: Values, family: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
+def _in_all_layers(values: Values, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[dict[int, int]]:
+    """Yield the orders of parts with one parent: where the parent is one of numbered layers, in all of them alike."""
+    stacks: dict[tuple[str, ...], list[Sequence[Sequence[int]]]] = defaultdict(list)
+    for family in families:
+        if _whole(values, family[0]):
+            stacks[tuple(re.sub(r"\d+(?=\..*\.)", "#", values.candidates[part[0]].name) for part in family)].append(
+                family
+            )
+    for same in stacks.values():
+        for moves in zip(*(_orders(family) for family in same), strict=True):
+            yield {a: b for move in moves for a, b in move.items()}
+
+
+def _orders(family: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
     """Yield a family's exchanges of two parts, and its parts reversed and rotated."""
-    if not _whole(values, family[0]):
-        return
     yield from (_swap(a, b) for a, b in itertools.combinations(family, 2))
     if len(family) > 2:
         for order in (family[::-1], [*family[1:], family[0]], [family[-1], *family[:-1]]):
@@ -202,8 +294,18 @@ def _swap(a: Sequence[int], b: Sequence[int]) -> dict[int, int]:
     return dict(zip([*a, *b], [*b, *a], strict=True))
 
 
+def _wide(values: Values, parts: Collection[int]) -> bool:
+    """Whether values may be expected to tell parts apart: not the two weights of one cell, nor adapters of a small rank."""
+    members = [values.candidates[c] for c in parts if len(values.candidates[c].shape) > 1]
+    cells = {_words(c.name)[-2] for c in members if _RECURRENT.search(c.name)}
+    if len(members) == 2 and len(cells) == 1:
+        return False
+    width = max((min if "lora_" in c.name else max)(c.shape[:2]) for c in members)
+    return width >= (WIDE if len(members) == 2 else WIDE_PARTS)
+
+
 def _whole(values: Values, part: Sequence[int]) -> bool:
-    """Whether a part has a matrix: nobody hands over a norm or a bias alone in another place."""
+    """Whether a part has a matrix."""
     return any(len(values.candidates[c].shape) > 1 for c in part)
 
 
@@ -227,7 +329,8 @@ class _Side(NamedTuple):
 
 def _terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[_Term]:
     matrices = [c for c in usable if len(values.candidates[c].shape) > 1]
-    if all(values.has_moment(e) for e in usable.values()):
+    kept = [e for e in usable.values() if e >= 0]
+    if all(map(values.has_moment, kept)):
         sides = list(_sides(values, usable, matrices, families))
         for a, b in itertools.product(sides, sides):
             far = values.place[b.first] - values.place[a.first]
@@ -240,13 +343,31 @@ def _terms(values: Values, usable: Assignment, families: Sequence[Sequence[Seque
             prior, most = (0.1, NORM) if a.kind == "norm" else (0.5 / (1 + apart), MOST / (1 + apart) ** 2)
             yield _law(values, a, b, prior, most)
         yield from (_still(values, c) for c in matrices if len(values.candidates[c].shape) > 2)
-        yield from (_come(values, c) for c in usable if all(map(values.has_square, usable.values())))
+        yield from (_come(values, c) for c in usable if all(map(values.has_square, kept)))
     if values.wants_squares:
+        number = {values.candidates[c].name: c for c in usable}
+        for c in matrices:
+            bias = number.get(values.candidates[c].name.replace("weight", "bias"), c)
+            if bias != c and values.candidates[bias].shape == values.candidates[c].shape[:1] and len(usable) > 2:
+                yield _alike(values, (c, 0), (bias, 0), 0.8, OF_V)
         for c, d in itertools.permutations(matrices, 2):
-            rows, columns = values.candidates[c].shape[0], values.candidates[d].shape[1]
-            apart = abs(values.place[d] - values.place[c] - 1)
+            (rows, read), columns = values.candidates[c].shape[:2], values.candidates[d].shape[1]
+            far = values.place[d] - values.place[c]
+            apart = abs(far - 1)
             if rows == columns >= UNITS and apart <= CARRIED:
                 yield from _carried_v(values, c, d, 0.5 / (1 + apart), OF_V / (1 + apart))
+                yield _alike(values, (c, 0), (d, 1), 0.5 / (1 + apart), OF_V / (1 + apart))
+            elif rows == columns >= UNITS and values.place[d] < EMBEDDINGS and far < 0:
+                yield _alike(values, (c, 0), (d, 1), 0.3, OF_V / 2)
+            if read == columns >= UNITS and 0 < far <= CARRIED and _hidden_is_read(values, c, d):
+                yield _alike(values, (c, 1), (d, 1), 0.5 / far, OF_V / far)
+
+
+def _hidden_is_read(values: Values, a: int, b: int) -> bool:
+    """Whether b may read what the hidden-to-hidden weight a of a recurrent layer reads: the next layer, or another module."""
+    (module, _, own), (other, _, name) = (values.candidates[k].name.rpartition(".") for k in (a, b))
+    number = own.removeprefix("weight_hh_l")
+    return number.isdecimal() and (other != module or name == f"weight_ih_l{int(number) + 1}")
 
 
 def _sides(
@@ -298,6 +419,16 @@ def _carried_v(values: Values, a: int, b: int, prior: float, most: float) -> Ite
         return _likelier(certainty(float(known @ predicted), independent(known, predicted)), prior, most)
 
     yield from (_Term((a, b), back), _Term((a, b), forth))
+
+
+def _alike(values: Values, a: tuple[int, int], b: tuple[int, int], prior: float, most: float) -> _Term:
+    """Return that v goes alike over an axis of a and one of b: a unit that is seldom active, an input that both read."""
+
+    def weigh(entries: Sequence[int]) -> float:
+        x, y = values.square(entries[0], a[1]), values.square(entries[1], b[1])
+        return _likelier(certainty(float(x @ y), independent(x, y)), prior, most)
+
+    return _Term((a[0], b[0]), weigh)
 
 
 def _still(values: Values, c: int) -> _Term:

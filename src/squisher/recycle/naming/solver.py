@@ -20,7 +20,7 @@ from ...importance import Level, Naming
 from ..states import Candidate, OptimizerState
 from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
 from .evidence import Evidence, weigh
-from .exchanges import Exchange, exchanged_parts
+from .exchanges import AGAINST, CLEARLY, Exchange, Parts, compared_parts
 from .laws import Law
 from .partitions import sorted_as_text, ways
 
@@ -44,6 +44,7 @@ def resolve(
     later: Iterable[Sequence[Source]] = (),
     hint: str = "",
     laws: Callable[[], Sequence[Law]] = tuple,
+    vouched: bool = False,
 ) -> Solution:
     """Return the names of an optimizer's parameters.
 
@@ -55,6 +56,8 @@ def resolve(
         later: Other sources, to be tried one after the other where the first leave the question open.
         hint: What would settle it, in the terms of the format.
         laws: Returns the laws of the model's structure, where they can be derived.
+        vouched: Whether the order of the model is known to be kept in each group: the user says so, or the framework that
+            wrote the source makes the optimizer itself.
 
     Raises:
         NamingError: Nothing fits, several different answers do, or the values contradict the only one that does.
@@ -67,10 +70,13 @@ def resolve(
         return _recorded(optimizer, [name for name in recorded if name is not None], sources)
     tried: list[_Tier] = []
     for tier in itertools.chain([sources], later):
-        tried.append(_Tier(optimizer, tier, rules or RULES, laws, settles))
+        tried.append(_Tier(optimizer, tier, rules or RULES, laws, settles, vouched))
         solution = tried[-1].solution()
         if solution is not None:
             return solution
+    untold = [one.untold for one in tried if one.untold]
+    if untold:
+        raise NamingError(untold[0])
     open_tier = next((tier for tier in tried if tier.answers), None)
     if open_tier is None:
         raise NamingError(_nothing_fits(optimizer, sources, settles))
@@ -87,14 +93,17 @@ class _Tier:
         rules: Sequence[tuple[str, Rule]],
         laws: Callable[[], Sequence[Law]],
         settles: str,
+        vouched: bool,
     ):
         self.optimizer = optimizer
+        self.vouched = vouched
         self.settles = settles
         self.sources = sources
         self.rules = rules
         self.laws = laws
         self.answers: dict[tuple[str, ...], str] = {}
         self.open = False
+        self.untold = ""
         self._weighed: Evidence | None = None
         for label, candidates in sources:
             self._propose(label, candidates, {}, self.answers)
@@ -107,15 +116,9 @@ class _Tier:
         """
         if not self.answers:
             return None
-        if len(self.answers) == 1 and not self.open:
-            (names, by), *_ = self.answers.items()
-            self._check(names, by)
-            return self._levels(names, by)
-        decided = self._decided() or self._by_rule()
-        if decided is None:
-            return None
-        self._check(*decided)
-        return self._levels(*decided)
+        only = next(iter(self.answers.items())) if len(self.answers) == 1 and not self.open else None
+        decided = only or self._decided() or self._by_rule()
+        return self._levels(*decided) if decided is not None and self._stands(*decided) else None
 
     def _propose(
         self, label: str, candidates: Sequence[Candidate], fixed: Mapping[int, int], answers: dict[tuple[str, ...], str]
@@ -142,13 +145,17 @@ class _Tier:
             self._weighed = _weighed(self.optimizer, self.sources, self.laws)
         return self._weighed
 
-    def _check(self, names: Sequence[str], by: str) -> None:
+    def _stands(self, names: Sequence[str], by: str) -> bool:
+        """Return whether an answer may be given: False where the values do not tell parts of one shape apart."""
         wrong = [entry for entry, name in self.evidence.names.items() if names[entry] != name]
         if wrong:
             raise NamingError(_contradicted(names, by, self.evidence, wrong, self.settles))
-        exchange = _exchanged(self.evidence, names)
-        if exchange is not None:
-            raise NamingError(_other_parts(by, exchange, self.settles))
+        better, untold = _parts(self.evidence, names)
+        if better is not None and better.gain >= (CLEARLY if self.vouched else AGAINST):
+            raise NamingError(_other_parts(by, better, self.settles))
+        if untold is not None and not self.vouched:
+            self.untold = _untold(by, untold, self.settles)
+        return not self.untold
 
     def _decided(self) -> tuple[tuple[str, ...], str] | None:
         """Return the answer that the values leave, if they leave one."""
@@ -203,12 +210,12 @@ def _weighed(optimizer: OptimizerState, sources: Sequence[Source], laws: Callabl
     return weigh(list(every.values()), optimizer.entries, laws)
 
 
-def _exchanged(evidence: Evidence, names: Sequence[str]) -> Exchange | None:
-    """Return two parts whose states are exchanged, if the values say so; of several networks with the same names, nothing is said."""
+def _parts(evidence: Evidence, names: Sequence[str]) -> Parts:
+    """Return what the values say of exchanged parts; of several networks with the same names, nothing."""
     if evidence.values is None:
-        return None
+        return Parts()
     number = {c.name: k for k, c in enumerate(evidence.values.candidates)}
-    return exchanged_parts(evidence.values, {number[n]: k for k, n in enumerate(names) if n in number}, evidence.names)
+    return compared_parts(evidence.values, {number[n]: k for k, n in enumerate(names) if n in number}, evidence.names)
 
 
 def _proven(optimizer: OptimizerState, sources: Sequence[Source], evidence: Evidence) -> set[int]:
@@ -276,9 +283,9 @@ def _checked_given(
     wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
     if wrong:
         raise NamingError(_contradicted(given, _GIVEN, evidence, wrong, GIVE_OTHERS))
-    exchange = _exchanged(evidence, given)
-    if exchange is not None:
-        raise NamingError(_other_parts(_GIVEN, exchange, GIVE_OTHERS))
+    better, _ = _parts(evidence, given)
+    if better is not None and better.gain >= CLEARLY:
+        raise NamingError(_other_parts(_GIVEN, better, GIVE_OTHERS))
     return Solution(list(given), [Naming(Level.GIVEN)] * len(given))
 
 
@@ -395,4 +402,18 @@ def _other_parts(by: str, exchange: Exchange, settles: str) -> str:
         f"The values contradict the names: what is {exchange.name!r} by «{by}» is {exchange.other!r} by the weights, moments and "
         f"v of the parts they belong to (exp({exchange.gain:.0f}) times likelier), so that these stand in another order. "
         f"{settles}"
+    )
+
+
+def _untold(by: str, exchange: Exchange, settles: str) -> str:
+    if not exchange.other:
+        return (
+            f"The state that is {exchange.name!r} by «{by}» took fewer steps than the rest of its group and does not fit that weight: "
+            "was the module replaced after the optimizer was made? If not, and each group of the optimizer keeps the order of "
+            f"model.parameters(), say so with --in-order (in_order=True). {settles}"
+        )
+    return (
+        f"Nothing tells {exchange.name!r} from {exchange.other!r}: they have the same shapes, and the values fit both orders about "
+        f"as well, so «{by}» is a guess. If each group of the optimizer keeps the order of model.parameters(), say so with "
+        f"--in-order (in_order=True). {settles}"
     )

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...storage.tensors import CHUNK
-from ..optimizers import identify, is_tensor, stored
+from ..optimizers import identify, is_tensor, step_of, stored
 from ..states import Candidate, Entry
 from .laws import NO_HEADS, Heads, Reading
 
@@ -115,7 +115,19 @@ class Values:
         weights = np.stack([self._channels(self.candidates[k].weight, axis, chosen) for (k,) in candidates], 1)
         moments = np.stack([self._channels(self.entries[k].state["exp_avg"], axis, chosen) for (k,) in entries], 2)
         sums = np.asarray(np.matmul(weights, moments), dtype=np.float64)
+        decay = np.array([self._decay(k) for (k,) in entries])
+        if decay.any():
+            sums -= np.square(weights, dtype=np.float64).sum(-1)[:, :, None] * decay
         return sums if sets is None else sums.reshape(*sets.shape, *sums.shape[1:]).sum(1)
+
+    def _decay(self, entry: int) -> float:
+        """Return the part of the weight that a first moment contains, where the decay is part of the gradient."""
+        group, state = self.entries[entry].group, self.entries[entry].state
+        decay, betas = group.get("weight_decay"), group.get("betas")
+        if not decay or group.get("decoupled_weight_decay", True) or not isinstance(betas, (tuple, list)):
+            return 0.0
+        steps = step_of(state, group)
+        return float(decay) * (1 - float(betas[0]) ** (steps or 1000))
 
     def read(self, shape: Shape, reading: Reading, heads: Heads, most: int | None = None) -> Array:
         """Return the channel sums of one reading, of all candidates with all entries of a shape: channel, candidate, entry."""
