@@ -44,7 +44,7 @@ import squisher
 from experiments.data import Labelled, digits, mnist
 from experiments.networks import Headed, accuracy
 from experiments.rankings import METRICS, by_chance, by_size, matrices, measured, nearest, rank_correlation, total
-from experiments.runs import Run, Score, Unit
+from experiments.runs import Run, Score, Unit, seed_of
 
 TITLE = "Task embedding"
 BASELINE = "data size"
@@ -112,7 +112,7 @@ def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
     for key, result in results.items():
         if not key.endswith("/ranking"):
             continue
-        seed = int(key.partition("/")[0].removeprefix("seed-"))
+        seed = seed_of(key)
         for by in GRANULARITIES:
             orders = {**result["orders"][by], "data size": result["orders"]["data size"]}
             found = {method: measured(order, result["gains"]) for method, order in orders.items()}

@@ -32,7 +32,7 @@ from experiments import rankings, upper
 from experiments.data import text_task
 from experiments.glue import measured
 from experiments.rankings import METRICS as METRICS
-from experiments.runs import Run, Score, Unit
+from experiments.runs import Run, Score, Unit, seed_of
 from experiments.tuning import Splits, loss, outputs, train
 
 TITLE = "Task embedding, text"
@@ -137,7 +137,7 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
     for key, result in results.items():
         if not key.endswith("/ranking"):
             continue
-        seed = int(key.partition("/")[0].removeprefix("seed-"))
+        seed = seed_of(key)
         for by, orders in result["orders"].items():
             for group, tasks in result["groups"].items():
                 for reach in ("in-class", "all-class"):

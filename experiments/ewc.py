@@ -40,7 +40,7 @@ from typing import Any
 
 from experiments.continual import METHODS, Context, hold_out, learn_all, permuted, split
 from experiments.data import Labelled, cifar100_features, digits, mnist
-from experiments.runs import Run, Score, Unit
+from experiments.runs import Run, Score, Unit, seed_of
 
 TITLE = "EWC"
 BASELINE = "none"
@@ -122,13 +122,7 @@ _CIFAR: dict[str, Any] = _PERMUTED | {
     "widths": [1024, 2000, 2000, 100],
     "iterations": 2000,
     "batch": 256,
-    "exponents": {
-        "fisher": [1, 2, 3, 4],
-        "squisher": [0, 1, 2, 3],
-        "identity": [-3, -2, -1, 0],
-        "squisher (tracked)": [0, 1, 2, 3],
-        "squisher (decoupled)": [2, 4, 6, 8],
-    },
+    "exponents": _PERMUTED["exponents"] | {"fisher": [1, 2, 3, 4]},
 }
 _REDUCED: dict[str, Any] = _PERMUTED | {
     "seeds": 3,
@@ -295,7 +289,7 @@ def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
     for key, result in results.items():
         place, _, method = key.partition("/")
         if place.startswith("seed-"):
-            seed = int(place.removeprefix("seed-"))
+            seed = seed_of(key)
             found.append(Score(result["case"], method, seed, result["accuracy"]))
             found += [
                 Score(f"{result['case']}, context {number}", method, seed, value)

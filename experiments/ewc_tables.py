@@ -9,8 +9,8 @@ from typing import Any
 
 from experiments import ewc
 from experiments.comparison import document
-from experiments.figures import COLOURS, save, subplots
-from experiments.markdown import Parts, table
+from experiments.page_parts import COLOURS, Parts, save, subplots, table
+from experiments.runs import seed_of
 from experiments.spread import mean, paired
 
 __all__ = ["ablations", "beside", "ours", "parts"]
@@ -33,7 +33,7 @@ class Runs:
                 method, _, strength = rest.rpartition("/")
                 self.curves.setdefault(method, {})[int(strength.removeprefix("1e"))] = unit["result"]
             else:
-                self.seeds.setdefault(rest, {})[int(place.removeprefix("seed-"))] = unit["result"]
+                self.seeds.setdefault(rest, {})[seed_of(key)] = unit["result"]
         methods = [*self.config["methods"], *self.config.get("ablations", [])]
         self.seeds = {method: self.seeds[method] for method in methods if method in self.seeds}
         self.curves = {method: self.curves[method] for method in methods if method in self.curves}

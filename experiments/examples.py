@@ -39,9 +39,8 @@ from experiments import ewc, merging, networks, pruning_weights, rotated
 from experiments.comparison import document
 from experiments.continual import METHODS, Method, hold_out, learn_all, split
 from experiments.data import Labelled, digits, mnist, shuffled
-from experiments.figures import COLOURS, save, subplots
-from experiments.markdown import Parts, table
-from experiments.runs import Run, Score, Unit
+from experiments.page_parts import COLOURS, Parts, save, subplots, table
+from experiments.runs import Run, Score, Unit, seed_of
 from experiments.spread import Difference, holm, mean, paired
 from experiments.tuning import accuracy
 
@@ -104,7 +103,7 @@ def _methods(config: Mapping[str, Any]) -> list[str]:
 def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
     """Accuracy by case, method (with its number of examples) and seed."""
     return [
-        Score(case, method, int(key.split("/")[0].removeprefix("seed-")), value)
+        Score(case, method, seed_of(key), value)
         for key, result in results.items()
         if not key.startswith("search/")
         for case, by_method in result["accuracy"].items()

@@ -11,8 +11,7 @@ from typing import Any
 from experiments import ewc_tables, runtime
 from experiments.claims import MARGIN, Judged, Note, Verdict, judge
 from experiments.comparison import SETTINGS, Comparison, comparisons, document
-from experiments.figures import COLOURS, save, subplots
-from experiments.markdown import Parts, table
+from experiments.page_parts import COLOURS, Parts, save, subplots, table
 from experiments.spread import mean
 
 __all__ = ["appendix", "draw", "overview", "parts", "units"]
@@ -254,13 +253,6 @@ def _check(folder: Path) -> str:
 
 def _run_times(found: dict[str, Any]) -> list[str]:
     """The time that an importance costs in each setting, and what the paper reports."""
-    methods = {
-        "loop": "fisher (loop)",
-        "engine": "fisher",
-        "joint": "joint",
-        "live": "squisher",
-        "file": "squisher (file)",
-    }
     rows = []
     for key, unit in found["units"].items():
         case, result = key.split("/", 1)[1], unit["result"]
@@ -269,7 +261,7 @@ def _run_times(found: dict[str, Any]) -> list[str]:
         rows.append(
             [
                 case, f"{plan['times']} × {plan['examples']:,}",
-                *(_seconds(result["setting_seconds"][way]) for way in methods),
+                *(_seconds(result["setting_seconds"][way]) for way in runtime.WAYS),
                 f"{result['per_example_ms']['engine'] / (step / plan['batch']):.1f}",
             ]
         )  # fmt: skip
@@ -280,7 +272,7 @@ def _run_times(found: dict[str, Any]) -> list[str]:
     return [
         (runtime.__doc__ or "").strip(),
         "Seconds for all importances of a setting, one thread. The last column is free of how long anybody trains: what one example of the fast Fisher costs, in training examples.",
-        table(["setting", "Fishers × examples", *methods.values(), "fisher, in training examples"], rows),
+        table(["setting", "Fishers × examples", *runtime.WAYS.values(), "fisher, in training examples"], rows),
         "The paper's seconds (GPUs, larger networks):",
         table(["paper", "Fisher, one example at a time", "Fisher of batches", "Squisher"], paper),
     ]

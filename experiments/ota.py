@@ -18,10 +18,9 @@ from torch import Tensor, nn
 import squisher
 from experiments import rotated
 from experiments.comparison import document
-from experiments.figures import COLOURS, save, subplots
-from experiments.markdown import Parts, table
 from experiments.merging import BODY
 from experiments.merging import CONFIGS as MERGING
+from experiments.page_parts import COLOURS, Parts, save, subplots, table
 from experiments.runs import Run, Score, Unit
 from experiments.spread import paired
 from experiments.tuning import Splits, accuracy, importance

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from experiments import ewc_tables, examples, findings, ota, pruning_weights, quantization, strengths, trust, unlearning
 from experiments.comparison import RESULTS
-from experiments.markdown import Parts, fill
+from experiments.page_parts import Parts, fill
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES: dict[str, tuple[Callable[[Path, Path], Parts], ...]] = {

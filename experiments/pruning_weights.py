@@ -23,7 +23,7 @@ import squisher
 from experiments import data, networks
 from experiments.comparison import document
 from experiments.data import Labelled
-from experiments.markdown import Parts, table
+from experiments.page_parts import Parts, table
 from experiments.runs import Run, Score, Unit
 from experiments.spread import paired
 

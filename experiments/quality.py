@@ -35,7 +35,7 @@ from torch import Tensor, nn
 import squisher
 from experiments.data import Labelled, digits, mnist, shuffled
 from experiments.networks import perceptron
-from experiments.runs import Run, Score, Unit
+from experiments.runs import Run, Score, Unit, seed_of
 
 TITLE = "Quality of the estimate"
 BASELINE = "initial"
@@ -123,11 +123,11 @@ def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
     }
     out = []
     for key, result in results.items():
-        seed, network, variant = key.split("/", 2)
+        _, network, variant = key.split("/", 2)
         for name, method in names.items():
             if name in result["against_exact"]:
                 value = result["against_exact"][name]["spearman"]
-                out.append(Score(f"{network}: {variant}", method, int(seed.removeprefix("seed-")), value, METRIC))
+                out.append(Score(f"{network}: {variant}", method, seed_of(key), value, METRIC))
     return out
 
 

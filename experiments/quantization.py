@@ -24,8 +24,7 @@ from torch import Tensor, nn
 import squisher
 from experiments.comparison import document
 from experiments.data import text_task
-from experiments.figures import COLOURS, save, subplots
-from experiments.markdown import Parts, table
+from experiments.page_parts import COLOURS, Parts, save, subplots, table
 from experiments.runs import Run, Score, Unit
 from experiments.spread import paired
 

@@ -33,7 +33,7 @@ import torch
 
 import squisher
 
-__all__ = ["Right", "Run", "Score", "Unit", "execute"]
+__all__ = ["Right", "Run", "Score", "Unit", "execute", "seed_of"]
 
 Right = dict[tuple[str, str, int], list[str]]
 """By case, method and seed: for every task of a case, a 1 or a 0 for each test row; the same rows for every seed."""
@@ -111,6 +111,11 @@ class Run:
 
     def _file(self, key: str) -> Path:
         return self.out / "units" / f"{self.setting}-{self.scale}" / f"{key}.json"
+
+
+def seed_of(key: str) -> int:
+    """The seed of a unit whose key begins with "seed-N"."""
+    return int(key.partition("/")[0].removeprefix("seed-"))
 
 
 def environment() -> dict[str, Any]:

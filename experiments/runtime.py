@@ -36,7 +36,7 @@ from torch import Tensor, nn
 
 import squisher
 from experiments.networks import Sliced, perceptron, vgg
-from experiments.runs import Run, Score, Unit
+from experiments.runs import Run, Score, Unit, seed_of
 
 TITLE = "Run time"
 BASELINE = "fisher (loop)"
@@ -112,6 +112,16 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+WAYS = {
+    "loop": "fisher (loop)",
+    "engine": "fisher",
+    "joint": "joint",
+    "live": "squisher",
+    "file": "squisher (file)",
+}
+"""What is timed, by the names of tables."""
+
+
 def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
     """One unit a case and repetition, each in a stage of its own: nothing else may run beside a clock."""
     return [
@@ -123,19 +133,11 @@ def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
 
 def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
     """Seconds for the whole setting: all tasks or contexts."""
-    names = {
-        "loop": "fisher (loop)",
-        "engine": "fisher",
-        "joint": "joint",
-        "live": "squisher",
-        "file": "squisher (file)",
-    }
-    out = []
-    for key, result in results.items():
-        seed, case = key.split("/", 1)
-        for way, method in names.items():
-            out.append(Score(case, method, int(seed.removeprefix("seed-")), result["setting_seconds"][way], METRIC))
-    return out
+    return [
+        Score(key.partition("/")[2], method, seed_of(key), result["setting_seconds"][way], METRIC)
+        for key, result in results.items()
+        for way, method in WAYS.items()
+    ]
 
 
 def build(network: dict[str, Any]) -> nn.Module:

@@ -17,9 +17,8 @@ from typing import Any
 from experiments import ewc
 from experiments.comparison import document
 from experiments.continual import METHODS, learn_all
-from experiments.figures import COLOURS, save, subplots
-from experiments.markdown import Parts, table
-from experiments.runs import Run, Score, Unit
+from experiments.page_parts import COLOURS, Parts, save, subplots, table
+from experiments.runs import Run, Score, Unit, seed_of
 from experiments.spread import mean
 
 TITLE = "λ of EWC"
@@ -65,8 +64,8 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
     """Mean accuracy over contexts; a case is a λ."""
     out = []
     for key, result in results.items():
-        seed, method, strength = key.split("/")
-        out.append(Score(strength, method, int(seed.removeprefix("seed-")), result["accuracy"]))
+        _, method, strength = key.split("/")
+        out.append(Score(strength, method, seed_of(key), result["accuracy"]))
     return out
 
 

@@ -27,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -41,9 +42,11 @@ from experiments.tuning import Splits, accuracy, fingerprint, importance, train,
 
 __all__ = [
     "Classifier",
+    "Pooled",
     "Splits",
     "Texts",
     "accuracy",
+    "by_length",
     "fine_tune",
     "importance",
     "load",
@@ -94,20 +97,36 @@ class Texts(NamedTuple):
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
         """All rows, for `squisher.fisher` and for evaluation: texts of similar length together, in a fixed order."""
-        order = self.mask.flatten(1).sum(1).argsort(stable=True)
-        return [self.batch(rows) for rows in order.split(size)]
+        return [self.batch(rows) for rows in by_length(self.mask).split(size)]
 
 
-class Classifier(nn.Module):
-    """An encoder, the mean of its last states over the text's tokens, dropout and a linear head."""
+def by_length(mask: Tensor) -> Tensor:
+    """Rows in the order of their number of tokens."""
+    return mask.flatten(1).sum(1).argsort(stable=True)
 
-    def __init__(self, body: nn.Module, classes: int) -> None:
+
+class Pooled(nn.Module):
+    """A body, the mean of its last states over the text's tokens, dropout and a linear head."""
+
+    def __init__(self, body: nn.Module, dropout: float, width: int, classes: int) -> None:
         super().__init__()
         self.body = body
-        self.dropout = nn.Dropout(body.config.hidden_dropout_prob)
-        self.head = nn.Linear(body.config.hidden_size, classes)
+        self.dropout = nn.Dropout(dropout)
+        self.head = nn.Linear(width, classes)
         nn.init.normal_(self.head.weight, std=0.02)
         nn.init.zeros_(self.head.bias)
+
+    def pooled(self, states: Tensor, attention_mask: Tensor) -> Tensor:
+        """Logits by the last states."""
+        weight = attention_mask.unsqueeze(-1).to(states.dtype)
+        return self.head(self.dropout((states * weight).sum(1) / weight.sum(1)))
+
+
+class Classifier(Pooled):
+    """An encoder as the body."""
+
+    def __init__(self, body: nn.Module, classes: int) -> None:
+        super().__init__(body, body.config.hidden_dropout_prob, body.config.hidden_size, classes)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
         """Logits; of choices, if every row has several texts."""
@@ -115,8 +134,7 @@ class Classifier(nn.Module):
             flat = {name: value.flatten(0, 1) for name, value in inputs.items()}
             return self(input_ids.flatten(0, 1), attention_mask.flatten(0, 1), **flat).view(input_ids.shape[:2])
         states = self.body(input_ids=input_ids, attention_mask=attention_mask, **inputs).last_hidden_state
-        weight = attention_mask.unsqueeze(-1).to(states.dtype)
-        return self.head(self.dropout((states * weight).sum(1) / weight.sum(1)))
+        return self.pooled(states, attention_mask)
 
 
 def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
@@ -157,7 +175,13 @@ def second_test(run: Run, task: str, part: str, config: Mapping[str, Any]) -> Te
 
 
 def fine_tune(
-    run: Run, task: str, seed: int, config: Mapping[str, Any], start: Mapping[str, Tensor] | None = None, name: str = ""
+    run: Run,
+    task: str,
+    seed: int,
+    config: Mapping[str, Any],
+    start: Mapping[str, Tensor] | None = None,
+    name: str = "",
+    kind: Any = None,
 ) -> dict[str, Any]:
     """Fine-tunes on one task, once; what was kept is read again.
 
@@ -168,14 +192,16 @@ def fine_tune(
         config: The recipe; see the module.
         start: Weights to start from instead of the pretrained ones (and the seed's head).
         name: Told apart by this, where `start` is given.
+        kind: What has `splits` and `load`; this module, or `experiments.upper`.
 
     Returns:
         What `tuning.tuned` says.
     """
+    kind = kind or sys.modules[__name__]
 
     def make() -> dict[str, Any]:
-        data = splits(run, task, config)
-        model = load(config, data.classes, seed)
+        data = kind.splits(run, task, config)
+        model = kind.load(config, data.classes, seed)
         if start is not None:
             model.load_state_dict(start, strict=False)
         return tuned(model, data, config, seed)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.comparison import document
-from experiments.markdown import Parts, table
+from experiments.page_parts import Parts, table
 
 RATIOS = ("scale", "median_ratio")
 NETWORKS = {"mlp": "perceptron", "conv": "conv net"}

@@ -60,6 +60,10 @@ BENCHMARKS = {"cpu": {"mpnet": "UBGM, MPNet, five data sets", "cpu": "UBGM, Mini
 
 _ADAM = {"beta2": 0.999, "eps": 1e-8, "decay": 0.0, "every": None, "keep": []}
 _TINY = {**_ADAM, "schedule": "constant", "warmup": 0, "clip": None}
+_TEXT = {
+    **_ADAM, "kind": "text", "pooling": "mean", "frozen": r"word_embeddings", "train": None, "validation": 0, "test": None,
+    "schedule": "cosine", "warmup": 100, "clip": 1.0, "batch": 16,
+}  # fmt: skip
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "quick": {
@@ -85,20 +89,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "delta": "relative",
     },
     "cpu": {
+        **_TEXT,
         "seeds": 5,
-        "kind": "text",
         "model": "minilm",
-        "pooling": "mean",
-        "frozen": r"word_embeddings",
         "length": 48,
-        "train": None,
-        "validation": 0,
         "test": 300,
-        **_ADAM,
-        "schedule": "cosine",
         "warmup": 10,
-        "clip": 1.0,
-        "batch": 16,
         "base": "rotten_tomatoes",
         "base_rate": 1e-4,
         "rate": 5e-5,
@@ -107,20 +103,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "delta": "relative",
     },
     "mpnet": {
+        **_TEXT,
         "seeds": 3,
-        "kind": "text",
         "model": "mpnet",
-        "pooling": "mean",
-        "frozen": r"word_embeddings",
         "length": 128,
-        "train": None,
-        "validation": 0,
-        "test": None,
-        **_ADAM,
-        "schedule": "cosine",
-        "warmup": 100,
-        "clip": 1.0,
-        "batch": 16,
         "base": "imdb",
         "base_rate": 2e-5,
         "rate": 1e-5,
@@ -137,21 +123,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "delta": "relative",
     },
     "paper": {
+        **_TEXT,
         "seeds": 3,
-        "kind": "text",
         "model": "FacebookAI/roberta-base",
         "pooling": "own",
         "frozen": None,
         "device": "auto",
         "length": 384,
-        "train": None,
-        "validation": 0,
-        "test": None,
-        **_ADAM,
-        "schedule": "cosine",
-        "warmup": 100,
-        "clip": 1.0,
-        "batch": 16,
         "base": "imdb",
         "base_rate": 1e-5,
         "rate": 5e-6,

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 import squisher
 from experiments.comparison import document
 from experiments.data import Labelled, cifar, digits, mnist
-from experiments.figures import COLOURS, save, subplots
-from experiments.markdown import Parts, table
 from experiments.networks import accuracy, perceptron
+from experiments.page_parts import COLOURS, Parts, save, subplots, table
 from experiments.runs import Run, Score, Unit
 
 METHODS = ("original", "retrained", "fine-tuned", "fisher", "squisher")

@@ -9,6 +9,7 @@ A text then costs its share of the layers, in training as in tests. Dropout is o
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 
 from experiments import text
 from experiments.runs import Run
-from experiments.tuning import Splits, fingerprint, tuned
+from experiments.tuning import Splits, fingerprint
 
 __all__ = ["States", "Upper", "fine_tune", "load", "splits"]
 
@@ -45,20 +46,11 @@ class States(NamedTuple):
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
         """All rows: texts of similar length together, in a fixed order."""
-        order = self.mask.flatten(1).sum(1).argsort(stable=True)
-        return [self.batch(rows) for rows in order.split(size)]
+        return [self.batch(rows) for rows in text.by_length(self.mask).split(size)]
 
 
-class Upper(nn.Module):
-    """Layers of an encoder, the mean of the last states over the text's tokens, dropout and a linear head."""
-
-    def __init__(self, layers: nn.ModuleList, dropout: float, width: int, outputs: int) -> None:
-        super().__init__()
-        self.body = layers
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(width, outputs)
-        nn.init.normal_(self.head.weight, std=0.02)
-        nn.init.zeros_(self.head.bias)
+class Upper(text.Pooled):
+    """Layers of an encoder as the body."""
 
     def forward(self, states: Tensor, attention_mask: Tensor) -> Tensor:
         """Logits; of choices, if every row has several texts."""
@@ -67,8 +59,7 @@ class Upper(nn.Module):
         seen = (1.0 - attention_mask[:, None, None, :].to(states.dtype)) * torch.finfo(states.dtype).min
         for layer in self.body:
             states = layer(states, seen)
-        weight = attention_mask.unsqueeze(-1).to(states.dtype)
-        return self.head(self.dropout((states * weight).sum(1) / weight.sum(1)))
+        return self.pooled(states, attention_mask)
 
 
 def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
@@ -88,19 +79,9 @@ def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
     return Splits(**found, classes=read.classes)
 
 
-def fine_tune(
-    run: Run, task: str, seed: int, config: Mapping[str, Any], start: Mapping[str, Tensor] | None = None, name: str = ""
-) -> dict[str, Any]:
-    """Fine-tunes on one task, once; what was kept is read again. Arguments and result as `text.fine_tune`."""
-
-    def make() -> dict[str, Any]:
-        data = splits(run, task, config)
-        model = load(config, data.classes, seed)
-        if start is not None:
-            model.load_state_dict(start, strict=False)
-        return tuned(model, data, config, seed)
-
-    return run.cached(f"{run.setting}/{task}-{seed}{name}-{fingerprint(config)}", make)
+def fine_tune(*arguments: Any, **options: Any) -> dict[str, Any]:
+    """Fine-tunes on one task, once. Arguments and result as `text.fine_tune`."""
+    return text.fine_tune(*arguments, **options, kind=sys.modules[__name__])
 
 
 @torch.no_grad()
@@ -111,7 +92,7 @@ def _below(data: Splits, config: Mapping[str, Any]) -> dict[str, Tensor]:
     for part in ("train", "validation", "test"):
         rows = getattr(data, part)
         found = torch.zeros(*rows.tokens.shape, body.config.hidden_size, dtype=torch.float16)
-        for place in rows.mask.flatten(1).sum(1).argsort(stable=True).split(32):
+        for place in text.by_length(rows.mask).split(32):
             batch = rows.batch(place)
             batch.pop("labels")
             shape = batch["input_ids"].shape

@@ -12,7 +12,7 @@ import pytest
 from experiments import findings, pages
 from experiments.claims import MARGIN, Claim, Note, Verdict, judge
 from experiments.comparison import RESULTS, Comparison, comparisons
-from experiments.markdown import Parts, fill, table
+from experiments.page_parts import Parts, fill, table
 
 BETTER = Claim("", "pretended", "squisher", "baseline")
 ALIKE = Claim("", "pretended", "squisher", "fisher", alike=True)

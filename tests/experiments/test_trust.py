@@ -4,7 +4,7 @@ import re
 import pytest
 
 from experiments import pages, quality, trust
-from experiments.markdown import Parts, fill
+from experiments.page_parts import Parts, fill
 
 VALUES = {"spearman": 0.9, "per_tensor": 0.8, "scale": 2.0, "median_ratio": 1.5, "top_1": 0.5, "top_10": 0.7}
 PAGE = (pages.DOCS / "when-to-trust-it.md").read_text()

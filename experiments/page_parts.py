@@ -1,12 +1,25 @@
-"""What pages are made of: tables, and the parts that stand between marks."""
+"""What pages are made of: tables, figures, and the parts that stand between marks."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
-__all__ = ["Parts", "fill", "table"]
+__all__ = ["COLOURS", "Parts", "fill", "save", "subplots", "table"]
+
+COLOURS = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#56B4E9",
+    "#CC79A7",
+    "#E69F00",
+    "#000000",
+    "#999999",
+)  # told apart by colour-blind people too
 
 
 @dataclass(frozen=True)
@@ -48,3 +61,29 @@ def fill(text: str, parts: Parts) -> str:
     if missing := set(parts.blocks) - used:
         raise SystemExit(f"The page has no marks for {', '.join(sorted(missing))}.")
     return text
+
+
+def subplots(count: int, size: tuple[float, float], rows: int = 1) -> tuple[Any, list[Any]]:
+    """A figure with so many panels, in one row or in several."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(rows, -(-count // rows), figsize=size, squeeze=False)
+    for axis in axes.flat:
+        for side in ("top", "right"):
+            axis.spines[side].set_visible(False)
+    for axis in axes.flat[count:]:
+        axis.set_visible(False)
+    return figure, list(axes.flat[:count])
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure, the same bytes every time."""
+    from matplotlib import pyplot
+
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150, metadata={"Software": None})
+    pyplot.close(figure)
