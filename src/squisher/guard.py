@@ -61,7 +61,7 @@ def refuse_batch_statistics(model: nn.Module, instead: str) -> None:
 
 @contextmanager
 def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
-    """Put the model into evaluation mode (unless told otherwise) inside; leave everything as it was, also after an error.
+    """Put the model into evaluation mode inside (unless `eval_mode` is False); restore everything, also after an error.
 
     Inside, the users' hooks on parameters are off (an optimizer may live in them), compiled calls run eagerly, and the fused
     attention path of inference, which has no gradients, is off.

@@ -50,10 +50,10 @@ def align(
     dtypes: bool = False,
     advice: str = "",
 ) -> dict[str, str]:
-    """Return which tensor of one mapping belongs to which of another: the other's name to this one's.
+    """Return which tensor of one mapping belongs to which of another: name in `others` to name in `tensors`.
 
     Args:
-        tensors: Every name here must be one of the other's.
+        tensors: Every name must be in `others`.
         others: The other mapping; it may have more names.
         called: What the two are called in messages.
         tied: Other names of the same tensors: alias to name.

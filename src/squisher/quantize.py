@@ -99,7 +99,7 @@ class Sensitivity:
         losses: ½ Σ F·(w − Q(w))² by tensor and width.
         sizes: Bits, scales and offsets included, by tensor and width.
         numel: Number of weights by tensor.
-        quantizers: What each width stands for.
+        quantizers: The quantiser of each width.
         kept: Tensors that are not quantised, and why.
     """
 
@@ -227,7 +227,7 @@ def sensitivity(
 def simulate(
     weights: Mapping[str, Tensor], bits: Mapping[str, int], group: int = 64, *, scheme: str = "affine"
 ) -> Mapping[str, Tensor]:
-    """Return the weights as a quantised model has them: rounded and back in their own type, lazily.
+    """Return the weights as a quantised model has them: rounded and converted back to their type, lazily.
 
     Args:
         weights: Any mapping.

@@ -80,13 +80,13 @@ def agree(error: BaseException | None, group: Any = None) -> None:
 
 
 def break_off(error: BaseException, run: str, patience: float = 5.0) -> BaseException:
-    """Leave collective operations that the others are still in, and tell them why through the store that the processes met at.
+    """Leave collective operations that other processes are still in, and leave the reason in the store of the process group.
 
     They notice when the connection breaks, at the latest when this process ends. Unless all fail alike, this ends the process
-    group: the processes are out of step, and whatever they sent each other from here on would be taken for something else.
+    group: the processes are out of step, and what they sent each other from here on would be misread.
 
     Args:
-        error: what happened here; if it is that another process is gone, that process's error is looked for.
+        error: what happened here; if another process is gone, its error is looked up.
         run: the same on all processes, and another one every time.
         patience: seconds to wait for the others.
 
@@ -144,12 +144,12 @@ def is_sharded(tensor: object) -> bool:
 
 
 def local_of(tensor: Tensor) -> Tensor:
-    """Return the part that this process holds; a tensor of one process is its own part."""
+    """Return the shard of this process; a tensor that is not sharded is returned as it is."""
     return _dtensor(tensor).to_local() if is_sharded(tensor) else tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return the whole tensor; for one that is spread, all processes that hold it must ask at the same time."""
+    """Return the whole tensor; all processes with a shard of it must call this at the same time."""
     return _dtensor(tensor).full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -165,7 +165,7 @@ def sharded_like(local: Tensor, like: Tensor) -> Tensor:
 
 
 def agree_on(error: BaseException | None, tensors: Iterable[Tensor]) -> None:
-    """Raise on every process that holds a part of these tensors if one of them failed; see `agree`."""
+    """Raise on every process with a shard of these tensors if one of them failed; see `agree`."""
     meshes = {d.device_mesh: None for d in map(_dtensor, filter(is_sharded, tensors))}
     groups = [mesh.get_group(k) for mesh in meshes for k in range(mesh.ndim)]
     for number, group in enumerate(groups):
@@ -174,13 +174,13 @@ def agree_on(error: BaseException | None, tensors: Iterable[Tensor]) -> None:
         except Exception as raised:
             if number == len(groups) - 1:
                 raise
-            error = raised  # told to the others, too, before it is raised
+            error = raised  # the other groups get it too, before it is raised
     if error is not None:
         raise error
 
 
 class Gathered(Mapping[str, Tensor]):
-    """Named tensors that are spread over processes, as the one that writes them sees them: one by one, each once.
+    """Sharded named tensors for the process that writes them: gathered one by one, each once.
 
     To gather a tensor all processes must ask for it. A process that has not asked for all of them, because it does not write or
     failed to, does so in `finish`, so that no process waits for ever.
@@ -225,7 +225,7 @@ class Gathered(Mapping[str, Tensor]):
 
 
 def write_once(tensors: Gathered, write: Callable[[Mapping[str, Tensor]], None]) -> None:
-    """Let the first process that holds these tensors write them while the others help to gather; all must call this.
+    """Let the first process write these tensors while the others help to gather; all must call this.
 
     Raises:
         SquisherError: on every process, if writing failed.

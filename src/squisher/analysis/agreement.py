@@ -28,7 +28,7 @@ __all__ = ["EXACT_LIMIT", "FRACTIONS", "Agreement", "Overlap", "Row", "compare",
 
 
 EXACT_LIMIT = 10_000_000
-"""Up to this many common entries are held in memory and ranked exactly."""
+"""Up to this many common entries are kept in memory and ranked exactly."""
 
 FRACTIONS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5)
 """Where `Agreement.overlaps` looks."""
@@ -193,7 +193,7 @@ def _streamed(pair: Pair) -> tuple[float, float, list[Row]]:
     large: dict[str, Rounded] = {}
     for name in pair.names:
         rounded = Rounded()
-        if pair.numels[name] <= EXACT_LIMIT:  # held, so that its own ranks and overlap need no other reading
+        if pair.numels[name] <= EXACT_LIMIT:  # kept in memory: its ranks and its overlap need no second reading
             small = Pair({name: joined(pair.chunks(0, name))}, {name: joined(pair.chunks(1, name))})
             rounded.count(small.both(name))
             rounded.cross(small.both(name))

@@ -355,7 +355,7 @@ _CODEC_ADVICE = {
 
 
 def _codec(codec: Codec) -> Diagnosis:
-    """Return what a codec lost, and what is left of use."""
+    """Return what a codec lost, and what its values can still be used for."""
     names = [*codec.before, codec.name]
     worst = "rank1" if "rank1" in names else "log8"
     numbers = {
@@ -364,11 +364,11 @@ def _codec(codec: Codec) -> Diagnosis:
         "entries": codec.entries,
         "overlap": dict(codec.overlap),
     }
-    said = "" if codec.spearman is None else f": rank correlation with the values before {codec.spearman:.4f}"
+    kept = "" if codec.spearman is None else f": rank correlation with the values before {codec.spearman:.4f}"
     return Diagnosis(
         "codec",
         "info",
-        f"The values went through the codec {' and then '.join(n for n in names if n != 'exact')}{said}.",
+        f"The values went through the codec {' and then '.join(n for n in names if n != 'exact')}{kept}.",
         _CODEC_ADVICE[worst],
         numbers={key: value for key, value in numbers.items() if value not in (None, {})},
     )

@@ -39,8 +39,8 @@ def compress(
             {"file": str(out), "bytes": size, "entries": entries, "codec": error.plain() if error else {"name": codec}}
         )
         return
-    said = f"{out}: {size:,} bytes, {size / max(1, entries):.3g} per entry."
+    text = f"{out}: {size:,} bytes, {size / max(1, entries):.3g} per entry."
     if error is not None and error.spearman is not None:
         shared = ", ".join(f"{float(k):.1%}: {v:.1%}" for k, v in error.overlap.items() if v is not None)
-        said += f" Rank correlation with the values before {error.spearman:.4f}; of the largest entries it keeps ({shared})."
-    typer.echo(said)
+        text += f" Rank correlation with the values before {error.spearman:.4f}; of the largest entries it keeps ({shared})."
+    typer.echo(text)

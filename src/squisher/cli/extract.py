@@ -128,7 +128,7 @@ def _extracted(importance: Importance, target: Path) -> str:
 
 
 def _named(importance: Importance) -> list[str]:
-    """Say how names were found, the surest first, and what may raise those that only order and shapes tell."""
+    """Say how names were found, the surest first, and what may prove those that rest on order and shapes alone."""
     from ..importance import Level
 
     p = importance.provenance
@@ -149,7 +149,7 @@ def _named(importance: Importance) -> list[str]:
             lines.append(f"Names proven by the values: {count} ({by}{behind}).")
         elif count and level == Level.CONVENTION:
             lines.append(
-                f"Names by convention: {count} ({by}). Only order and shapes tell them. {_what_proves(importance)}"
+                f"Names by convention: {count} ({by}). They rest on order and shapes alone. {_what_proves(importance)}"
             )
         elif count:
             what = "recorded in the source" if level == Level.RECORDED else "given"

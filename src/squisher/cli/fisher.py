@@ -50,7 +50,7 @@ def fisher(
 ) -> None:
     """Measure the Fisher diagonal of a Hugging Face model on a file of text.
 
-    An interrupted run goes on where it was when the same command is given again: OUT.unfinished.safetensors keeps what is done.
+    To continue an interrupted run, give the same command again: OUT.unfinished.safetensors keeps what is done.
     Under torchrun the processes share the batches, and one file is written; with --shard they share the model, too.
     """
     from .. import ranks
@@ -132,6 +132,6 @@ def _job(device: str) -> Iterator[None]:
 
 
 def _own(device: str) -> str:
-    """Return this process's own device, where several processes of a machine have one each."""
+    """Return the device of this process, where each process of a machine has one."""
     rank = os.environ.get("LOCAL_RANK")
     return f"cuda:{rank}" if device == "cuda" and rank is not None else device

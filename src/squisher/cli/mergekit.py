@@ -1,4 +1,4 @@
-"""`squisher mergekit`: mergekit's own pipeline with our Fisher merging."""
+"""`squisher mergekit`: mergekit's pipeline with our Fisher merging."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def mergekit(
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make.")],
     as_json: shell.Json = False,
 ) -> None:
-    """Run mergekit with the method squisher_fisher: Fisher merging inside its own pipeline.
+    """Run mergekit with the method squisher_fisher: Fisher merging inside mergekit's pipeline.
 
     Options of mergekit-yaml (--cuda, --lazy-unpickle, ...) are passed on to it.
     """

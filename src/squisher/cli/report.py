@@ -29,7 +29,7 @@ def report(
     overwrite: shell.Overwrite = False,
     as_json: shell.Json = False,
 ) -> None:
-    """Show what importances are, how healthy they are, where they lie in the network, and how far they agree."""
+    """Show what importances are, how healthy they are, which layers hold them, and how far they agree."""
     if out is None and not as_json:
         raise SquisherError(
             "report writes a page with --out report.html, or prints its data with --json: give one of them."

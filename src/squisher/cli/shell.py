@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _unexpected(error: Exception) -> str:
-    """Return what to tell the user about a fault of ours: what happened, where to report it, and with what."""
+    """Return the message for an unexpected error: what happened, where to report it, and what to include."""
     import platform
     import shlex
     from importlib.metadata import PackageNotFoundError, version
@@ -153,7 +153,7 @@ def open_importance(path: Path) -> Importance:
 
 
 def distinct_names(files: list[Path]) -> list[str]:
-    """Return the shortest ends of paths that tell them apart.
+    """Return the shortest path suffixes that are all different.
 
     Raises:
         SquisherError: A path was given twice.

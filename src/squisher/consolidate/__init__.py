@@ -42,7 +42,7 @@ class EWC:
 
     Use it in a training loop: `ewc.consolidate(importance)` after each task; then for every step of the next one either
     `loss = loss + ewc.penalty()`, or, cheaper, `ewc.add_gradient_()` after `backward()` and before clipping. With an optimizer
-    whose state is recycled, call `tracker.observe()` before `add_gradient_()`: otherwise the penalty's own gradient is squared
+    whose state is recycled, call `tracker.observe()` before `add_gradient_()`: otherwise the penalty's gradient is squared
     into the next task's importance, which then grows doubly exponentially from task to task. Or leave the gradient alone and
     call `ewc.pull_(optimizer)` after `optimizer.step()`: then no tracker is needed.
 
@@ -55,7 +55,7 @@ class EWC:
             earlier importances fade: A ← γ·A + F.
         dtype: Of the importances kept: float32, or bfloat16 for half the memory. Centres are always float32.
         device: Where they are kept; by default with the parameters. The CPU saves an accelerator's memory.
-        exclude: A regular expression: parameters that are never held, such as heads.
+        exclude: A regular expression: parameters that are never protected, such as heads.
 
     Raises:
         SquisherError: An argument is not one of these.
@@ -103,7 +103,7 @@ class EWC:
         """Take the task that has just been learnt into account, at the model's present weights.
 
         Args:
-            importance: Of this task, measured or recycled. Parameters without one are not held by this task.
+            importance: Of this task, measured or recycled. Parameters without one are not protected for this task.
             scale: How it is brought to the scale of the tasks before: `"auto"`, `"as_fisher"` or `"stored"`.
 
         Raises:
@@ -173,7 +173,7 @@ class EWC:
 
         Args:
             optimizer: The one that has just taken a step. κ is the strength times the learning rate of a parameter's group.
-            metric: `"plain"`, or `"adam"`: κ is also divided by √v̂ + ε entry by entry, as Adam's own step is; λ is then that of
+            metric: `"plain"`, or `"adam"`: κ is also divided by √v̂ + ε entry by entry, as Adam's step is; λ is then the λ of
                 the gradient.
 
         Returns:
@@ -341,7 +341,7 @@ class EWC:
         if found.same is False:
             warnings.warn(
                 f"The importance was made with other weights than the model has now: {len(found.differing)} of {found.compared} tensors "
-                f"compared differ, {found.differing[0]} for example. EWC holds parameters where they are now: load the weights that "
+                f"compared differ, {found.differing[0]} for example. EWC keeps parameters near their values of now: load the weights that "
                 "it belongs to first, or take the importance of these.",
                 SquisherWarning,
                 stacklevel=3,

@@ -1,6 +1,6 @@
 """The arithmetic of the penalty and of the pull, bound by memory alone: on a CPU it goes block by block, so that a block stays in the cache.
 
-The pull of decoupled consolidation is the exact proximal step towards the centre, after the optimizer's own step:
+The pull of decoupled consolidation is the exact proximal step towards the centre, after the optimizer's step:
 
     θ ← (θ + κAθ̄) / (1 + κA)
 
@@ -217,10 +217,10 @@ class StepsTaken:
         self._taken: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
     def since_asked(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step was taken. The first time there is only the optimizer's state to tell."""
+        """Return whether a step was taken. The first time only the optimizer's state can show it."""
         if optimizer not in self._taken:
             optimizer.register_step_post_hook(self._note)
-            # SGD without momentum keeps no state, so that nothing tells: a step is what one calls this after.
+            # SGD without momentum keeps no state to look at; this is called after a step.
             states = optimizer.state.values()
             counted = any(float(state.get("step", 1)) > 0 for state in states)
             self._taken[optimizer] = counted or (not states and isinstance(optimizer, torch.optim.SGD))

@@ -22,7 +22,7 @@ _READABLE = (*_DTYPES.values(), torch.float16)
 
 
 def check_all(tensors: Mapping[str, Tensor]) -> None:
-    """Check the values of all; where tensors are spread over processes, all of these refuse together."""
+    """Check the values of all tensors; where these are sharded, all processes refuse together."""
     failure = None
     try:
         for name, tensor in tensors.items():
@@ -48,7 +48,7 @@ class Checked(Computed):
 
 
 def check_values(name: str, values: Tensor) -> None:
-    """Refuse what no mean of squares can be, in the part that this process holds.
+    """Refuse values that no mean of squares can have, in the shard of this process.
 
     Raises:
         SquisherError: A value is NaN, infinite or negative; the message names the parameter.

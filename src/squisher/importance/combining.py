@@ -114,7 +114,7 @@ class Mean(Computed):
         return torch.stack([weight * imp[name].float() for imp, weight in self._importances]).sum(0)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return single precision, whatever the parts have."""
+        """Return float32, whatever the types of the importances."""
         return torch.float32
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
@@ -125,7 +125,7 @@ class Mean(Computed):
 
 
 class Spread(Mean):
-    """The standard error of each entry of such a mean, from how far its parts lie apart."""
+    """The standard error of each entry of such a mean, from how far the importances differ."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self._spread([imp[name] for imp, _ in self._importances])

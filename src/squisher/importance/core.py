@@ -34,7 +34,7 @@ from .provenance import KINDS, Codec, Provenance, fisher_factor
 __all__ = ["FILE_NAME", "Importance", "load"]
 
 FILE_NAME = "squisher.safetensors"
-"""Where an importance lies beside a model."""
+"""The file name of an importance beside a model."""
 
 ACCUMULATOR_NAME = "exp_avg_sq.safetensors"
 """What OTA merging calls its file of accumulators, which says nothing about itself."""
@@ -59,7 +59,7 @@ class Importance(Mapping[str, Tensor]):
     Values are read, scaled and checked when they are asked for, so that one over files larger than memory costs nothing
     to make. In memory they are checked at once.
 
-    Tensors may be spread over processes (DTensor). All of these must then make, read and save the importance together.
+    Tensors may be sharded over processes (DTensor). All processes must then make, read and save the importance together.
 
     Args:
         tensors: Any `Mapping[str, Tensor]`; a plain dict or a lazy one.
@@ -186,7 +186,7 @@ class Importance(Mapping[str, Tensor]):
         return shape_of(self._tensors, self._known(name))
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the data type of the values that come out, without reading them."""
+        """Return the data type of one tensor, without reading it."""
         stored = dtype_of(self._tensors, self._known(name))
         return stored if self._factor == 1.0 else torch.promote_types(stored, torch.float32)
 
@@ -289,7 +289,7 @@ class Importance(Mapping[str, Tensor]):
         """Return the standard error of every entry of `combine(importances, weights)`, as a lazy mapping.
 
         With means m_k of K parts of the data, their weights w_k (which add up to 1) and F = Σ w_k·m_k, it is
-        √(K/(K−1)·Σ w_k²·(m_k − F)²): ten parts or more tell it to about a quarter of itself. Parts of the same data measured in
+        √(K/(K−1)·Σ w_k²·(m_k − F)²): with ten parts it is known to about a quarter. Parts of the same data measured in
         one call give the error of each parameter's total: `fisher(..., standard_error=True)`.
 
         Args:
@@ -345,7 +345,7 @@ class Importance(Mapping[str, Tensor]):
     ) -> None:
         """Write the importance as safetensors, whole or not at all; memory is bounded by one chunk.
 
-        Tensors that are spread over processes are gathered one after the other, and the first process writes; all must
+        Sharded tensors are gathered one after the other, and the first process writes; all must
         call this. To write in parallel, give `dict(importance)` to `torch.distributed.checkpoint.save`.
 
         Args:

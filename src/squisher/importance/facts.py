@@ -1,6 +1,6 @@
 """What is known about a training run and its parameters: typed values that code decides on, each with a note for people.
 
-Files of format version 1 said in sentences what is a code now; the sentences that it wrote are at the end, with their codes.
+Files of format version 1 have sentences instead of codes; these sentences are at the end, with their codes.
 """
 
 from __future__ import annotations

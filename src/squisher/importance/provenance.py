@@ -47,7 +47,7 @@ class Provenance(RunFacts):
         dtype_of_source: Type of the accumulator or of the model measured.
         embedding: For a task embedding: what its entries are means over (`by`).
         codec: How a file keeps the values, with the error of that; None for exactly.
-        model: `structure` (hash of names and shapes), `content` (hash per weight, where weights were at hand).
+        model: `structure` (hash of names and shapes), `content` (hash per weight, where the weights were available).
         sum: Sum of each tensor.
         sum_of_squares: Sum of squares of each tensor.
         created_with: The version of this library.
@@ -91,7 +91,7 @@ class Provenance(RunFacts):
 
     def __repr__(self) -> str:
         """Return what is known in one line; long values by their number of entries."""
-        said = []
+        parts = []
         for f in fields(self):
             value = getattr(self, f.name)
             if value is None or value in ({}, ()) or (f.name, value) in (("scale", 1.0), ("per_unit", False)):
@@ -99,8 +99,8 @@ class Provenance(RunFacts):
             text = repr(value)
             if len(text) > 60:
                 text = f"<{len(value)} entries>" if isinstance(value, (dict, tuple)) else f"{text[:57]}..."
-            said.append(f"{f.name}={text}")
-        return f"Provenance({', '.join(said)})"
+            parts.append(f"{f.name}={text}")
+        return f"Provenance({', '.join(parts)})"
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Provenance:
@@ -138,8 +138,8 @@ class Provenance(RunFacts):
         record["naming"] = _plain(self.naming) if self.naming else None
         pollution, clipped = record.pop("pollution"), record.pop("after_clipping")
         if self.optimizer is not None or pollution or clipped is not None:
-            said = {"pollution": [_plain(one) for one in pollution], "after_clipping": clipped}
-            record["optimizer"] = {**(self.optimizer or {}), **{k: v for k, v in said.items() if v is not None}}
+            facts = {"pollution": [_plain(one) for one in pollution], "after_clipping": clipped}
+            record["optimizer"] = {**(self.optimizer or {}), **{k: v for k, v in facts.items() if v is not None}}
         record["codec"] = self.codec.plain() if self.codec else None
         return {**self.extra, **{name: value for name, value in record.items() if value is not None and value != {}}}
 

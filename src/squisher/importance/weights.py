@@ -18,7 +18,7 @@ from .core import Importance
 __all__ = ["HASHED_BYTES", "Match", "check_weights", "content_of", "match"]
 
 HASHED_BYTES = 1 << 24
-"""Of a model at most this much is hashed to tell it from another, the smallest tensors first: training moves all of them."""
+"""The bytes of a model that are hashed at most, the smallest tensors first: training changes all of them."""
 
 
 def content_of(

@@ -36,7 +36,7 @@ _SHARDED = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 
 
 class _Hooks(Events):
-    """What Lightning asks of every callback."""
+    """The methods that Lightning calls on every callback."""
 
     @property
     def state_key(self) -> str:
@@ -66,7 +66,7 @@ class SquisherCallback(_Hooks, Recorder):
     Args:
         path: Write once, when training ends, to this file or folder, instead of beside checkpoints.
         track: Record the gradient before clipping, by a tracker whose state is kept in checkpoints, instead of what the
-            optimizer has. The optimizer may then be one that keeps no average of its own.
+            optimizer has. The optimizer may then be one without an average, such as SGD.
         loss_reduction: `mean`, `sum` or `token_mean`; None if it is none of them.
         tokens: For `token_mean`: the number of tokens of a batch that carry a loss. By default labels that are not -100, but
             for the first of each row, as in causal language models.
@@ -219,8 +219,8 @@ class EWCCallback(Consolidator, SquisherCallback):
         ewc: With the tasks before consolidated, made of this very module or of a part of it.
         path: As for `SquisherCallback`.
         pull: `"plain"` or `"adam"`: use `ewc.pull_` in this metric instead of the penalty's gradient.
-        track: False leaves the tracker out and records the optimizer's own state. Without `pull` that has the square of the
-            penalty's gradient in it: from task to task such importances may grow without bound. By default True without `pull`.
+        track: False leaves the tracker out and records the optimizer's state. Without `pull` that includes the square of the
+            penalty's gradient: from task to task such importances may grow without bound. By default True without `pull`.
         **more: As for `SquisherCallback`.
     """
 

@@ -60,7 +60,7 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
     Args:
         config: The configuration. Relative names of models and importances are looked for here, then beside this file.
         out: The folder to make.
-        options: Options of mergekit's own command `mergekit-yaml`, such as `--cuda` or `--lazy-unpickle`.
+        options: Options of the command `mergekit-yaml`, such as `--cuda` or `--lazy-unpickle`.
 
     Raises:
         SquisherError: mergekit is missing, a model cannot be found, or the configuration asks for what would give wrong importances.
@@ -99,7 +99,7 @@ def _check_yaml(source: str, yaml: Any) -> None:
     """Refuse a configuration of a few lines whose aliases expand into an unreasonable size.
 
     Raises:
-        ValueError: It is too long, or stands for too much.
+        ValueError: It is too long, or too large with its aliases written out.
     """
     if len(source) > _LONGEST:
         raise ValueError(f"it is {len(source):,} characters long; more than {_LONGEST:,} are not read")
@@ -107,7 +107,7 @@ def _check_yaml(source: str, yaml: Any) -> None:
 
     def size(node: Any) -> int:
         if id(node) not in sizes:
-            sizes[id(node)] = _LARGEST  # what it has if it stands inside itself
+            sizes[id(node)] = _LARGEST  # the size of a node that contains itself
             children = node.value if isinstance(node.value, list) else []
             flat = [part for child in children for part in (child if isinstance(child, tuple) else (child,))]
             sizes[id(node)] = 1 + sum(map(size, flat))
@@ -135,7 +135,7 @@ def _options(given: Sequence[str]) -> Any:
 
 
 def _beside(value: Any, folder: Path, key: str = "") -> Any:
-    """Return a configuration whose relative names of models and importances that lie beside it are paths from here."""
+    """Return a configuration in which names of models and importances in its folder are paths."""
     if isinstance(value, dict):
         return {name: _beside(inner, folder, str(name)) for name, inner in value.items()}
     if isinstance(value, list):
@@ -198,7 +198,7 @@ def register() -> None:
         scale: str = "auto",
         missing: str = "error",
     ) -> Tensor:
-        entries = sorted(group.entries, key=lambda entry: str(entry.id))  # the same bytes, in whatever order they come
+        entries = sorted(group.entries, key=lambda entry: str(entry.id))  # the same bytes in any order
         settings = _Settings(
             tuple(_folder(entry.id) for entry in entries),
             tuple(str(importance[entry.id]) for entry in entries),
@@ -237,11 +237,11 @@ def _merged(name: str, tensors: Sequence[Tensor], weights: Sequence[float], sett
         return tensors[0]
     if name in ready.averaged or len(models) == 1:
         return average(models, weights)[name].to(tensors[0].device)
-    own: list[Mapping[str, Tensor]] = []
+    values: list[Mapping[str, Tensor]] = []
     for imp, names in zip(ready.importances, ready.names, strict=True):
         stored = names.get(name, name)
-        own.append({name: imp[stored]} if stored in imp else {})
-    return fisher(models, own, weights, scale="stored", floor=ready.floor)[name].to(tensors[0].device)
+        values.append({name: imp[stored]} if stored in imp else {})
+    return fisher(models, values, weights, scale="stored", floor=ready.floor)[name].to(tensors[0].device)
 
 
 @lru_cache(maxsize=4)

@@ -243,19 +243,19 @@ def merge_folders(
     base = hub.fetch_model(base) if base is not None and hub.is_hub_id(base) else base
     opened, first, base_weights, space = _open(method, models, base, coefficients=given)
     imps = [_importance(path, importances, k) for k, path in enumerate(models)] if method in _WEIGHTED else []
-    own = _base_importance(base, base_importance, base_size) if method == "ubgm" else None
+    of_base = _base_importance(base, base_importance, base_size) if method == "ubgm" else None
     if imps:
         check_weights(imps, opened, labels, any_weights)
-    if own is not None and base_weights is not None:
-        check_weights([own], [base_weights], [base_label or "the base"], any_weights)
-    merged = settings.merge(opened, imps, given, base_weights, own)
+    if of_base is not None and base_weights is not None:
+        check_weights([of_base], [base_weights], [base_label or "the base"], any_weights)
+    merged = settings.merge(opened, imps, given, base_weights, of_base)
     report = Report(
         method=method,
         models=labels,
         coefficients=given,
         importances=[described(imp) for imp in imps],
         base=base_label,
-        base_importance=None if own is None else described(own),
+        base_importance=None if of_base is None else described(of_base),
         options=settings.shown(),
         merged=len(merged.merged),
         kept=merged.kept,

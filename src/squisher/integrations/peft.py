@@ -238,8 +238,8 @@ def shira_mask_fn(importance: Mapping[str, Tensor], model: nn.Module) -> Callabl
 
     Args:
         importance: By parameter name; only the layers that SHiRA asks for are read.
-        model: The model that `get_peft_model` is called with, before it is: the function is only told the layer, and
-            finds its name here.
+        model: The model that `get_peft_model` is called with, before that call: the function gets the layer alone, and
+            finds its name in this model.
 
     Returns:
         A function of a linear layer and r. It cannot be saved with the adapter; the indices that it leads to are.

@@ -67,7 +67,7 @@ class Publication(NamedTuple):
 
 
 def prepare(file: Path, address: str) -> Publication:
-    """Return what publishing an importance file would do; nothing is asked of the Hub.
+    """Return what publishing an importance file would do; the Hub is not contacted.
 
     Args:
         file: An importance file, the index of a sharded one, or a folder that holds one.
@@ -211,18 +211,18 @@ def described(imp: Importance) -> str:
 
 
 def short_paths(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest ends of paths that tell them apart: run-a/final and run-b/final, not final twice.
+    """Return the shortest path suffixes that are all different: run-a/final and run-b/final, not final twice.
 
     A file called squisher.safetensors is named by its folder. A path that is given twice has one name.
     """
     parts = []
     for path in paths:
-        own = [part for part in path.parts if part not in (".", "..", path.anchor)] or [path.resolve().name]
-        own[-1] = own[-1] if path.is_dir() else Path(own[-1]).stem
-        parts.append(own[:-1] if path.name == FILE_NAME and len(own) > 1 else own)
-    different = len({tuple(own) for own in parts})
+        kept = [part for part in path.parts if part not in (".", "..", path.anchor)] or [path.resolve().name]
+        kept[-1] = kept[-1] if path.is_dir() else Path(kept[-1]).stem
+        parts.append(kept[:-1] if path.name == FILE_NAME and len(kept) > 1 else kept)
+    different = len({tuple(kept) for kept in parts})
     for depth in range(1, 1 + max(map(len, parts))):
-        names = ["/".join(own[-depth:]) for own in parts]
+        names = ["/".join(kept[-depth:]) for kept in parts]
         if len(set(names)) == different:
             break
     return names

@@ -1,4 +1,4 @@
-"""What all trainers' callbacks share: the importance that a running training holds, under the names of the weight file.
+"""What the callbacks of all trainers share: the importance of a running training, under the names of the weight file.
 
 How much data went into the steps (examples, tokens that carry a loss, steps that had less) is counted here too.
 """
@@ -43,7 +43,7 @@ __all__ = [
 
 
 PENALTY = Pollution(Spoiler.PENALTY, note="The gradient of an EWC penalty was squared with the data's.")
-"""What an optimizer's own average has in it where EWC adds its gradient."""
+"""What an optimizer's average contains where EWC adds its gradient."""
 
 
 class Events:
@@ -63,7 +63,7 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 class Recorder(Events):
-    """What every callback that records an importance does, whatever the trainer.
+    """The part of a recording callback that does not depend on the trainer.
 
     A trainer's callback says when training begins (`_begin`), when gradients are complete and not yet clipped (`_observe`) and when
     a step has been taken (`_check_once`), and what it knows about the run (`_facts`).
@@ -155,9 +155,9 @@ class Recorder(Events):
 
 
 class Consolidator(Recorder):
-    """What every callback with an EWC does, whatever the trainer: the tracker observes the data's gradient, then the penalty acts.
+    """The part of a callback with an EWC that does not depend on the trainer: the tracker observes, then the penalty acts.
 
-    A subclass stands before the trainer's own recording callback, calls `_follow` when training begins and `_let_go` when it ends.
+    Mix it in before the trainer's recording callback; call `_follow` when training begins and `_let_go` when it ends.
 
     Args:
         ewc: With the tasks before consolidated.
@@ -201,7 +201,7 @@ class Consolidator(Recorder):
 
 
 class Restrainer(Events):
-    """What every callback that trains under a mask does, whatever the trainer.
+    """The part of a callback that trains under a mask that does not depend on the trainer.
 
     Args:
         mask: As `squisher.mask.top_k` makes it: True where training may move an entry.
@@ -252,7 +252,7 @@ def recorded(
 
 
 def inner_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
-    """Return the torch optimizers inside whatever a trainer holds.
+    """Return the torch optimizers inside a trainer's wrappers.
 
     Raises:
         SquisherError: One of them is no torch optimizer.
@@ -280,7 +280,7 @@ def check_accumulator(optimizers: Sequence[torch.optim.Optimizer]) -> None:
 
 
 def beta2_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return the decay of the optimizer's own average, for a tracker with the same decay; 0.999 if it has none."""
+    """Return the decay of the optimizer's average, for a tracker with the same decay; 0.999 if it has none."""
     betas = optimizer.param_groups[0].get("betas")
     beta2 = betas[1] if isinstance(betas, (list, tuple)) and len(betas) > 1 else None
     return float(beta2) if isinstance(beta2, (int, float)) and 0 < beta2 < 1 else 0.999
@@ -290,7 +290,7 @@ def stored_candidates(model: nn.Module) -> list[Candidate]:
     """Return every parameter of a model under the names that its weight file will have.
 
     Raises:
-        NamingError: The library that saves the model cannot tell.
+        NamingError: The library that saves the model does not say.
     """
     return candidates_of_module(model, frozen_too=True).parameters
 
@@ -299,7 +299,7 @@ def under_file_names(found: Importance, model: nn.Module) -> Importance:
     """Return an importance of a live model under the names that the model's weight file has.
 
     Raises:
-        NamingError: The library that saves the model cannot tell.
+        NamingError: The library that saves the model does not say.
     """
     return _as_stored(found, model, stored_candidates(model))
 
@@ -361,7 +361,7 @@ class BatchCounts:
     Attributes:
         steps: Optimizer steps that were counted.
         examples: Examples in them.
-        tokens: Tokens that carried a loss; None if a batch did not tell.
+        tokens: Tokens that carried a loss; None if a batch did not say.
         short_steps: Steps with fewer examples than a full one: the last accumulation of an epoch.
         largest: Examples in the largest step.
     """
@@ -442,7 +442,7 @@ def over_processes(
     """Return the examples and tokens of a step, from its micro-batches here and on all other processes.
 
     Args:
-        examples: Of every micro-batch of this process; None where they cannot be told.
+        examples: Of every micro-batch of this process; None where they are not known.
         tokens: The same for tokens with a loss.
         device: Where processes exchange numbers.
 

@@ -110,15 +110,15 @@ def _task(path: Path, config: Any, transformers: Any) -> tuple[str, Any]:
 
 def _task_of_adapter(path: Path, config: Any, transformers: Any) -> tuple[str, Any]:
     """Return the task that the adapter's configuration names; an adapter may turn a bare encoder into a classifier."""
-    said = read_object(path / CONFIG).get("task_type")
-    if said == "SEQ_CLS":
+    task = read_object(path / CONFIG).get("task_type")
+    if task == "SEQ_CLS":
         return "classification", transformers.AutoModelForSequenceClassification
-    if said == "CAUSAL_LM":
+    if task == "CAUSAL_LM":
         return "language modelling", transformers.AutoModelForCausalLM
-    if said is None:
+    if task is None:
         return _task(path, config, transformers)
     raise SquisherError(
-        f"{path} is an adapter for {said}; squisher fisher measures SEQ_CLS and CAUSAL_LM. Use squisher.fisher(model, batches) "
+        f"{path} is an adapter for {task}; squisher fisher measures SEQ_CLS and CAUSAL_LM. Use squisher.fisher(model, batches) "
         "in Python for others."
     )
 
@@ -314,7 +314,7 @@ def load_shards(folder: Path, config: Any, build: Callable[..., nn.Module], devi
     same = [names for names in _names(model).values() if len(names) > 1]
     _shard(model)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    for first, *others in same:  # each name was given a tensor of its own
+    for first, *others in same:  # each name got a tensor of its own
         for name in others:
             _set(model, name, model.get_parameter(first))
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -346,9 +346,9 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _dtype(config: Any, weights: Weights) -> torch.dtype:
     """Return what `from_pretrained(dtype="auto")` takes: what the configuration says, otherwise the file's first."""
-    said = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
-    if isinstance(said, torch.dtype):
-        return said
+    dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
+    if isinstance(dtype, torch.dtype):
+        return dtype
     found = [t.dtype for t in weights.tensors.values() if t.dtype.is_floating_point]
     return found[0] if found else torch.get_default_dtype()
 

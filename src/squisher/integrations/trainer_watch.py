@@ -1,7 +1,7 @@
-"""What a transformers Trainer tells none of its callbacks: its batches, its optimizer when it is made, gradients before clipping.
+"""What a transformers Trainer does not pass to its callbacks: its batches, its new optimizer, gradients before clipping.
 
 The Trainer clips before the first event that follows the backward pass. So six methods of one object (not of its class) are
-wrapped: each still does what it did, and says so. Nothing else of the Trainer is touched.
+wrapped: each does what it did and reports it. Nothing else of the Trainer is touched.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class TrainerWatch:
 
         Args:
             trainer: A `transformers.Trainer`, or one that is made of it.
-            on_optimizer: Called with the optimizer and the model when the former has been made, before a checkpoint is loaded into it.
+            on_optimizer: Called with a new optimizer and the model, before a checkpoint is loaded into the optimizer.
             on_gradients: Called once per step with gradients complete: accumulated, reduced, unscaled, not clipped.
             extra_logs: Called when the loss is logged; what it returns is logged beside it.
             on_saved: Called with the folder when the model has been saved by itself, not in a checkpoint.
@@ -145,7 +145,7 @@ class TrainerWatch:
         **kwargs: Any,
     ) -> Any:
         out = original(output_dir, _internal_call, *args, **kwargs)
-        if not (_internal_call and output_dir is not None):  # that is a checkpoint, of which callbacks are told
+        if not (_internal_call and output_dir is not None):  # a checkpoint: callbacks get an event for it
             self._on_saved(Path(output_dir or self.trainer.args.output_dir))
         return out
 

@@ -4,7 +4,7 @@
     EWCCallback(ewc).attach(trainer)
     MaskCallback(mask).attach(trainer)
 
-They are told events by name and need no base class, so that this module imports nothing of transformers. What the arguments
+The Trainer calls them by the name of an event, so they need no base class, and this module imports nothing of transformers. What the arguments
 of a Trainer prove about its run (batch size, loss, clipping) is read from them here.
 """
 
@@ -46,11 +46,11 @@ class SquisherCallback(Recorder):
     """Writes `squisher.safetensors` into every checkpoint, before the optimizer is thrown away (`save_only_model` too).
 
     Batch size, tokens, loss reduction, clipping and precision go into the file. `trainer.add_callback(SquisherCallback())`
-    works as well, but a callback alone is not told batches and loss: tokens and the reduction are then not recorded.
+    works as well, but such a callback sees neither batches nor the loss: tokens and the reduction are then not recorded.
 
     What the optimizer squares has been clipped if `max_grad_norm` is above 0, which is the default of the Trainer; that is
     recorded. `track=True` keeps an average of the gradient before clipping beside the optimizer: with it the optimizer may
-    also be one that keeps no average of its own. It takes 4 bytes per trained parameter and is kept in `optimizer.pt`.
+    also be one without an average. It takes 4 bytes per trained parameter and is kept in `optimizer.pt`.
 
     Only the first process writes. DeepSpeed and FSDP spread the state over processes and are refused: their checkpoints are
     read by `squisher extract`.
@@ -83,7 +83,7 @@ class SquisherCallback(Recorder):
         self._best: Path | None = None
 
     def attach(self: Any, trainer: Any) -> Any:
-        """Add the callback to a Trainer, before `trainer.train()`, and let it see what callbacks are not told.
+        """Add the callback to a Trainer, before `trainer.train()`, and let it see what the Trainer does not pass to callbacks.
 
         Raises:
             SquisherError: This is no Trainer, or it has such a callback already.
@@ -160,7 +160,7 @@ class SquisherCallback(Recorder):
             self.tracker.after_clipping = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
-        """Count the step; in the Trainer's own state, so that every checkpoint has it."""
+        """Count the step in the Trainer's state, so that every checkpoint has it."""
         pending = self._watch.pending if self._watch is not None else None
         skipped = getattr(optimizer, "step_was_skipped", False)
         if pending is not None and not skipped:
@@ -270,8 +270,8 @@ class EWCCallback(Consolidator, SquisherCallback):
     Args:
         ewc: With the tasks before consolidated; `strength` as you chose it.
         pull: `"plain"` or `"adam"`: use `ewc.pull_` in this metric instead of the penalty's gradient.
-        track: False leaves the tracker out and records the optimizer's own state. Without `pull` that has the square of the
-            penalty's gradient in it: from task to task such importances may grow without bound. By default True without `pull`.
+        track: False leaves the tracker out and records the optimizer's state. Without `pull` that includes the square of the
+            penalty's gradient: from task to task such importances may grow without bound. By default True without `pull`.
         at_end_only: Write `squisher.safetensors` once, into `output_dir`, when training ends.
         loss_reduction: As for `SquisherCallback`.
         codec: As for `SquisherCallback`.
@@ -378,7 +378,7 @@ def precision(args: Any) -> str:
 
 
 def refuse_sharding(args: Any, optimizer: Any, who: str, instead: str) -> None:
-    """Refuse DeepSpeed and FSDP, which keep shards of parameters and states on every process, in forms of their own.
+    """Refuse DeepSpeed and FSDP, which keep shards of parameters and states on every process, in their own formats.
 
     Args:
         args: `TrainingArguments`.
@@ -390,8 +390,8 @@ def refuse_sharding(args: Any, optimizer: Any, who: str, instead: str) -> None:
         SquisherError: One of them is at work.
     """
     kind = str(getattr(getattr(optimizer, "accelerator_state", None), "distributed_type", "")).rpartition(".")[2]
-    for name, said in (("DeepSpeed", getattr(args, "deepspeed", None)), ("FSDP", getattr(args, "fsdp", None))):
-        if kind == name.upper() or said:
+    for name, setting in (("DeepSpeed", getattr(args, "deepspeed", None)), ("FSDP", getattr(args, "fsdp", None))):
+        if kind == name.upper() or setting:
             raise SquisherError(
                 f"{who} does not work under {name}, which spreads parameters and states over processes. {instead}"
             )

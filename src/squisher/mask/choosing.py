@@ -49,7 +49,7 @@ def top_k(
         model: A module or its weights, for the sizes of absent parameters.
         largest: False takes the least important entries instead: what mattered so far is protected, and the rest trains.
         minimum: The fraction of every tensor that is kept at least, best first, inside the budget.
-        sharded: Each process holds other parameters and gets the mask of its own; the budget is for all together.
+        sharded: Each process has other parameters and gets the mask of these; the budget is for all processes together.
         progress: Called with the entries read so far and those that will probably be read in all.
 
     Raises:
@@ -163,7 +163,7 @@ class Packed(NamedTuple):
 class Mask(Mapping[str, Tensor]):
     """A mapping from parameter name to a boolean tensor: True where training may move an entry.
 
-    It holds bits or indices, whichever is smaller, and gives out boolean tensors when asked for. From a file it reads them
+    It stores bits or indices, whichever is smaller, and returns boolean tensors when asked for. From a file it reads them
     then. Names that are missing from it are frozen.
 
     Args:

@@ -48,7 +48,7 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
 
     Args:
         model: The module; parameters that the mask does not name are frozen.
-        optimizer: A `torch.optim.Optimizer` over the model's own parameters.
+        optimizer: A `torch.optim.Optimizer` over the parameters of the model.
         mask: True where training may move an entry.
 
     Returns:

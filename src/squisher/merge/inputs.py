@@ -46,7 +46,7 @@ class Graded(Computed):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Say whose values are bad; a damaged file says so itself."""
+        """Add to an error whose values are bad; errors of files name the file already."""
         try:
             yield
         except SquisherError as error:

@@ -262,7 +262,7 @@ def differences(chunks: Sequence[Tensor], factors: Sequence[float], work: torch.
         chunks: The chunks, in this order.
         factors: One for each chunk after the first.
         work: The type to compute in.
-        out: Filled with the result, in its own data type.
+        out: Filled with the result, in the type of `out`.
     """
     for blocks, target, (a, b, c, d) in _in_blocks(chunks, out, 4, work):
         start = _as(blocks[0], a)
@@ -281,7 +281,7 @@ def weighted(chunks: Sequence[Tensor], terms: Sequence[Term], work: torch.dtype,
         terms: One per model, two or more.
         work: The type to compute in.
         careful: Whether a sum of weights may be 0.
-        out: Filled with the result, in its own data type.
+        out: Filled with the result, in the type of `out`.
     """
     shares = list(accumulate(term.coefficient for term in terms))
     for blocks, target, (a, b, total, w, d) in _in_blocks(chunks, out, 5, work):
@@ -317,7 +317,7 @@ def gradient_matched(
         delta: Added to both sums.
         work: The type to compute in.
         careful: Whether a denominator may be 0.
-        out: Filled with the result, in its own data type.
+        out: Filled with the result, in the type of `out`.
     """
     first = 1 if base is None else 2
     for blocks, target, (a, b, common, total, w, d, above, plain) in _in_blocks(chunks, out, 8, work):
@@ -362,7 +362,7 @@ def grafted(
         least: One threshold per model.
         work: The type to compute in.
         careful: Whether a sum of weights may be 0; the models' mean is taken there.
-        out: Filled with the result, in its own data type.
+        out: Filled with the result, in the type of `out`.
     """
     for blocks, target, (a, b, w, d, total, above, plain) in _in_blocks(chunks, out, 7, work):
         start = _as(blocks[0], a)

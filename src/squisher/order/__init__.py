@@ -18,9 +18,9 @@ from .selection import (
     threshold,
     thresholds,
 )
-from .statistics import Held, Rounded, concentration, median, ratios, spearman, top_overlap, total
+from .statistics import Largest, Rounded, concentration, median, ratios, spearman, top_overlap, total
 
 __all__ = [
-    "BINS", "TINY", "Choice", "Held", "Rounded", "Selection", "Source", "Threshold", "bins_of", "choose", "concentration", "median", "middles",
+    "BINS", "TINY", "Choice", "Largest", "Rounded", "Selection", "Source", "Threshold", "bins_of", "choose", "concentration", "median", "middles",
     "per_source", "ratios", "reverse", "spearman", "threshold", "thresholds", "top_overlap", "total",
 ]  # fmt: skip

@@ -68,7 +68,7 @@ DIGITS = 1 << DIGIT  # different ones
 
 
 def bits_of(chunk: Tensor, name: str) -> int:
-    """Return how many upper bits of a float32 (or float64) tell all values of this dtype apart.
+    """Return how many upper bits of a float32 (or float64) distinguish all values of this dtype.
 
     Raises:
         SquisherError: The scores are not floats that can be ranked.
@@ -118,7 +118,7 @@ def checked(keys: Keys, width: int, name: str) -> Keys:
 
 
 def value_of(key: int, width: int) -> float:
-    """Return the score that a key stands for."""
+    """Return the score of a key."""
     if width == 64:
         return float(struct.unpack("<d", struct.pack("<Q", key))[0])
     return float(struct.unpack("<f", struct.pack("<I", key))[0])
@@ -287,7 +287,7 @@ def _descend(counts: Tensor, prefix: int, above: int, k: int) -> tuple[int, int]
 
 
 def _count(digits: Keys, into: Tensor) -> None:
-    """Add to the counts how often each digit occurs; a small chunk is not worth a whole histogram of its own."""
+    """Add to the counts how often each digit occurs; a small chunk does not get a whole histogram."""
     if digits.size < DIGITS // 4:
         np.add.at(into.numpy(), digits, 1)
     else:
@@ -460,7 +460,7 @@ def per_source(
 
 
 def _left(choice: Choice, name: str) -> Source:
-    # The choice goes on to learn a round about this source; what was left is what the rounds so far left.
+    # A copy with the rounds so far: the choice itself gets another round for this source.
     before = Choice({name: choice._sources[name]})
     before._rounds[name] = list(choice._rounds[name])
     return lambda: before.left(name)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..errors import SquisherError
 from .selection import BINS, DIGIT, DIGITS, INFINITY, Keys, Source, bins_of, checked, keys_of, middles
 
-__all__ = ["Held", "Rounded", "concentration", "median", "ratios", "spearman", "top_overlap", "total"]
+__all__ = ["Largest", "Rounded", "concentration", "median", "ratios", "spearman", "top_overlap", "total"]
 
 _SMALLEST = torch.finfo(torch.float32).tiny  # below are denormals, which count as 0 in ratios
 _LARGEST = torch.finfo(torch.float32).max
@@ -131,7 +131,7 @@ def total(values: Tensor) -> float:
 
 
 @dataclass(frozen=True)
-class Held:
+class Largest:
     """What the largest `k` values hold.
 
     Attributes:
@@ -149,7 +149,7 @@ class Held:
 
 def concentration(
     sources: Mapping[str, Source], ks: Sequence[int] = (), shares: Sequence[float] = ()
-) -> tuple[list[Held], list[Held]]:
+) -> tuple[list[Largest], list[Largest]]:
     """Return what the largest values of several sources hold together; exact, in two passes; float64 is rounded to float32.
 
     The first pass counts and sums the values by their upper 16 bits. Each question then ends within one bin, and the second
@@ -181,15 +181,15 @@ def concentration(
     fine = _fine(sources, {b for b in (*bins_of_k, *bins_of_goal) if b is not None})
     return (
         [
-            Held(0, 0.0, total, math.inf) if b is None else around.held_by(k, b, *fine[b])
+            Largest(0, 0.0, total, math.inf) if b is None else around.largest(k, b, *fine[b])
             for k, b in zip(ks, bins_of_k, strict=True)
         ],
-        [around.holding(goal, b, *fine[b]) for goal, b in zip(goals, bins_of_goal, strict=True)],
+        [around.fewest(goal, b, *fine[b]) for goal, b in zip(goals, bins_of_goal, strict=True)],
     )
 
 
 class _Around:
-    """What lies above and below each bin, and where a question ends within one."""
+    """Counts and sums above and below each bin, and the place within a bin at which a question ends."""
 
     def __init__(self, counts: Keys, sums: Keys, total: float) -> None:
         self.count_above = np.concatenate([[0], np.cumsum(counts[::-1])])[:-1][::-1]
@@ -197,27 +197,27 @@ class _Around:
         self.sum_below = np.concatenate([[0.0], np.cumsum(sums)])[:-1]
         self.total = total
 
-    def held_by(self, k: int, number: int, values: Keys, counts: Keys) -> Held:
+    def largest(self, k: int, number: int, values: Keys, counts: Keys) -> Largest:
         """Return the k largest, the last of which is in this bin."""
         left = k - int(self.count_above[number])
         place = int(np.searchsorted(np.cumsum(counts), left))
-        return self._held(number, place, left - int(counts[:place].sum()), values, counts)
+        return self._answer(number, place, left - int(counts[:place].sum()), values, counts)
 
-    def holding(self, goal: float, number: int, values: Keys, counts: Keys) -> Held:
+    def fewest(self, goal: float, number: int, values: Keys, counts: Keys) -> Largest:
         """Return the fewest that hold `goal`, the last of which is in this bin."""
         upto = float(self.sum_above[number]) + np.cumsum(values * counts)
         place = min(int(np.searchsorted(upto, goal)), int((values > 0).sum()) - 1)
         before = float(upto[place - 1]) if place else float(self.sum_above[number])
         some = min(int(counts[place]), max(1, math.ceil((goal - before) / float(values[place]))))
-        return self._held(number, place, some, values, counts)
+        return self._answer(number, place, some, values, counts)
 
-    def _held(self, number: int, place: int, some: int, values: Keys, counts: Keys) -> Held:
+    def _answer(self, number: int, place: int, some: int, values: Keys, counts: Keys) -> Largest:
         value, ties = float(values[place]), int(counts[place])
-        held = float(self.sum_above[number]) + float(np.dot(values[:place], counts[:place])) + some * value
+        above = float(self.sum_above[number]) + float(np.dot(values[:place], counts[:place])) + some * value
         after = float(np.dot(values[place + 1 :], counts[place + 1 :]))
         rest = float(self.sum_below[number]) + after + (ties - some) * value
         k = int(self.count_above[number]) + int(counts[:place].sum()) + some
-        return Held(k, 1.0 if rest == 0 else min(1.0, held / self.total), rest, value)
+        return Largest(k, 1.0 if rest == 0 else min(1.0, above / self.total), rest, value)
 
 
 def _finite_keys(sources: Mapping[str, Source]) -> Iterator[Keys]:

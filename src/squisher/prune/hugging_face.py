@@ -118,7 +118,7 @@ def heads_of(model: nn.Module) -> dict[str, int]:
         return {}
     grouped = getattr(config, "num_key_value_heads", None) or heads
     last = {name: name.rpartition(".")[2] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    return {name: heads if own[0] == "q" else grouped for name, own in last.items() if own in _HEADED}
+    return {name: heads if kind[0] == "q" else grouped for name, kind in last.items() if kind in _HEADED}
 
 
 def example_input(model: nn.Module) -> dict[str, Any]:

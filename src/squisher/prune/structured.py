@@ -287,7 +287,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _tell_attention(model: nn.Module, heads: Mapping[nn.Module, int]) -> None:
-    """Tell attention modules their new number of heads, which they keep as an attribute of their own."""
+    """Set the number of heads of attention modules, which they keep as an attribute."""
     for module in model.modules():
         inside = [child for child in module.children() if child in heads]
         if not inside:

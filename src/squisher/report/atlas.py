@@ -1,4 +1,4 @@
-"""Where each parameter stands in the network: its layer and its kind, read off its name.
+"""The layer and the kind of each parameter, from its name.
 
 `encoder.layer.3.attention.query.weight` is the kind `attention.query.weight` of the layer `encoder.layer.3`: the first
 number in a name ends the layer. Later numbers (experts, branches) are of one kind. A name without a number is the kind of
@@ -85,7 +85,7 @@ def _rank(part: str, seen: int, alphabetical: bool) -> tuple[int, int]:
 
 
 def labels(layers: Sequence[Place]) -> list[str]:
-    """Return short names of layers that still tell them apart: the fewest last parts that do, and two of a word like `dense`."""
+    """Return short names of layers that are all different: the fewest last parts, and two where the last is a word like `dense`."""
     names = [layer.layer.split(".") for layer in layers]
     for depth in range(1, 1 + max(map(len, names), default=0)):
         short = []

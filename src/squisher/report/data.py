@@ -1,7 +1,7 @@
 """Everything that the page shows, as plain values: what `squisher report --json` prints and what the page embeds.
 
 Importances are read in chunks; memory does not grow with their size. What cannot be computed (values that are invalid,
-scales that differ) is a sentence in its place, because a report on a broken file is the one that is needed most.
+scales that differ) is replaced by the error's message, because a report is needed most for a broken file.
 Of several importances, parameters that are not in all of them, or not in one shape (heads of different tasks), are left out
 and listed.
 """
@@ -45,7 +45,7 @@ ALL_PAIRS = 4
 """Up to so many importances each is compared with each; of more, each with the first."""
 
 _SAID = ("kind", "values", "range")  # by the sentences and the totals
-_HIDDEN = ("sum", "sum_of_squares", "live_names")  # long, and said by the rows
+_HIDDEN = ("sum", "sum_of_squares", "live_names")  # long, and in the rows
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the entries done and the entries in all."""
@@ -53,7 +53,7 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Subject:
-    """One importance of a report: what to call it, and the weights of its model where they are at hand."""
+    """One importance of a report: its name, and the weights of its model if they are given."""
 
     name: str
     importance: Importance
@@ -101,8 +101,8 @@ def _pairs(subjects: Sequence[Subject]) -> list[tuple[Subject, Subject]]:
 
 
 def _pair(a: Subject, b: Subject, progress: Progress | None) -> dict[str, Any]:
-    told = _as(f"comparing {a.name} and {b.name}", progress)
-    return {"a": a.name, "b": b.name, **_or_sentence(agreement_of, a.importance, b.importance, told)}
+    report = _as(f"comparing {a.name} and {b.name}", progress)
+    return {"a": a.name, "b": b.name, **_or_sentence(agreement_of, a.importance, b.importance, report)}
 
 
 # -- one importance ----------------------------------------------------------------------------------------------------
@@ -175,14 +175,14 @@ def _budget(importance: Importance, numel: int) -> dict[str, Any]:
     return {
         "kept": {
             "fraction": list(FRACTIONS),
-            "k": [held.k for held in kept],
-            "share": [held.share for held in kept],
+            "k": [largest.k for largest in kept],
+            "share": [largest.share for largest in kept],
         },
         "needed": {
             "share": list(SHARES),
-            "k": [held.k for held in needed],
-            "fraction": [held.k / numel for held in needed],
-            "sparsity": [1 - held.k / numel for held in needed],
+            "k": [largest.k for largest in needed],
+            "fraction": [largest.k / numel for largest in needed],
+            "sparsity": [1 - largest.k / numel for largest in needed],
         },
     }
 
@@ -207,8 +207,8 @@ def _overview(found: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def _counted(diagnoses: Sequence[dict[str, Any]]) -> str:
     found = Counter(diagnosis["severity"] for diagnosis in diagnoses)
-    told = [counted(found[severity], severity) for severity in ("problem", "warning") if found[severity]]
-    return ", ".join(told) or "none"
+    parts = [counted(found[severity], severity) for severity in ("problem", "warning") if found[severity]]
+    return ", ".join(parts) or "none"
 
 
 def _or_sentence(compute: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
@@ -271,8 +271,8 @@ def on_model(importance: Importance, weights: Mapping[str, Tensor]) -> dict[str,
         "pruning": {
             "sparsity": list(SPARSITIES),
             "removed": removed,
-            "share": [held.rest / total for held in kept],
-            "loss": [held.rest if absolute else math.nan for held in kept],
+            "share": [largest.rest / total for largest in kept],
+            "loss": [largest.rest if absolute else math.nan for largest in kept],
         },
     }
 

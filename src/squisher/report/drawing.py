@@ -118,7 +118,7 @@ class Axis:
     kind: str = "number"
 
     def part(self, value: float) -> float:
-        """Return where a value stands, from 0 to 1."""
+        """Return the place of a value on the axis, from 0 to 1."""
         low, high, at = (
             (math.log10(v) for v in (self.low, self.high, value)) if self.log else (self.low, self.high, value)
         )
@@ -319,6 +319,6 @@ def slanted(x: float, y: float, text: str) -> str:
 
 
 def shortened(name: str, width: int) -> str:
-    """Return a name that fits; the middle goes, because the ends tell names apart."""
+    """Return a name that fits; the middle is cut, because names differ at their ends."""
     head = (width - 1) // 2
     return name if len(name) <= width else name[:head] + "…" + name[len(name) - (width - 1 - head) :]

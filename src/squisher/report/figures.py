@@ -1,4 +1,4 @@
-"""What `--plot FILE` draws: the report's own charts of one importance, of two, of several tasks, and of a selection.
+"""What `--plot FILE` draws: the report's charts of one importance, of two, of several tasks, and of a selection.
 
 `.svg` files hold the charts as they are drawn, `.png` files need the `plots` extra. A file has no page around it, so it
 carries the page's light style, written without the variables and colour pairs that only browsers know.
@@ -51,7 +51,7 @@ __all__ = [
 
 
 def plot_importance(importance: Importance, health: Health, path: str | os.PathLike[str]) -> None:
-    """Draw how the values of an importance are distributed, and where they lie in the network.
+    """Draw how the values of an importance are distributed, and which layers hold them.
 
     Args:
         importance: Names the picture.

@@ -417,13 +417,13 @@ def _error_bars(chart: Chart, one: Series, series: int) -> None:
 
 
 def _columns(chart: Chart, series: Sequence[Series], categories: Sequence[str]) -> None:
-    """Return what lies under the pointer in each category, whichever mark it is nearest to."""
+    """Add an area for each category that shows its values under the pointer."""
     for k, name in enumerate(categories):
         left, right = chart.across(k - 0.5), chart.across(k + 0.5)
         tips = []
         for one in series:
-            said = one.tips[k] if one.tips else formatted(one.y[k], chart.y.kind) + _range(one, k, chart.y.kind)
-            tips.append(f"{one.name}: {said}" if len(series) > 1 else said)
+            tip = one.tips[k] if one.tips else formatted(one.y[k], chart.y.kind) + _range(one, k, chart.y.kind)
+            tips.append(f"{one.name}: {tip}" if len(series) > 1 else tip)
         tip = f"{name}\n" + "\n".join(tips)
         chart.add(
             f'<rect class="hit" x="{px(left)}" width="{px(right - left)}" y="{px(chart.top)}" '
@@ -477,7 +477,7 @@ def _written(
 
 
 def _colour_legend(scale: Axis, left: float) -> str:
-    """Draw the colours and what they stand for."""
+    """Draw the colours with their values."""
     step = 7.0
     out = [f'<g transform="translate({px(left)} 4)">']
     out += [f'<rect class="q{k}" x="{px(k * step)}" width="{px(step + 0.3)}" height="9"/>' for k in range(STEPS)]

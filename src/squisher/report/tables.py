@@ -177,7 +177,7 @@ def _shortened(rows: Sequence[T], max_rows: int, table: Table) -> Iterator[T]:
 
 
 def _labels(rows: Sequence[Any]) -> dict[str, str]:
-    """Return short forms of the rows' names that still tell them apart."""
+    """Return short forms of the rows' names, all different."""
     names = [row.name for row in rows]
     return dict(zip(names, short_names(names, _NAME_WIDTH), strict=True))
 

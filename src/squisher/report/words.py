@@ -183,7 +183,7 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def short_names(names: Sequence[str], width: int) -> list[str]:
-    """Return names that fit into a width and still tell apart what they name.
+    """Return names that fit into a width and are still different.
 
     A name that is too long loses its first parts without a number: what differs between the parameters of a network is mostly a
     layer's number and the end. Names that would become alike stay whole.

@@ -1,7 +1,7 @@
 """Whole or not at all: files and folders that get their name when they are complete, and leave nothing behind when they are not.
 
-Whatever is being made has a partial name that no other writer has, and its writer holds a lock on it. The system drops the lock
-however the writer ends, so that the next writer in the same folder can tell what is left over from what is being written.
+A file in the making has a partial name that no other writer has, and its writer locks it. The system drops the lock
+however the writer ends, so that the next writer in the folder can distinguish leftovers from what is being written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .byte_range import is_being_read, shown
 
 try:
     import fcntl
-except ImportError:  # a system without such locks: nothing is taken for left over there
+except ImportError:  # a system without such locks: nothing is removed as a leftover there
     fcntl = None  # type: ignore[assignment]
 
 __all__ = ["PartialFile", "check_free", "check_target", "exclusive", "new_folder", "write_file"]
@@ -38,7 +38,7 @@ _PATIENCE = 120  # seconds; to publish takes milliseconds
 
 
 class PartialFile:
-    """A file that is written under another name and then gets its own, in one step.
+    """A file that is written under a partial name and then renamed, in one step.
 
     Leaving the `with` block without `publish` removes it. Of two writers of one file the last one wins, whole.
 
@@ -121,7 +121,7 @@ def write_file(path: str | os.PathLike[str], data: bytes) -> None:
 def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     """Yield a folder to write into; it gets its name when all is done, and is removed when something fails.
 
-    It is called as it will be, but lies in a folder of its own beside the final place.
+    It has its final name, inside a partial folder beside the final place.
 
     Raises:
         FileError: There is something of this name already, another process is making it, or it cannot be made.

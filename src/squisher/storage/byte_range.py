@@ -1,6 +1,6 @@
 """A byte range of a file (or of memory), read only when asked for, and never from a file that has changed since.
 
-A torch file may be a file of its own, an entry of another zip archive, or a blob at some offset of a shard: a `ByteRange` makes
+A torch file may be a file, an entry of a zip archive, or bytes at some offset of a shard: a `ByteRange` makes
 them all the same to the readers.
 """
 

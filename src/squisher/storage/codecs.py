@@ -109,7 +109,7 @@ class Encoded(Computed):
             yield from chunk.split(size)
 
     def sample(self) -> tuple[Tensor, Tensor]:
-        """Return some of the values, evenly spread over all (all of them, if they are few), and what they are decoded to."""
+        """Return a sample of the values, evenly spread (all of them, if they are few), and their decoded values."""
         return self._sample.pairs()
 
     def _whole(self, name: str) -> Iterator[Tensor]:
@@ -295,7 +295,7 @@ def _bounds(numel: int, size: int) -> Iterator[tuple[int, int]]:
 
 
 def _parts(codec: str, dtype: torch.dtype, shape: tuple[int, ...]) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return the tensors that one becomes; the key "" stands for the tensor as it is."""
+    """Return the tensors that one becomes; the key "" is the tensor unchanged."""
     numel = math.prod(shape)
     blocks = (-(-numel // BLOCK),)
     if codec == "log8" and numel + _BLOCK_BYTES * blocks[0] < numel * dtype.itemsize:
@@ -414,7 +414,7 @@ def _add_sums(values: Array, start: int, rows: Array, columns: Array) -> None:
 
 
 def _rank1_factors(rows: Array, columns: Array) -> tuple[Array, Array]:
-    """Return row means, and column means relative to the mean, from the sums: their product is near the values' own size."""
+    """Return row means, and column means relative to the mean, from the sums: their product has the size of the values."""
     total = float(rows.sum())
     row = rows / columns.size
     column = columns * (columns.size / total) if total else np.ones(columns.size)

@@ -126,7 +126,7 @@ class Model(NamedTuple):
 def open_model(path: str | os.PathLike[str]) -> Model:
     """Open a model folder (safetensors or torch files, sharded or not), a safetensors file or a torch file, lazily.
 
-    No file is executed. What lies on the Hub (`hf://owner/name[@revision]`) is downloaded first.
+    No file is executed. A model on the Hub (`hf://owner/name[@revision]`) is downloaded first.
 
     Raises:
         FileError: Nothing is there, it holds no weights, or it is damaged.

@@ -1,4 +1,4 @@
-"""Look at everything in an HDF5 file, in a process of its own whose memory and time are limited.
+"""Read through an HDF5 file in a separate process with limited memory and time.
 
 The HDF5 library believes what a file says: a damaged one makes it allocate gigabytes, run for ever or crash. So a
 reader first runs this module as a process (`python -m squisher.storage.hdf5_probe PATH OFFSET LENGTH`), and opens the file only if it succeeds.
@@ -45,7 +45,7 @@ def probe(place: ByteRange, memory: int = MEMORY, seconds: int = SECONDS) -> Non
 def _limit(memory: int, seconds: int) -> None:
     try:
         import resource
-    except ImportError:  # only the time is limited there, by who waits
+    except ImportError:  # only the time is limited there, by the waiting process
         return
     used = 0
     if os.path.exists("/proc/self/statm"):

@@ -1,6 +1,6 @@
-"""The Hugging Face Hub, both ways: `hf://owner/name[@revision][/file or folder]` is fetched into the Hub's own cache; files are put there.
+"""The Hugging Face Hub, both ways: `hf://owner/name[@revision][/file or folder]` is fetched into the Hub's cache; files are uploaded.
 
-Nothing is asked of the Hub before it is known to be reachable, because its client tries for half a minute. What is in the cache is
+Whether the Hub can be reached is checked first, because its client tries for half a minute. What is in the cache is
 used without it.
 """
 
@@ -232,7 +232,7 @@ def _asking(address: Address, write: bool = False) -> Iterator[tuple[Any, bool]]
         yield huggingface_hub, bool(reason)
     except SquisherError:
         raise
-    except Exception as error:  # whatever the network and the Hub's client come up with
+    except Exception as error:  # the client raises errors of several libraries
         if reason:
             raise FileError(f"{address} cannot be fetched: {reason}, and it is not in the cache.") from error
         verb = "written" if write else "fetched"
@@ -287,7 +287,7 @@ def _some(files: list[str]) -> str:
 
 
 def _why(errors: Any, address: Address, error: Exception) -> str:
-    """Return what to tell of an error of the Hub's client."""
+    """Return the message for an error of the Hub's client."""
     if isinstance(error, errors.GatedRepoError):  # which is a RepositoryNotFoundError too
         return f"{address.repo} is gated: agree to its terms on its page, and log in with `hf auth login`."
     if isinstance(error, errors.RepositoryNotFoundError):

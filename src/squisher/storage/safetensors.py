@@ -62,7 +62,7 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, FileTensor], di
     """Return the tensors of a safetensors file, by name and in file order, and its string metadata; no tensor is read.
 
     Raises:
-        FileError: The file is not a safetensors file, or lies about itself.
+        FileError: The file is not a safetensors file, or its header does not fit it.
         NamingError: A name appears twice.
     """
     file = ByteRange.of(path)
@@ -109,7 +109,7 @@ def _check_name(name: object, where: str) -> None:
 
 
 def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the `weight_map` of an index of shards, and the strings of its metadata; every shard lies in the folder of the index.
+    """Return the `weight_map` of an index of shards, and the strings of its metadata; every shard is in the folder of the index.
 
     Raises:
         FileError: It is no index, a shard is missing, or it names something outside its own folder.
@@ -168,7 +168,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
             SquisherWarning,
             stacklevel=2,
         )
-    opened.read()  # who replaces a set removes its index first: if it is still the same, so were all shards
+    opened.read()  # replacing a set begins with its index: if that is unchanged, so were all shards
     return LazyTensors({name: found[name] for name in weight_map}, metadata)
 
 
@@ -389,7 +389,7 @@ def save(
 
 
 def _publish(path: Path, writers: list[SafetensorsWriter], index: str | None) -> None:
-    """Give finished files their names in place of what was there; others who write the same set wait.
+    """Give finished files their names, replacing what was there; other writers of the same set wait.
 
     Until the last rename nothing answers to the name of a set: an old index goes first, a new one comes last.
     """

@@ -133,7 +133,7 @@ class Computed(Mapping[str, Tensor]):
 
     Args:
         like: The other mapping.
-        names: The names here with those in `like`, in order; None for all of `like`'s own.
+        names: Each name with its name in `like`, in order; None for the names of `like`.
     """
 
     def __init__(self, like: Mapping[str, Tensor], names: Mapping[str, str] | None = None) -> None:
@@ -253,7 +253,7 @@ class LazyTensors(Mapping[str, Tensor]):
             yield source.read_flat(start, min(start + size, numel))
 
     def source(self, name: str) -> TensorSource:
-        """Return where one tensor lies."""
+        """Return the source of one tensor."""
         try:
             return self._sources[name]
         except KeyError:
@@ -429,7 +429,7 @@ class Block:
 
 
 class Blocks:
-    """A tensor that is cut into rectangular blocks, however they lie."""
+    """A tensor that is cut into rectangular blocks."""
 
     def __init__(self, shape: Sequence[int], dtype: torch.dtype, blocks: Sequence[Block]) -> None:
         self.shape = tuple(shape)
@@ -464,7 +464,7 @@ class Blocks:
         return whole.reshape(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Return elements `start` to `stop` in flat order; of each block only what lies among them is read."""
+        """Return elements `start` to `stop` in flat order; only these are read from each block."""
         out = torch.empty(stop - start, dtype=self.dtype)
         for block in self._blocks:
             if stop > start:

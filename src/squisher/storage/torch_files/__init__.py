@@ -1,4 +1,4 @@
-"""torch zip and legacy files without executing anything: a pickle machine of our own, storages as byte ranges.
+"""torch zip and legacy files without executing anything: our own pickle machine, storages as byte ranges.
 
 This file has the containers: torch's zip archives, its older format, plain pickles, and what they are mistaken for. The directory of a
 zip archive is checked so that no size in it has to be believed.

@@ -1,7 +1,7 @@
 """The closed list of globals that mean something here; every other one stays a name (`Global`) or a `Record`.
 
-Nothing of it calls what a pickle names. Each builder gets the machine and the arguments as they stand in the pickle: any
-number of them, of any type. A wrong number or type ends in the machine's own message.
+Nothing of it calls what a pickle names. Each builder gets the machine and the arguments of the pickle: any
+number of them, of any type. A wrong number or type ends in an error of the machine.
 """
 
 from __future__ import annotations
@@ -236,8 +236,8 @@ def _wrapper_subclass(
 ) -> Record:
     if type(kind) is not Global:
         m.fail("a tensor subclass without a name")
-    said = {"dtype": dtype, "shape": shape, "stride": stride, "device": device, "requires_grad": requires_grad}
-    return Record(kind.name, (), said)
+    keywords = {"dtype": dtype, "shape": shape, "stride": stride, "device": device, "requires_grad": requires_grad}
+    return Record(kind.name, (), keywords)
 
 
 def _from_numpy(m: Machine, data: Any, dtype: Any, device: Any, requires_grad: Any = False) -> Any:

@@ -51,7 +51,7 @@ class Machine:
         label: The file, for messages.
         position: Where the pickle begins.
         persistent_load: Gets what the pickle calls objects outside itself (torch: storages), returns the object.
-        nested_load: Reads the bytes of a torch file that stands inside the pickle.
+        nested_load: Reads the bytes of a torch file inside the pickle.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Machine:
         self.budget = 2 * len(data) + (1 << 16)
 
     def run(self) -> Any:
-        """Return the object; `position` then stands behind its pickle."""
+        """Return the object; `position` is then the end of its pickle."""
         data, table = self.data, TABLE
         allowed = min(MAX_OPCODES, FREE_OPCODES + len(data) // BYTES_PER_OPCODE)
         try:
@@ -95,7 +95,7 @@ class Machine:
         except FileError:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
-            # Whatever does not fit together in a damaged pickle ends in one of these; none of them is worth more words.
+            # A damaged pickle ends in one of these errors; all get the same message.
             what = str(error) if type(error) is ValueError else "its parts do not fit together"
             if self.position >= len(data):
                 what = "it ends too early"
@@ -136,7 +136,7 @@ class Machine:
         return text
 
     def items(self) -> list[Any]:
-        """Return what stands above the last mark."""
+        """Return what is above the last mark."""
         items = self.stack
         self.stack = self.below.pop()
         return items
@@ -183,7 +183,7 @@ class Machine:
             self.fail("too many keys are large numbers or tuples of numbers")
 
     def find(self, module: str, name: str) -> None:
-        """Push what stands for a global: one of the closed list, or its mere name."""
+        """Push a global: the value from the closed list, or its name alone."""
         full = f"{module}.{name}"
         found = self.globals.get(full)
         if found is None:

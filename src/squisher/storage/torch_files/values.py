@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 MAX_DIMENSIONS = 64
-# An expanded tensor (stride 0) holds more elements than its storage; beyond this it is taken for an attack, not a broadcast.
+# An expanded tensor (stride 0) holds more elements than its storage; beyond this it is refused as an attack.
 MAX_EXPANDED_BYTES = 1 << 28
 CHECKED_AT_ONCE = 1 << 24
 
@@ -63,7 +63,7 @@ class Record:
     Attributes:
         name: The class or function, `module.qualname`.
         args: The positional arguments of the constructor; the value of an enum member is `args[0]`.
-        kwargs: Its keyword arguments. A tensor subclass without data of its own has dtype, shape, stride, device and
+        kwargs: Its keyword arguments. A tensor subclass without data has dtype, shape, stride, device and
             requires_grad here.
         attributes: Its instance dictionary and slots.
         state: The state as it stood, where it is neither of the two.
@@ -102,7 +102,7 @@ class Record:
 
 
 class Array(Record):
-    """A pickled numpy array: kept as it stands, made only when asked for."""
+    """A pickled numpy array, built when asked for."""
 
     __slots__ = ()
 
@@ -151,7 +151,7 @@ class Storage:
         return self._byte_range
 
     def place(self, byte_range: ByteRange) -> None:
-        """Say where its bytes are; a file of the old format tells only at its end."""
+        """Set where its bytes are, which the old format has at its end."""
         self._byte_range = byte_range
 
     def verify(self) -> None:
@@ -230,7 +230,7 @@ class StoredTensor:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements stand in the file in order and without gaps."""
+        """Whether the elements are in the file in order and without gaps."""
         expected = 1
         for size, stride in zip(reversed(self.shape), reversed(self.stride), strict=True):
             if size != 1 and stride != expected and self.numel:
@@ -403,8 +403,8 @@ def walk(tree: Any) -> Iterator[tuple[str, Any]]:
 
 def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, Record):
-        own = ("_parameters", "_modules", "_buffers") if _is_module(value) else ()  # these are read as one
-        value = {**{k: v for k, v in value.attributes.items() if k not in own}, **value.mapping}
+        whole = ("_parameters", "_modules", "_buffers") if _is_module(value) else ()  # these are read as one
+        value = {**{k: v for k, v in value.attributes.items() if k not in whole}, **value.mapping}
     if isinstance(value, dict):
         items = [(str(key), item) for key, item in value.items()]
     elif isinstance(value, (list, tuple)):
