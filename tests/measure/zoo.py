@@ -360,6 +360,32 @@ def _bare():
     return model, (torch.randn(N, 5), _labels())
 
 
+def _einsums():
+    """Weights of two and three dimensions, of which some are summed over; `...`; one weight in two products."""
+
+    def forward(s, x):
+        heads = torch.einsum("...d,dhk->...hk", x, s.up).tanh()
+        y = torch.einsum("bthk,hkd->tbd", heads, s.down)
+        y = torch.einsum("ce, tbc -> tbe", s.square, torch.einsum("tbc,ce->tbe", y, s.square).tanh())
+        return s.out(y.mean(0))
+
+    shapes = {"up": (5, 2, 3), "down": (2, 3, 5), "square": (5, 5)}
+    weights = {name: nn.Parameter(torch.randn(*shape) * 0.5) for name, shape in shapes.items()}
+    return Apply(forward, **weights, out=nn.Linear(5, 4)), (torch.randn(N, 3, 5), _labels())
+
+
+def _cells():
+    def forward(s, x):
+        state, hidden = None, None
+        for step in x.unbind(1):
+            state = s.lstm(step, state)
+            hidden = s.gru(state[0], hidden)
+        return s.out(s.rnn(hidden))
+
+    cells = {"lstm": nn.LSTMCell(5, 6), "gru": nn.GRUCell(6, 6), "rnn": nn.RNNCell(6, 6), "out": nn.Linear(6, 4)}
+    return Apply(forward, **cells), (torch.randn(N, 3, 5), _labels())
+
+
 def _norms():
     model, batch = _sequential(
         nn.Conv2d(3, 4, 3),
@@ -479,6 +505,9 @@ MODELS = {
     "in place": _in_place,
     "parametrization": _parametrized,
     "relative bias": _relative_bias,
+    "bare parameters": _bare,
+    "einsums": _einsums,
+    "cells": _cells,
     "lstm": lambda: (Hidden(nn.LSTM), (torch.randn(N, 3, 5), _labels())),
     "gru": lambda: (Hidden(nn.GRU), (torch.randn(N, 3, 5), _labels())),
     "embedding bag": lambda: _sequential(nn.EmbeddingBag(9, 5), nn.Linear(5, 4), inputs=torch.randint(0, 9, (N, 6))),
@@ -486,7 +515,6 @@ MODELS = {
 """Everything in these has a rule."""
 
 PARTLY = {
-    "bare parameters": _bare,
     "experts": lambda: (Experts(), (torch.randn(N, 5, 6), _labels())),
     "bilinear": lambda: (
         Apply(lambda s, x: s.b(x, x.cos()), b=nn.Bilinear(5, 5, 4)),

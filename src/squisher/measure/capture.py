@@ -595,10 +595,10 @@ class Pass(Following):
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Return all columns are through."""
+        """Add what was summed over columns: all of them are through."""
         with torch._C.DisableTorchFunction():
             for name, (summand, squares) in self._squares.items():
-                total = self.sums[name].view(self.sums[name].shape[0], -1)
+                total = self.sums[name].view(summand.left.shape[2], -1)
                 if summand.gradient_on_left:
                     total.addmm_(squares.T, summand.right[:, 0].to(total.dtype).square())
                 else:

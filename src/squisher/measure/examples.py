@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .rules import einsum_terms
+
 __all__ = [
     "SHARED",
     "UNKNOWN",
@@ -62,6 +64,8 @@ State = Examples | Rows | Other
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors in nested lists, tuples and mappings, in order."""
+    if isinstance(value, Tensor):
+        return [value]
     found, left = [], [value]
     while left:
         item = left.pop()
@@ -364,13 +368,13 @@ def _attention(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output:
 
 
 def _einsum(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
-    equation = args[0].replace(" ", "")
     operands = tensors_in(args[1:])
-    if "->" not in equation or "." in equation:
+    found = einsum_terms(args[0], operands)
+    if found is None:
         return UNKNOWN
-    inputs, result = equation.split("->")
+    terms, result = found
     letters = set()
-    for term, t in zip(inputs.split(","), operands, strict=True):
+    for term, t in zip(terms, operands, strict=True):
         state = look(t)
         if isinstance(state, Examples):
             letters.add((term[state.dim], state.inner))

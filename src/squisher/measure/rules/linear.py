@@ -14,7 +14,7 @@ from .base import Gradients, Rule, Squares, Uses, square_of, to_examples
 from .lookup import Rows
 from .norm import Broadcast
 
-__all__ = ["LINEAR", "Grouped", "Linear", "Outer", "join_outer", "outer_squares"]
+__all__ = ["LINEAR", "Grouped", "Linear", "Outer", "einsum_terms", "join_outer", "outer_squares"]
 
 TILE = 1 << 19  # elements of a gradient that is squared while it is in the cache
 SMALL = 1 << 14  # weights up to this size are done several examples at a time
@@ -51,13 +51,73 @@ class Outer:
 
     def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
         """Add Σ_n (gradient of example n)²."""
-        outer_squares(total.view(total.shape[0], -1), self, squares=squares)
+        outer_squares(total.view(self.left.shape[2], -1), self, squares=squares)
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """Return the gradient of one example, in full."""
         left, right = self.left[n], self.right[n]
         dtype = torch.promote_types(left.dtype, right.dtype)  # they differ under autocast
         return (left.mT.to(dtype) @ right.to(dtype)).view(shape)
+
+
+@dataclass
+class Einsum:
+    """output = einsum of an input and a weight.
+
+    Attributes:
+        a: the input.
+        terms: the letters of the input, the weight and the output.
+    """
+
+    a: Tensor
+    terms: tuple[str, str, str]
+
+    @classmethod
+    def of(cls, a: Tensor, terms: tuple[str, str, str]) -> Einsum | None:
+        """Return the rule; None unless the weight's letters are some that are summed over and some that are new, one after the other."""
+        given, weight, result = terms
+        kinds = ["summed" if c not in result else "both" if c in given else "new" for c in weight]
+        distinct = all(len(set(term)) == len(term) for term in terms)
+        once = all(c in result or c in weight for c in given) and all(c in given or c in weight for c in result)
+        in_turn = set(kinds) == {"summed", "new"} and kinds in (sorted(kinds), sorted(kinds, reverse=True))
+        return cls(a, terms) if distinct and once and in_turn else None
+
+    def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
+        """Return the gradients of this use."""
+        given, weight, result = self.terms
+        kept = [c for c in result if c not in weight and c != result[dim]]
+        sides = []
+        for t, term in ((self.a.square() if squared else self.a, given), (g, result)):
+            own = [c for c in weight if c in term]
+            t = t.permute([term.index(c) for c in (result[dim], *kept, *own)])
+            t = to_examples(t, 0, examples).flatten(1, 1 + len(kept))
+            sides.append(t.flatten(2) if t.dim() > 3 else t)
+        a, g = sides
+        return Outer(g, a) if weight[0] in result else Outer(a, g, False)
+
+    def saved(self) -> Sequence[Tensor]:
+        """Return the tensors that must not change before the backward pass."""
+        return (self.a,)
+
+
+def einsum_terms(equation: Any, operands: Sequence[Tensor]) -> tuple[list[str], str] | None:
+    """Return the letters of every operand and of the output, those for `...` too; None in another form."""
+    if not isinstance(equation, str) or "->" not in equation:
+        return None
+    inputs, result = equation.replace(" ", "").split("->")
+    terms = inputs.split(",")
+    if len(terms) != len(operands):
+        return None
+    spare = "".join(c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in equation)
+    hidden = [t.dim() - len(term.replace("...", "")) for term, t in zip(terms, operands, strict=True)]
+    most = max((n for n, term in zip(hidden, terms, strict=True) if "..." in term), default=0)
+    if most > len(spare):
+        return None
+    terms = [
+        term.replace("...", spare[most - n : most]) if "..." in term else term
+        for term, n in zip(terms, hidden, strict=True)
+    ]
+    return terms, result.replace("...", spare[:most])
 
 
 @dataclass
@@ -174,6 +234,17 @@ def _matmul(input: Tensor, other: Tensor) -> Uses:
         yield other, Linear(input, transposed=True)
 
 
+def _einsum(equation: Any, *operands: Any) -> Uses:
+    tensors = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
+    found = einsum_terms(equation, tensors) if len(tensors) == 2 else None
+    if found is not None:
+        (first, second), result = found
+        for a, weight, terms in ((*tensors, (first, second, result)), (*tensors[::-1], (second, first, result))):
+            rule = Einsum.of(a, terms)
+            if rule is not None:
+                yield weight, rule
+
+
 def _addmm(
     input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
 ) -> Iterator[tuple[Any, Rule]]:
@@ -189,6 +260,7 @@ LINEAR: dict[Any, Callable[..., Uses]] = {
     Tensor.matmul: _matmul,
     Tensor.mm: _matmul,
     Tensor.__matmul__: _matmul,
+    torch.einsum: _einsum,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
 }

@@ -1,4 +1,4 @@
-"""`nn.LSTM`, `nn.GRU` and `nn.RNN` in single steps, and `nn.EmbeddingBag` as a lookup and a sum.
+"""`nn.LSTM`, `nn.GRU` and `nn.RNN` and their cells in single steps, and `nn.EmbeddingBag` as a lookup and a sum.
 
 torch runs all time steps in one call that uses every weight. Written as linear layers, one for the inputs of all steps and one for the
 hidden state of each, the weights are seen. Packed sequences, projections and dropout between layers stay with torch.
@@ -31,6 +31,8 @@ def in_steps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callab
         whole = len(weights) == layers * (1 + both_ways) * (4 if bias else 2)
         if isinstance(x, Tensor) and x.dim() == 3 and whole and not (dropout and training):
             return lambda: _recurrent(name, x, (hidden,) if isinstance(hidden, Tensor) else tuple(hidden), *args[2:])
+    if name in _SINGLE and len(args) == 6 and not kwargs and args[0].dim() == 2:
+        return lambda: _single(name, *args)
     if name == "embedding_bag" and len(args) >= 2 and args[0].dim() == 2:
         given = {**dict(zip(_BAG, args, strict=False)), **kwargs}
         rare = ("offsets", "max_norm", "padding_idx")
@@ -110,6 +112,16 @@ _CELLS: dict[str, Callable[[Tensor, Tensor, State], State]] = {
     "rnn_tanh": lambda of_input, of_hidden, _: ((of_input + of_hidden).tanh(),),
     "rnn_relu": lambda of_input, of_hidden, _: ((of_input + of_hidden).relu(),),
 }
+
+
+_SINGLE = {"lstm_cell": "lstm", "gru_cell": "gru", "rnn_tanh_cell": "rnn_tanh", "rnn_relu_cell": "rnn_relu"}
+
+
+def _single(name: str, x: Tensor, hidden: Any, of_input: Tensor, of_hidden: Tensor, *biases: Tensor | None) -> Any:
+    """Compute one step, as the cells do: `nn.LSTMCell`, `nn.GRUCell`, `nn.RNNCell`."""
+    state = (hidden,) if isinstance(hidden, Tensor) else tuple(hidden)
+    after = _CELLS[_SINGLE[name]](F.linear(x, of_input, biases[0]), F.linear(state[0], of_hidden, biases[1]), state)
+    return after if name == "lstm_cell" else after[0]
 
 
 # -- bags ---------------------------------------------------------------------------------------------------------------------
