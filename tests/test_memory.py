@@ -5,6 +5,9 @@ import subprocess
 import sys
 
 import pytest
+import torch
+
+import squisher
 
 MEASURE = """
 import json, sys, pathlib
@@ -52,6 +55,18 @@ def test_extraction_of_a_large_state_takes_a_few_mb(tmp_path):
 
     extract.make(tmp_path / "optimizer.pt", 20_000_000)
     assert extra_mb(tmp_path, "squisher.extract(folder / 'optimizer.pt').save(target)") < 60
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        "squisher.embed.embedding(one, by='row')",
+        "[None for _ in squisher.prune.weights(one, one, nm='2:4').chunks('w')]",
+    ],
+)
+def test_one_tensor_of_200_mb_takes_a_few_mb(tmp_path, work):
+    squisher.Importance({"w": torch.rand(12_500, 4_000)}).save(tmp_path / "source.safetensors")
+    assert extra_mb(tmp_path, f"squisher.embed.embedding(warm); one = squisher.load(source); {work}") < 60
 
 
 def test_the_measurement_can_fail(tmp_path):

@@ -8,7 +8,7 @@ one per task: that is what `scale` is for.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -212,10 +212,11 @@ def _row_means(importance: Importance, name: str) -> Tensor:
     if len(shape) < 2:
         return torch.cat([chunk.float() for chunk in importance.chunks(name)])
     length = shape[1:].numel()
-    return torch.cat(list(_rows(importance, name, length)))
-
-
-def _rows(importance: Importance, name: str, length: int) -> Iterator[Tensor]:
-    # Chunks of whole rows; a row longer than a chunk is read at once.
+    means, done = torch.empty(shape[0]), 0
+    # Chunks of whole rows; a row longer than a chunk is read at once. Small results that are kept between large ones that are
+    # freed would leave holes in memory, so the means have a place of their own.
     for chunk in importance.chunks(name, length * max(1, CHUNK // length)):
-        yield chunk.view(-1, length).double().mean(1).float()
+        values = chunk.view(-1, length).double().mean(1)
+        means[done : done + len(values)] = values
+        done += len(values)
+    return means

@@ -189,7 +189,14 @@ def _by_pattern(scored: Scores, keep: int, of: int) -> dict[str, Source]:
         )
     if not names:
         raise SquisherError("No tensor takes part in the pattern: all candidates are vectors.")
-    return {name: partial(lambda n: iter([keep_pattern(scored[n], keep, of).flatten()]), name) for name in names}
+    return {name: partial(_pattern_chunks, scored, name, keep, of) for name in names}
+
+
+def _pattern_chunks(scored: Scores, name: str, keep: int, of: int) -> Iterator[Tensor]:
+    """Yield which entries of one tensor stay, in flat chunks of whole rows."""
+    rest = scored.shape(name)[1:]
+    for chunk in scored.chunks(name, rest.numel() * max(1, CHUNK // rest.numel())):
+        yield keep_pattern(chunk.view(-1, *rest), keep, of).flatten()
 
 
 def _recut(chunks: Any, size: int) -> Iterator[Tensor]:
@@ -387,7 +394,7 @@ def keep_pattern(scores: Tensor, keep: int, of: int) -> Tensor:
     grouped = scores.movedim(1, -1).reshape(-1, of)
     columns: list[Any] = [np.ascontiguousarray(grouped[:, k].numpy()) for k in range(of)]
     if any(bool(np.isnan(column).any()) for column in columns):
-        raise SquisherError("The scores hold NaN, which has no rank. Remove it where the scores are made.")
+        raise SquisherError("The scores hold NaN, which has no rank: so do the weights or the importance.")
     kept = np.empty(grouped.shape, dtype=bool)
     for k, column in enumerate(columns):
         better = np.zeros(column.shape, dtype=np.uint8)
