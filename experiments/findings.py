@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -290,13 +291,12 @@ def _words(found: Sequence[Comparison], judged: Sequence[Judged], folder: Path) 
         ]
         out[f"{c.name}/range"] = f"{max(ranges):.0f}"
         for case, by_method in c.values.items():
-            place = c.name if case in c.main_cases and len(c.main_cases) == 1 else f"{c.name}/{case}"
-            for method, by_seed in by_method.items():
-                out[f"{place}/{method}"] = f"{mean(list(by_seed.values())).value:.1f}"
-            for first in by_method:
-                for second in by_method:
-                    if first != second and by_method[first].keys() & by_method[second].keys():
-                        out[f"{place}/{first} − {second}"] = str(c.difference(first, second, case))
+            words = {method: f"{mean(list(by_seed.values())).value:.1f}" for method, by_seed in by_method.items()}
+            for first, second in itertools.permutations(by_method, 2):
+                if by_method[first].keys() & by_method[second].keys():
+                    words[f"{first} − {second}"] = str(c.difference(first, second, case))
+            places = [f"{c.name}/{case}", *([c.name] if (case,) == c.main_cases else [])]
+            out |= {f"{place}/{word}": value for place in places for word, value in words.items()}
     for ours, who in ((False, "paper"), (True, "ours")):
         family = [j for j in judged if j.claim.ours is ours]
         out[f"{who}/claims"] = str(len(family))
@@ -314,12 +314,7 @@ def _bases(found: dict[str, Any] | None) -> dict[str, str]:
     after = str(found["config"]["filters"]["epochs"])
     done = sum("ratio" in unit["result"] for unit in found["units"].values())
     planned = done + sum(key.count("/") == 3 for key in found.get("missing", ()))
-    first = {
-        f"pruning/cifar10/75% pruned of one seed/{result['method']}": f"{result['after']:.1f}"
-        for key, unit in found["units"].items()
-        if key.startswith("seed-1/") and (result := unit["result"]).get("ratio") == 0.75 and key.endswith(f"/{after}")
-    }
-    return first | {
+    return {
         "pruning/cifar10/unpruned of the bases": f"{mean([base['unpruned'][after] for base in bases]).value:.1f}",
         "pruning/cifar10/retrained": f"{done} of {planned} units",
     }

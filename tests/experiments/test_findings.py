@@ -196,5 +196,4 @@ def test_what_was_retrained_is_counted_beside_what_was_planned():
     words = findings._bases(found)
     assert words["pruning/cifar10/unpruned of the bases"] == "71.5"
     assert words["pruning/cifar10/retrained"] == "1 of 3 units"
-    assert words["pruning/cifar10/75% pruned of one seed/squisher"] == "71.2"
     assert findings._bases(None) == {}
