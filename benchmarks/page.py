@@ -29,8 +29,14 @@ def fisher() -> str:
     results = read("fisher")["results"]
     methods = [m for m in dict.fromkeys(r["method"] for r in results) if m != "plain"]
     cells = {(r["method"], r["model"]): _fisher_cell(r) for r in results}
-    rows = [[name, *(cells.get((name, model), "") for model in MODELS)] for name in methods]
-    return _table(["method", *MODELS.values()], rows)
+    return _by_model("method", {m: m for m in methods}, cells)
+
+
+def _by_model(heading: str, methods: dict[str, str], cells: dict[tuple[str, str], str]) -> str:
+    """A row for each method under its label; networks that were not measured are left out."""
+    models = {key: label for key, label in MODELS.items() if any(model == key for _, model in cells)}
+    rows = [[label, *(cells.get((method, model), "") for model in models)] for method, label in methods.items()]
+    return _table([heading, *models.values()], rows)
 
 
 def fisher_steady() -> str:
@@ -38,7 +44,7 @@ def fisher_steady() -> str:
     results = [r for r in read("fisher")["results"] if r["method"].startswith("squisher") and "steady_ratio" in r]
     methods = list(dict.fromkeys(r["method"] for r in results))
     cells = {(r["method"], r["model"]): f"{r['steady_ratio']:.2f}×" for r in results}
-    return _table(["method", *MODELS.values()], [[m, *(cells.get((m, n), "") for n in MODELS)] for m in methods])
+    return _by_model("method", {m: m for m in methods}, cells)
 
 
 def fisher_again() -> str:
@@ -56,7 +62,7 @@ def fisher_memory() -> str:
     results = [r for r in read("fisher")["results"] if r["method"].startswith("squisher") and "memory_ratio" in r]
     methods = list(dict.fromkeys(r["method"] for r in results))
     cells = {(r["method"], r["model"]): f"{r['memory_ratio']:.2f}×" for r in results}
-    return _table(["method", *MODELS.values()], [[m, *(cells.get((m, n), "") for n in MODELS)] for m in methods])
+    return _by_model("method", {m: m for m in methods}, cells)
 
 
 def fisher_growth() -> str:
@@ -106,15 +112,12 @@ def ewc() -> str:
 
 def readme() -> str:
     """The README's one table."""
-    results = {(r["method"], r["model"]): r for r in read("fisher")["results"]}
-    rows = []
-    for method in ("squisher data", "squisher exact", "loop", "vmap", "BackPACK", "NNGeometry", "ASDL", "Opacus"):
-        if any((method, model) in results for model in MODELS):
-            name = {"squisher data": "**squisher**, empirical", "squisher exact": "**squisher**, exact"}.get(
-                method, method
-            )
-            rows.append([name, *(_fisher_cell(results.get((method, model))) for model in MODELS)])
-    return _table(["Fisher diagonal, × a plain forward and backward", *MODELS.values()], rows)
+    cells = {(r["method"], r["model"]): _fisher_cell(r) for r in read("fisher")["results"]}
+    methods = {"squisher data": "**squisher**, empirical", "squisher exact": "**squisher**, exact"}
+    methods |= {peer: peer for peer in ("loop", "vmap", "BackPACK", "NNGeometry", "ASDL", "Opacus")}
+    measured = {method for method, _ in cells}
+    shown = {method: label for method, label in methods.items() if method in measured}
+    return _by_model("Fisher diagonal, × a plain forward and backward", shown, cells)
 
 
 KINDS = {"state alone": "state and weights", "earlier weights too": "and earlier weights"}

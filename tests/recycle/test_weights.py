@@ -64,7 +64,7 @@ def test_an_index_and_its_shards_name_the_same_tensors(tmp_path):
         with pytest.raises(NamingError, match="promises 'gone'"):
             open_weights(index)
     index.write_text(json.dumps({"weight_map": {"a": shard}}))
-    with pytest.warns(SquisherWarning, match="does not name 1 tensors that its shards hold, 'b'"):
+    with pytest.warns(SquisherWarning, match="1 tensors.*shards.*'b'"):
         assert set(open_weights(index).tensors) == {"a"}
 
 

@@ -657,7 +657,7 @@ def test_stages_of_a_pipeline(tmp_path, world):
     for name, moment in moments.items():
         torch.testing.assert_close(imp[name], moment / (1 - 0.95**10))
     (folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt").rename(tmp_path / "elsewhere.pt")
-    with pytest.raises(FileError, match="lacks|holds the states of 1 such ranks"):
+    with pytest.raises(FileError, match="lacks|states of 1 such"):
         extract(folder, beta2=0.95)
 
 
@@ -666,7 +666,7 @@ def test_tensor_parallel_ranks_are_no_stages(tmp_path):
     folder = tmp_path / "global_step12"
     for rank in range(2):
         neox(folder, 1, 1, NEOX, rank, 2)
-    with pytest.raises(FileError, match="two model-parallel ranks with different states: tensor parallelism"):
+    with pytest.raises(FileError, match="different states: tensor parallelism"):
         extract(folder, beta2=0.95)
 
 
