@@ -108,9 +108,7 @@ def test_a_head_that_one_model_lacks_is_kept():
     with pytest.warns(SquisherWarning, match="not all models"):
         merged = merge.task_arithmetic(b, [a])
     assert merged.kept["head.weight"] == "the base does not have it"
-    with pytest.warns(
-        SquisherWarning, match="'head.weight', 'head.bias' of model 2.*left out"
-    ):
+    with pytest.warns(SquisherWarning, match="'head.weight', 'head.bias' of model 2.*left out"):
         assert "head.weight" not in merge.average([b, a])
     assert "head.weight" not in merge.average([b, a], exclude="^head")
     assert "head.weight" not in merge.task_arithmetic(a, [b])  # a base may have a head of its own
