@@ -6,21 +6,14 @@ Every message says what was being done, what was found, what was expected, and w
 from __future__ import annotations
 
 import difflib
+import importlib
 from collections.abc import Collection, Iterable
 from typing import Any
 
 __all__ = [
-    "FileError",
-    "NamingError",
-    "NoAccumulatorError",
-    "ScaleError",
-    "SquisherError",
-    "SquisherWarning",
-    "check_choice",
-    "check_fraction",
-    "check_positive",
-    "near",
-]
+    "FileError", "NamingError", "NoAccumulatorError", "ScaleError", "SquisherError", "SquisherWarning", "check_choice", "check_fraction",
+    "check_positive", "near", "require",
+]  # fmt: skip
 
 
 class SquisherError(Exception):
@@ -53,6 +46,23 @@ class ScaleError(SquisherError):
 
 class SquisherWarning(UserWarning):
     """Something that is probably not what the user wants, but is not an error."""
+
+
+def require(package: str, extra: str, what: str) -> Any:
+    """Return an imported package of one of the extras.
+
+    Args:
+        package: Its import name.
+        extra: The extra of ours that installs it.
+        what: What needs it, to begin the message with.
+
+    Raises:
+        SquisherError: It is not installed; the message says how to install it.
+    """
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise SquisherError(f"{what} needs {package}: pip install 'torch-squisher[{extra}]'.") from error
 
 
 def near(name: str, candidates: Iterable[str], count: int = 3) -> str:

@@ -18,18 +18,9 @@ from .errors import NamingError, SquisherError, near
 from .storage.tensors import dtype_of, name_pattern, shape_of
 
 __all__ = [
-    "LiveParameter",
-    "adapter_file_name",
-    "align",
-    "check_known",
-    "check_like",
-    "check_unquantized",
-    "find",
-    "live_parameters",
-    "live_tensors",
-    "pattern_of",
-    "shared",
-]
+    "LiveParameter", "adapter_file_name", "align", "check_known", "check_like", "check_unquantized", "find", "live_parameters",
+    "live_tensors", "pattern_of", "shared",
+]  # fmt: skip
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 """Types whose numbers are the weights themselves; all others need scales that lie elsewhere."""

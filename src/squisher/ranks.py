@@ -17,21 +17,9 @@ from torch import Tensor
 from .errors import SquisherError
 
 __all__ = [
-    "Gathered",
-    "agree",
-    "agree_on",
-    "break_off",
-    "gather",
-    "is_alone",
-    "is_sharded",
-    "local_of",
-    "rank",
-    "sharded_like",
-    "sum_in_place",
-    "whole",
-    "world",
-    "write_once",
-]
+    "Gathered", "agree", "agree_on", "break_off", "gather", "is_alone", "is_sharded", "local_of", "rank", "sharded_like", "sum_in_place",
+    "whole", "world", "write_once",
+]  # fmt: skip
 
 _BUCKET = 1 << 24  # elements sent in one message: small tensors travel together
 

@@ -19,18 +19,9 @@ from torch import Tensor, nn
 from ..errors import SquisherError
 
 __all__ = [
-    "METRICS",
-    "Denominator",
-    "Energy",
-    "Pull",
-    "StepsTaken",
-    "add_force_",
-    "denominator",
-    "energy",
-    "pull_together_",
-    "unwrapped",
+    "METRICS", "Denominator", "Energy", "Pull", "StepsTaken", "add_force_", "denominator", "energy", "pull_together_", "unwrapped",
     "was_taken",
-]
+]  # fmt: skip
 
 BLOCK = 1 << 16
 """Elements at a time on a CPU: small enough for the cache, large enough that a call costs nothing beside them."""

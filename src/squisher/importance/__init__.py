@@ -6,28 +6,14 @@ embed, consolidate). The scale rule lives here, once: `Importance.as_fisher` and
 
 from __future__ import annotations
 
-from .checks import check_values, structure_hash
+from .checks import check_values
 from .combining import checked, on_common_scale, tied_in, without
 from .core import FILE_NAME, Importance, load
 from .facts import Absence, Level, Naming, Pollution, Reason, RunFacts, Spoiler
 from .provenance import Provenance
+from .weights import structure_hash
 
 __all__ = [
-    "FILE_NAME",
-    "Absence",
-    "Importance",
-    "Level",
-    "Naming",
-    "Pollution",
-    "Provenance",
-    "Reason",
-    "RunFacts",
-    "Spoiler",
-    "check_values",
-    "checked",
-    "load",
-    "on_common_scale",
-    "structure_hash",
-    "tied_in",
-    "without",
-]
+    "FILE_NAME", "Absence", "Importance", "Level", "Naming", "Pollution", "Provenance", "Reason", "RunFacts", "Spoiler", "check_values",
+    "checked", "load", "on_common_scale", "structure_hash", "tied_in", "without",
+]  # fmt: skip

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from .. import ranks
 from ..errors import NamingError, SquisherError, near
 from ..storage.tensors import CHUNK, Computed
 
-__all__ = ["Checked", "check_all", "check_values", "checked_dtype", "short", "structure_hash", "tensors_only"]
+__all__ = ["Checked", "check_all", "check_values", "checked_dtype", "short", "tensors_only"]
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _READABLE = (*_DTYPES.values(), torch.float16)
@@ -90,12 +89,6 @@ def _surely_valid(values: Tensor) -> bool:
         return False
     signed, unsigned, infinity = _INFINITY_BITS[values.dtype]
     return bool(values.detach().view(signed).numpy().view(unsigned).max() < infinity)
-
-
-def structure_hash(shapes: Mapping[str, Sequence[int]]) -> str:
-    """Return a hash of parameter names and shapes: equal for two models that an importance fits alike."""
-    lines = "\n".join(f"{name} {','.join(map(str, shapes[name]))}" for name in sorted(shapes))
-    return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()[:32]
 
 
 def tensors_only(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -13,16 +13,8 @@ from typing import Any
 from ..errors import SquisherError, check_choice, check_positive
 
 __all__ = [
-    "LOSS_REDUCTIONS",
-    "UNITS",
-    "Absence",
-    "Level",
-    "Naming",
-    "Pollution",
-    "Reason",
-    "RunFacts",
-    "Spoiler",
-]
+    "LOSS_REDUCTIONS", "UNITS", "Absence", "Level", "Naming", "Pollution", "Reason", "RunFacts", "Spoiler",
+]  # fmt: skip
 
 UNITS = ("example", "sequence", "token")
 LOSS_REDUCTIONS = ("mean", "sum", "token_mean")

@@ -1,4 +1,4 @@
-"""Which weights an importance belongs to: content hashes, compared where they are known."""
+"""Which model an importance belongs to: hashes of names and shapes, and of the weights where they are known."""
 
 from __future__ import annotations
 
@@ -15,10 +15,16 @@ from ..ranks import is_sharded, whole
 from ..storage.tensors import chunks_of, dtype_of, numel_of
 from .core import Importance
 
-__all__ = ["HASHED_BYTES", "Match", "check_weights", "content_of", "match"]
+__all__ = ["HASHED_BYTES", "Match", "check_weights", "content_of", "match", "structure_hash"]
 
 HASHED_BYTES = 1 << 24
 """The bytes of a model that are hashed at most, the smallest tensors first: training changes all of them."""
+
+
+def structure_hash(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Return a hash of parameter names and shapes: equal for two models that an importance fits alike."""
+    lines = "\n".join(f"{name} {','.join(map(str, shapes[name]))}" for name in sorted(shapes))
+    return "sha256:" + hashlib.sha256(lines.encode()).hexdigest()[:32]
 
 
 def content_of(

@@ -32,16 +32,8 @@ from . import peft
 from .publishing import described, pruning_card, short_paths
 
 __all__ = [
-    "METHODS",
-    "Model",
-    "Pruning",
-    "Report",
-    "merge_folders",
-    "open_importance",
-    "open_model",
-    "prune_folder",
-    "write_model",
-]
+    "METHODS", "Model", "Pruning", "Report", "merge_folders", "open_importance", "open_model", "prune_folder", "write_model",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -28,18 +28,9 @@ from ..storage.codecs import check_codec
 from ..tracker import Tracker
 
 __all__ = [
-    "BatchCounts",
-    "Consolidator",
-    "Events",
-    "Recorder",
-    "Restrainer",
-    "examples_in",
-    "inner_optimizers",
-    "loss_factor",
-    "over_processes",
-    "tokens_in",
-    "under_file_names",
-]
+    "BatchCounts", "Consolidator", "Events", "Recorder", "Restrainer", "examples_in", "inner_optimizers", "loss_factor", "over_processes",
+    "tokens_in", "under_file_names",
+]  # fmt: skip
 
 
 PENALTY = Pollution(Spoiler.PENALTY, note="The gradient of an EWC penalty was squared with the data's.")

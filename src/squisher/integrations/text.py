@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..errors import FileError, SquisherError
+from ..errors import FileError, SquisherError, require
 from ..recycle.naming.candidates import candidates_of_module
 from ..recycle.states import Candidate
 from ..storage.folders import Weights, open_weights
@@ -52,12 +52,7 @@ def load_text_model(
         FileError: The folder is not a Hugging Face model, or an adapter's base is not found.
         SquisherError: transformers or peft is missing, or the model is of another kind.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise SquisherError(
-            "Reading a Hugging Face model takes transformers: pip install 'torch-squisher[hf]'."
-        ) from error
+    transformers = require("transformers", "hf", "Reading a Hugging Face model")
     path = Path(folder)
     adapter = is_adapter(path)
     if base is not None and not adapter:
@@ -136,11 +131,7 @@ def _base_of(path: Path, given: str | os.PathLike[str] | None) -> Path:
 
 
 def _adapted(model: nn.Module, path: Path) -> nn.Module:
-    try:
-        import peft
-    except ImportError as error:
-        raise SquisherError("Reading an adapter takes peft: pip install 'torch-squisher[hf]'.") from error
-    return peft.PeftModel.from_pretrained(model, path, is_trainable=True)
+    return require("peft", "hf", "Reading an adapter").PeftModel.from_pretrained(model, path, is_trainable=True)
 
 
 def count_rows(file: str | os.PathLike[str]) -> int:

@@ -23,15 +23,8 @@ from .recording import Consolidator, Recorder, Restrainer, inner_optimizers, los
 from .trainer_watch import TrainerWatch
 
 __all__ = [
-    "EWCCallback",
-    "MaskCallback",
-    "SquisherCallback",
-    "batch_size",
-    "loss_of",
-    "pollution",
-    "precision",
-    "refuse_sharding",
-]
+    "EWCCallback", "MaskCallback", "SquisherCallback", "batch_size", "loss_of", "pollution", "precision", "refuse_sharding",
+]  # fmt: skip
 
 STATE = "squisher"
 """Under this key counts are kept in trainer_state.json, and a tracker's average in optimizer.pt."""

@@ -256,14 +256,7 @@ class Term(NamedTuple):
 
 
 def differences(chunks: Sequence[Tensor], factors: Sequence[float], work: torch.dtype, out: Tensor) -> None:
-    """Compute start + Σ factor·(θ − start); the start is the first chunk.
-
-    Args:
-        chunks: The chunks, in this order.
-        factors: One for each chunk after the first.
-        work: The type to compute in.
-        out: Filled with the result, in the type of `out`.
-    """
+    """Fill `out` with start + Σ factor·(θ − start), computed in the type `work`; the start is the first chunk."""
     for blocks, target, (a, b, c, d) in _in_blocks(chunks, out, 4, work):
         start = _as(blocks[0], a)
         total = start
@@ -274,14 +267,9 @@ def differences(chunks: Sequence[Tensor], factors: Sequence[float], work: torch.
 
 
 def weighted(chunks: Sequence[Tensor], terms: Sequence[Term], work: torch.dtype, careful: bool, out: Tensor) -> None:
-    """Compute Σ wθ / Σ w from chunks θ₁, F₁, θ₂, F₂, …; where all weights are 0 the mean with the coefficients.
+    """Fill `out` with Σ wθ / Σ w from chunks θ₁, F₁, θ₂, F₂, …; where all weights are 0 the mean with the coefficients.
 
-    Args:
-        chunks: The chunks, in this order.
-        terms: One per model, two or more.
-        work: The type to compute in.
-        careful: Whether a sum of weights may be 0.
-        out: Filled with the result, in the type of `out`.
+    `terms` has two models or more; `careful` is whether a sum of weights may be 0.
     """
     shares = list(accumulate(term.coefficient for term in terms))
     for blocks, target, (a, b, total, w, d) in _in_blocks(chunks, out, 5, work):
@@ -308,16 +296,9 @@ def gradient_matched(
     careful: bool,
     out: Tensor,
 ) -> None:
-    """Compute θ₀ + Σ α(H + G)(θ − θ₀) / (Σ αH + G) with G = H₀ + δ, and Σ α(θ − θ₀) where that is 0/0.
+    """Fill `out` with θ₀ + Σ α(H + G)(θ − θ₀) / (Σ αH + G), G = H₀ + δ, and with Σ α(θ − θ₀) where that is 0/0.
 
-    Args:
-        chunks: θ₀, H₀, θ₁, H₁, …; no H₀ where `base` is None.
-        base: Of the base's importance.
-        terms: One per model; its coefficient is α.
-        delta: Added to both sums.
-        work: The type to compute in.
-        careful: Whether a denominator may be 0.
-        out: Filled with the result, in the type of `out`.
+    Chunks are θ₀, H₀, θ₁, H₁, …, without H₀ where `base` is None; `careful` is whether a denominator may be 0.
     """
     first = 1 if base is None else 2
     for blocks, target, (a, b, common, total, w, d, above, plain) in _in_blocks(chunks, out, 8, work):
@@ -354,15 +335,9 @@ def grafted(
     careful: bool,
     out: Tensor,
 ) -> None:
-    """Compute θ₀ + Σ √w·m·(θ − θ₀) / Σ √w, where m keeps the entries whose saliency is at least a model's threshold.
+    """Fill `out` with θ₀ + Σ √w·m·(θ − θ₀) / Σ √w, where m keeps the entries whose saliency is at least a model's threshold.
 
-    Args:
-        chunks: θ₀, θ₁, F₁, θ₂, F₂, …
-        terms: One per model: how F becomes the weight w.
-        least: One threshold per model.
-        work: The type to compute in.
-        careful: Whether a sum of weights may be 0; the models' mean is taken there.
-        out: Filled with the result, in the type of `out`.
+    Chunks are θ₀, θ₁, F₁, θ₂, F₂, …; `careful` is whether a sum of weights may be 0, where the models' mean is taken.
     """
     for blocks, target, (a, b, w, d, total, above, plain) in _in_blocks(chunks, out, 7, work):
         start = _as(blocks[0], a)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import FileError, NamingError, SquisherError
+from ..errors import FileError, NamingError, SquisherError, require
 from ..names import check_known
 from ..storage import safetensors
 from ..storage.atomic import new_folder, write_file
@@ -75,10 +75,7 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
         FileError: The folder holds no such model.
         NamingError: Its weights do not belong to the model.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise SquisherError("prune.load needs transformers: pip install 'torch-squisher[hf]'.") from error
+    transformers = require("transformers", "hf", "prune.load")
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileError(f"{folder} has no config.json: it is not a folder that squisher.prune.save wrote.")

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import NamingError, SquisherError, check_choice, check_fraction
+from ..errors import NamingError, SquisherError, check_choice, check_fraction, require
 from ..importance import checked
 from ..names import align, check_known, live_tensors
 from ..storage.tensors import name_pattern
@@ -81,10 +81,7 @@ def channels(
     check_choice("scope", scope, SCOPES)
     if score == "orthoreg" and gradients is None:
         raise SquisherError("The score orthoreg needs gradients=, the mean gradient of the loss by parameter name.")
-    try:
-        import torch_pruning
-    except ImportError as error:
-        raise SquisherError("prune.channels needs Torch-Pruning: pip install 'torch-squisher[prune]'.") from error
+    torch_pruning = require("torch_pruning", "prune", "prune.channels")
     pattern = name_pattern(exclude)
     smaller = copy.deepcopy(model)
     values = gradients if score == "orthoreg" else None if importance is None else checked(importance)

@@ -17,26 +17,9 @@ from html import escape
 from typing import Any
 
 __all__ = [
-    "HEIGHT",
-    "SERIES",
-    "STEPS",
-    "Axis",
-    "Chart",
-    "attribute",
-    "colour_steps",
-    "domain_of",
-    "fixed",
-    "formatted",
-    "number",
-    "opening",
-    "power_of_ten",
-    "px",
-    "share",
-    "shortened",
-    "slanted",
-    "text_at",
-    "whole",
-]
+    "HEIGHT", "SERIES", "STEPS", "Axis", "Chart", "attribute", "colour_steps", "domain_of", "fixed", "formatted", "number", "opening",
+    "power_of_ten", "px", "share", "shortened", "slanted", "text_at", "whole",
+]  # fmt: skip
 
 MISSING = "–"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")

@@ -40,14 +40,8 @@ from .page import HATCH, chart_style, resource, write
 from .svg import Series, clustered, heat_map
 
 __all__ = [
-    "Panel",
-    "check_picture",
-    "plot_agreement",
-    "plot_importance",
-    "plot_similarities",
-    "plot_sparsity",
-    "write_picture",
-]
+    "Panel", "check_picture", "plot_agreement", "plot_importance", "plot_similarities", "plot_sparsity", "write_picture",
+]  # fmt: skip
 
 
 def plot_importance(importance: Importance, health: Health, path: str | os.PathLike[str]) -> None:

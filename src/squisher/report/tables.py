@@ -23,13 +23,8 @@ from .svg import clustered
 from .words import counted, facts, listed, shape_text, short_names
 
 __all__ = [
-    "compare_json",
-    "compare_tables",
-    "inspect_json",
-    "inspect_tables",
-    "similarity_json",
-    "similarity_table",
-]
+    "compare_json", "compare_tables", "inspect_json", "inspect_tables", "similarity_json", "similarity_table",
+]  # fmt: skip
 
 MAX_ROWS = 30
 """Longer tables are shortened in the middle."""

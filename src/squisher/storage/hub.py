@@ -12,12 +12,12 @@ import socket
 import sys
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from ..errors import FileError, SquisherError
+from ..errors import FileError, SquisherError, require
 from .json_files import read_object
 
 __all__ = ["Address", "create", "fetch", "fetch_file", "fetch_model", "is_hub_id", "read_text", "upload"]
@@ -75,19 +75,23 @@ def fetch(source: str | os.PathLike[str]) -> Path:
         FileError: The repository cannot be reached, or holds no optimizer state.
     """
     address = Address.read(source)
+    missing = (
+        "holds no optimizer state, as most published models do: its files are {}. Ask its authors for a checkpoint with the "
+        "optimizer, or for its squisher.safetensors."
+    )
+    return _download(address, lambda files: _wanted(files, address.path), missing)
+
+
+def _download(address: Address, choose: Callable[[list[str]], list[str]], missing: str) -> Path:
+    """Download the files that `choose` picks from all, and return the folder; without the Hub, what is in the cache."""
     with _asking(address) as (hub, local):
-        if local:
-            return Path(
-                hub.snapshot_download(address.repo, revision=address.revision, local_files_only=True), address.path
-            )
-        files = hub.HfApi().list_repo_files(address.repo, revision=address.revision)
-        wanted = _wanted(files, address.path)
-        if not wanted:
-            raise FileError(
-                f"{address} holds no optimizer state, as most published models do: its files are {_some(files)}. Ask its authors for "
-                "a checkpoint with the optimizer, or for its squisher.safetensors."
-            )
-        found = hub.snapshot_download(address.repo, revision=address.revision, allow_patterns=wanted)
+        options: dict[str, Any] = {"local_files_only": True}
+        if not local:
+            files = hub.HfApi().list_repo_files(address.repo, revision=address.revision)
+            options = {"allow_patterns": choose(files)}
+            if not options["allow_patterns"]:
+                raise FileError(f"{address} {missing.format(', '.join(files[:5]) + (' …' if len(files) > 5 else ''))}")
+        found = hub.snapshot_download(address.repo, revision=address.revision, **options)
     return Path(found, *PurePosixPath(address.path).parts)
 
 
@@ -134,19 +138,14 @@ def fetch_model(source: str | os.PathLike[str]) -> Path:
     """
     address = Address.read(source)
     prefix = f"{address.path}/" if address.path else ""
-    with _asking(address) as (hub, local):
-        if local:
-            return Path(
-                hub.snapshot_download(address.repo, revision=address.revision, local_files_only=True), address.path
-            )
-        files = hub.HfApi().list_repo_files(address.repo, revision=address.revision)
+
+    def choose(files: list[str]) -> list[str]:
         wanted = [file for file in files if file.startswith(prefix) and _MODEL.search(file.removeprefix(prefix))]
         if any(file.endswith(".safetensors") for file in wanted):
             wanted = [file for file in wanted if not file.endswith(".bin")]
-        if not any(file.endswith((".safetensors", ".bin")) for file in wanted):
-            raise FileError(f"{address} holds no weights that can be read: its files are {_some(files)}.")
-        found = hub.snapshot_download(address.repo, revision=address.revision, allow_patterns=wanted)
-    return Path(found, *PurePosixPath(address.path).parts)
+        return wanted if any(file.endswith((".safetensors", ".bin")) for file in wanted) else []
+
+    return _download(address, choose, "holds no weights that can be read: its files are {}.")
 
 
 def create(address: Address, private: bool) -> None:
@@ -214,15 +213,11 @@ def upload(address: Address, files: Mapping[str, Path | bytes], stale: re.Patter
 @contextmanager
 def _asking(address: Address, write: bool = False) -> Iterator[tuple[Any, bool]]:
     """Yield the Hub's client and whether it must do with its cache; errors become one sentence."""
-    try:
-        import huggingface_hub
-        import huggingface_hub.constants
-        import huggingface_hub.errors
-        import huggingface_hub.utils
-    except ImportError as error:
-        raise SquisherError(f"{address} takes huggingface_hub: pip install 'torch-squisher[hf]'.") from error
+    huggingface_hub = require("huggingface_hub", "hf", str(address))
+    for part in ("constants", "errors", "utils"):
+        require(f"huggingface_hub.{part}", "hf", str(address))
     reason = _out_of_reach(huggingface_hub)
-    bars: Any = huggingface_hub.utils
+    bars = huggingface_hub.utils
     quiet = not sys.stderr.isatty() and not bars.are_progress_bars_disabled()
     if quiet:  # a bar is for a terminal
         bars.disable_progress_bars()
@@ -280,10 +275,6 @@ def _is_state(file: str) -> bool:
         or name in ("checkpoint.pt", "ckpt.pt", "squisher.safetensors")
         or bool(re.fullmatch(r"(checkpoint|ckpt)[\w.-]*\.(pt|pth|tar)", name))
     )
-
-
-def _some(files: list[str]) -> str:
-    return ", ".join(files[:5]) + (" …" if len(files) > 5 else "")
 
 
 def _why(errors: Any, address: Address, error: Exception) -> str:

@@ -27,25 +27,9 @@ from ..ranks import local_of, whole
 from .byte_range import ByteRange
 
 __all__ = [
-    "CHUNK",
-    "Block",
-    "Blocks",
-    "Computed",
-    "FileTensor",
-    "Joined",
-    "LazyTensors",
-    "Progress",
-    "Slice",
-    "TensorSource",
-    "buffer_for",
-    "chunks_of",
-    "dtype_of",
-    "name_pattern",
-    "numel_of",
-    "one_thread",
-    "shape_of",
-    "tied_names",
-]
+    "CHUNK", "Block", "Blocks", "Computed", "FileTensor", "Joined", "LazyTensors", "Progress", "Slice", "TensorSource", "buffer_for",
+    "chunks_of", "dtype_of", "name_pattern", "numel_of", "one_thread", "shape_of", "tied_names",
+]  # fmt: skip
 
 CHUNK = 1 << 18
 """Elements per chunk: 1 MB of float32, so that a chunk and what is computed from it stay in the cache."""

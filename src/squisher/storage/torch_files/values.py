@@ -18,18 +18,9 @@ from ...errors import FileError
 from ..byte_range import ByteRange
 
 __all__ = [
-    "Array",
-    "Global",
-    "Record",
-    "Storage",
-    "StoredTensor",
-    "Verified",
-    "find_weights",
-    "is_in_backward",
-    "is_optimizer",
-    "shortened",
+    "Array", "Global", "Record", "Storage", "StoredTensor", "Verified", "find_weights", "is_in_backward", "is_optimizer", "shortened",
     "walk",
-]
+]  # fmt: skip
 
 MAX_DIMENSIONS = 64
 # An expanded tensor (stride 0) holds more elements than its storage; beyond this it is refused as an attack.
