@@ -138,6 +138,8 @@ class Pass(Following):
         custom: whether a step of the backward pass is written in Python by the user, and may mix examples.
     """
 
+    _makes_copies = True  # for each example, of what they share
+
     def __init__(
         self,
         model: nn.Module,
@@ -346,7 +348,8 @@ class Pass(Following):
         one_each = output.dim() > 0 and output.shape[0] == self.examples and padded[0] == 1
         times = self.examples * padded[0]
         if (
-            name in ("repeat", "tile")
+            self._makes_copies
+            and name in ("repeat", "tile")
             and output.dim()
             and tuple(output.shape) == (times, *padded[1:])
             and padded[0] > 1
@@ -396,7 +399,7 @@ class Pass(Following):
     def _copies(self, t: Tensor, shape: tuple[int, ...], state: Examples, look: Look) -> Tensor | None:
         """Return a copy of a shared tensor for each example, where it has size 1 or no dimension at their place."""
         padded = (1,) * (len(shape) - t.dim()) + tuple(t.shape)
-        if len(padded) != len(shape) or padded[state.dim] != 1:
+        if not self._makes_copies or len(padded) != len(shape) or padded[state.dim] != 1:
             return None
         wide = list(padded)
         wide[state.dim] = self.examples * state.inner

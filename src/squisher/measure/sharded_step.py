@@ -18,11 +18,10 @@ from .. import ranks
 from ..ranks import local_of
 from .batches import Batch
 from .meshes import is_spread
-from .proof import tolerance_of, total_of
 from .rules import Gradients, Squares, add_squares
 from .sharded import Group, Shards, WholeSums
 from .step import Proven, Step
-from .step_pass import StepPass, apart, weighted_rows
+from .step_pass import StepPass, weighted_rows
 from .sums import Sums
 
 __all__ = ["ShardedStep"]
@@ -225,23 +224,13 @@ class _ShardedPass(StepPass):
             self.present.add(name)
         if not self._proof or self.weights is None:
             return
-        given, one_by_one = self._proof["given"][name], self._proof["one by one"][name]
-        for n, weight in enumerate(self.weights.tolist()):
-            gradient: Tensor = sum(p.example(n, total.shape).to(total.dtype) for p in summands)  # type: ignore[assignment]
-            given.add_(gradient, alpha=weight)
-            one_by_one.addcmul_(gradient, gradient)
-        bounds = (self.bounds or {}).pop(name, None)
-        self._proof["bound"][name].add_(total_of(bounds, total) if bounds else one_by_one)
+        given, one_by_one, bound = (self._proof[what][name] for what in ("given", "one by one", "bound"))
+        bound.add_(self._one_by_one(name, summands, self.weights, given, one_by_one))
 
     @torch.no_grad()
     def finish(self) -> None:
         """Complete what waited, reduce it, and see whether the rules agree with what arrived."""
-        self._in_backward = False
-        self.finite = self.finite and all(bool(g.isfinite().all()) for r in self.reductions for g in r.arrived)
-        for key, summands in self._pending.items():
-            if key in self._names:
-                self._add(self._names[key], summands, None)
-        self._pending.clear()
+        self._complete()
         for sums in (self.whole, *(s for what, s in self._proof.items() if what != "arrived")):
             sums.flush_rest(ranks.gather)
         if not self._proof:
@@ -250,13 +239,7 @@ class _ShardedPass(StepPass):
             self._proof[what].target for what in ("arrived", "given", "one by one", "bound")
         )
         for name in self.parameters:
-            own = self.target[name]
-            wrong = apart(given[name], arrived[name], bound[name])
-            wrong = max(wrong, apart(own.sqrt(), one_by_one[name].sqrt(), bound[name]))
-            if not bool(arrived[name].isfinite().all()):
-                self.finite = False
-            elif not wrong <= tolerance_of(self.types):
-                self.refused.setdefault(name, f"the rules differ from the gradient (by {wrong:.1e})")
+            self._judge(name, self.target[name], given[name], arrived[name], one_by_one[name], bound[name])
 
 
 def _ignore(group: Group) -> None:

@@ -22,10 +22,10 @@ from .examples import SHARED, UNKNOWN, Examples, Look, Other, State, replaced, t
 from .following import REDUCTIONS, counts_positions, factor_of, is_custom, is_random, nodes_behind
 from .likelihood import Objective
 from .proof import tolerance_of, total_of
-from .rules import Broadcast, Dense, Gradients, Rule, Squares, add_squares
+from .rules import Dense, Gradients, Rule, Squares, add_squares
 from .sums import Sums
 
-__all__ = ["StepPass", "apart", "weighted_rows"]
+__all__ = ["StepPass", "weighted_rows"]
 
 REDUCED = Other("reduced")
 """A number that is a sum over examples, or made of such numbers."""
@@ -54,6 +54,7 @@ class StepPass(Pass):
         finite: Whether what arrived at the loss, and at the parameters where they were proven, is finite.
     """
 
+    _makes_copies = False  # the gradient of a copy would be summed in another order
     _compares = False  # the gradients are those of examples in their batch, whatever Python decided for it
 
     DIFFERENT_FACTORS = (
@@ -186,19 +187,6 @@ class StepPass(Pass):
     def _detach(self, t: Tensor) -> Tensor:
         return t  # training needs its gradient
 
-    def _copies(self, t: Tensor, shape: tuple[int, ...], state: Examples, look: Look) -> Tensor | None:
-        return None  # the gradient of a copy would be summed in another order
-
-    def _expanded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look) -> Any:
-        source, output = args[0], func(*args, **kwargs)
-        padded = (1,) * (output.dim() - source.dim()) + tuple(source.shape)
-        one_each = output.dim() > 0 and output.shape[0] == self.examples and padded[0] == 1
-        if not one_each or (name in ("repeat", "tile") and tuple(output.shape[1:]) != padded[1:]):
-            self._mark(output, SHARED)
-            return output
-        output = self._captured(output, [(source, Broadcast.of(source))], lambda _: (Examples(0), ""))
-        return self._finish(output, name, lambda _: (Examples(0), ""))
-
     def _replaced(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor], look: Look
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[tuple[Tensor, Rule]]]:
@@ -297,18 +285,22 @@ class StepPass(Pass):
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Complete what waited for a use whose output did not matter: the backward pass is over."""
+        """Complete what waited: the backward pass is over."""
+        self._complete()
+        for name, gradient in self._wanted.items():
+            if gradient is not None and bool(gradient.any()):
+                self.refused.setdefault(name, "it is used in an operation that was not seen")
+        self.sums = {name: total for name, total in self.sums.items() if name not in self.refused}
+        self._wanted.clear()
+
+    def _complete(self) -> None:
+        """Add what waited for a use whose output did not matter."""
         self._in_backward = False
         self.finite = self.finite and all(bool(g.isfinite().all()) for r in self.reductions for g in r.arrived)
         for key, summands in self._pending.items():
             if key in self._names:
                 self._add(self._names[key], summands, None)
         self._pending.clear()
-        for name, gradient in self._wanted.items():
-            if gradient is not None and bool(gradient.any()):
-                self.refused.setdefault(name, "it is used in an operation that was not seen")
-        self.sums = {name: total for name, total in self.sums.items() if name not in self.refused}
-        self._wanted.clear()
 
     def release(self) -> None:
         """Let go of the graph, whose hooks hold this pass: neither would ever be freed."""
@@ -343,21 +335,31 @@ class StepPass(Pass):
         own = self.sums[name]
         add_squares(own, summands)
         given, one_by_one = torch.zeros_like(own), torch.zeros_like(own)
-        for n, weight in enumerate(weights.tolist()):
-            gradient: Tensor = sum(p.example(n, own.shape).to(own.dtype) for p in summands)  # type: ignore[assignment]
-            given.add_(gradient, alpha=weight)
-            one_by_one.addcmul_(gradient, gradient)
+        bound = self._one_by_one(name, summands, weights, given, one_by_one)
         arrived = self._wanted.pop(name, None)
         arrived = torch.zeros_like(own) if arrived is None else arrived.to_dense().to(own.dtype)
+        self._judge(name, own, given, arrived, one_by_one, bound)
+        if name not in self.refused and self.finite and bool(one_by_one.any()):
+            self.evident.add(name)
+
+    def _one_by_one(
+        self, name: str, summands: list[Gradients], weights: Tensor, given: Tensor, squares: Tensor
+    ) -> Tensor:
+        """Add Σ r_n g_n and Σ g_n², one example after the other; return what their rounding is measured by."""
+        for n, weight in enumerate(weights.tolist()):
+            gradient: Tensor = sum(p.example(n, given.shape).to(given.dtype) for p in summands)  # type: ignore[assignment]
+            given.add_(gradient, alpha=weight)
+            squares.addcmul_(gradient, gradient)
         bounds = (self.bounds or {}).pop(name, None)
-        bound = total_of(bounds, own) if bounds else one_by_one
-        wrong = max(apart(given, arrived, bound), apart(own.sqrt(), one_by_one.sqrt(), bound))
+        return total_of(bounds, given) if bounds else squares
+
+    def _judge(self, name: str, own: Tensor, given: Tensor, arrived: Tensor, one_by_one: Tensor, bound: Tensor) -> None:
+        """Refuse a parameter if our squares, or Σ r_n g_n, are not what they should be."""
+        wrong = max(_apart(given, arrived, bound), _apart(own.sqrt(), one_by_one.sqrt(), bound))
         if not bool(arrived.isfinite().all()):
             self.finite = False
         elif not wrong <= tolerance_of(self.types):
-            self.refused[name] = f"the rules differ from the gradient (by {wrong:.1e})"
-        elif bool(one_by_one.any()):
-            self.evident.add(name)
+            self.refused.setdefault(name, f"the rules differ from the gradient (by {wrong:.1e})")
 
     def factor(self) -> float | None:
         """Return what the loss of each example was multiplied by, or None if that differs between parts of the loss."""
@@ -387,7 +389,7 @@ def _rows(weights: Tensor, g: Tensor, state: Examples) -> Tensor:
     return rows.view([-1 if d == state.dim else 1 for d in range(g.dim())])
 
 
-def apart(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
+def _apart(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
     """Return the largest difference, each relative to the root of its bound, or of a typical one."""
     if not ours.numel():
         return 0.0
