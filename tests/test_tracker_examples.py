@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 import squisher
 from squisher import SquisherError, Tracker
 from squisher.errors import SquisherWarning
-from squisher.measure.step import StepPass
+from squisher.measure.training.step import StepPass
 
 BETA = 0.9
 

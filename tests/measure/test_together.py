@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from squisher.errors import SquisherError
 from squisher.measure import fisher
-from squisher.measure.sharded import WholeSums
+from squisher.measure.sharded.shards import WholeSums
 from tests.measure.zoo import build, split
 
 WORLD = 4

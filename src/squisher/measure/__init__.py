@@ -1,7 +1,15 @@
 """model + data -> Importance: the Fisher diagonal, measured.
 
-`fisher` walks the data (`walk`). What is squared is decided in `likelihood`, how gradients are found one example at a time in `loop`
-(the definition) and all at once in `fast` (which proves itself against the loop), and both for sharded models in `together`.
+To read it from top to bottom:
+
+- `fisher`, below, checks a request; `walk` goes through the data: each batch to an engine, its squares to the `sums`.
+- `batches` takes a batch apart and says who measures it; `likelihood` is what is squared, with labels drawn by `sampling`.
+- `loop` is the definition, one example after the other. Two engines are faster: `joint` for whole batches, `fast` for all examples at once.
+- `fast` believes a batch if its examples are followed through every operation (`following` runs them, `examples` says where the rows
+  of each example are afterwards, `routing` where they are sorted by value), every use of a parameter has a rule (`capture` sees the uses,
+  `rules` has one file for each kind of layer), and `proof` has compared it with the loop.
+- `sharded` is all this for models that are spread over processes, `training` the squares inside a training step, for `squisher.Tracker`.
+- `unfinished` keeps an interrupted measurement.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from ..importance.weights import content_of
 from ..names import LiveParameter, live_parameters
 from .batches import Stream
 from .likelihood import KINDS, LABELS, Objective
-from .meshes import Replicas, is_spread
+from .sharded.meshes import Replicas, is_spread
 from .unfinished import Unfinished
 from .walk import Walk
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .. import ranks
 from ..errors import SquisherError
-from .meshes import Replicas
+from .sharded.meshes import Replicas
 
 __all__ = ["Batch", "Stream", "batches_of", "digest_of", "leaves_of", "parse", "same_model"]
 

@@ -45,7 +45,6 @@ from .following import (
     version_of,
 )
 from .likelihood import Objective, Outputs
-from .parallel import can_localise, local_gradient, shard_of_gradients
 from .routing import GROUPED, Routes, behind_transpose, ends_of
 from .rules import (
     OPERATIONS,
@@ -59,6 +58,7 @@ from .rules import (
     add_squares,
 )
 from .sampling import normals
+from .sharded.parallel import can_localise, local_gradient, shard_of_gradients
 
 __all__ = ["Obstacle", "Pass", "forward_pass"]
 

@@ -1,11 +1,10 @@
 """A forward pass in which every operation is seen and the rows of the examples are followed (`examples`).
 
-Also what else is asked about operations: by which factor a loss sums over its examples, and which ones lie behind a tensor in autograd's graph.
+Also what else is asked about operations: which ones lie behind a tensor in autograd's graph.
 """
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -21,11 +20,8 @@ from .rules import in_steps, multi_head_attention, supports
 
 __all__ = [
     "NEEDING_NO_VALUES",
-    "REDUCTIONS",
     "Following",
     "Watch",
-    "counts_positions",
-    "factor_of",
     "hooks",
     "in_place",
     "is_custom",
@@ -396,69 +392,6 @@ class Watch(TorchFunctionMode):
             with self:
                 return steps()
         return self.one.call(func, name, args, kwargs)
-
-
-# -- reductions: how a loss goes from examples to one number ---------------------------------------------------------------
-
-_BY_CLASS = {"cross_entropy", "nll_loss"}
-_BY_ENTRY = {
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
-}
-REDUCTIONS = {"sum", "mean", *_BY_CLASS, *_BY_ENTRY}
-"""Names (`name_of`) of the operations that are known."""
-
-
-def factor_of(name: str, state: Examples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Return c where an operation gives c · Σ of the entries over all examples; None if it keeps examples apart, or is not known.
-
-    Args:
-        name: One of `REDUCTIONS`.
-        state: Where the examples are in the first argument.
-        args: Of the call.
-        kwargs: Of the call.
-    """
-    t: Tensor = args[0] if args else kwargs["input"]
-    if name in ("sum", "mean"):
-        return _of_sum(name, t, state, args, kwargs)
-    reduction = kwargs.get("reduction", "mean")
-    old = any(kwargs.get(key) is not None for key in ("size_average", "reduce"))
-    if reduction == "none" or old or state.dim or (name in _BY_CLASS and t.dim() < 2):
-        return None
-    if reduction == "sum":
-        return 1.0
-    if reduction == "batchmean":
-        return 1.0 / t.shape[0]
-    target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
-    if name in _BY_ENTRY:
-        return 1.0 / max(1, math.prod(torch.broadcast_shapes(t.shape, target.shape)))
-    return _of_classes(t, target, args, kwargs)
-
-
-def counts_positions(name: str, t: Tensor, state: Examples) -> bool:
-    """Return whether a loss over classes has several positions for each example, as a language model's has."""
-    return name in _BY_CLASS and (state.inner > 1 or t.dim() > 2)
-
-
-def _of_sum(name: str, t: Tensor, state: Examples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    if isinstance(dim, torch.dtype) or dim is None or dim == ():
-        dims = list(range(t.dim()))
-    else:
-        dims = [int(d) % t.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
-    if state.dim not in dims:
-        return None
-    return 1.0 if name == "sum" else 1.0 / max(1, math.prod(t.shape[d] for d in dims))
-
-
-def _of_classes(t: Tensor, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-    ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 else -100)
-    if target.is_floating_point():
-        return t.shape[1] / t.numel()
-    counted = target != ignored
-    total = counted.sum() if weight is None else weight.detach()[target[counted]].sum()
-    return 1.0 / float(total) if float(total) else 0.0
 
 
 # -- the graph: which leaves a gradient would reach, and through which operations ------------------------------------------

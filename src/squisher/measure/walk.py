@@ -19,10 +19,10 @@ from .fast import Fast
 from .joint import Joint
 from .likelihood import Objective, compared_with_own
 from .loop import Loop
-from .meshes import Replicas, copies_of, is_spread
 from .proof import check_alone
+from .sharded.meshes import Replicas, copies_of, is_spread
+from .sharded.together import Together
 from .sums import Elsewhere, Sums
-from .together import Together
 from .unfinished import Unfinished
 
 __all__ = ["Walk"]

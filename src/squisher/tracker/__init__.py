@@ -215,8 +215,8 @@ class Tracker:
         if not self._turn():
             yield
             return
-        from ..measure.sharded_step import ShardedStep
-        from ..measure.step import Proven, Step
+        from ..measure.training.sharded_step import ShardedStep
+        from ..measure.training.step import Proven, Step
 
         every = {name: p for name, p in self._tracked() if p.requires_grad}
         tracked = {name: p for name, p in every.items() if name not in self._refused}

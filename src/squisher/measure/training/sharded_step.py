@@ -14,15 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ranks
-from ..ranks import local_of
-from .batches import Batch
-from .meshes import is_spread
-from .rules import Gradients, Squares, add_squares
-from .sharded import Group, Shards, WholeSums
+from ... import ranks
+from ...ranks import local_of
+from ..batches import Batch
+from ..rules import Gradients, Squares, add_squares
+from ..sharded.meshes import is_spread
+from ..sharded.shards import Group, Shards, WholeSums
+from ..sums import Sums
 from .step import Proven, Step
 from .step_pass import StepPass, weighted_rows
-from .sums import Sums
 
 __all__ = ["ShardedStep"]
 

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..guard import eager_original, eagerly, refuse_batch_statistics
-from .batches import Batch, leaves_of
-from .following import hooks, looks_only, name_of
+from ...guard import eager_original, eagerly, refuse_batch_statistics
+from ..batches import Batch, leaves_of
+from ..following import hooks, looks_only, name_of
 from .step_pass import StepPass
 
 __all__ = ["Proven", "Step"]

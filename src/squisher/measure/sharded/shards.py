@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..ranks import local_of
-from .examples import tensors_in
+from ...ranks import local_of
+from ..examples import tensors_in
+from ..sums import Sums
 from .parallel import local_gradient
-from .sums import Sums
 
 __all__ = ["Group", "Shards", "WholeSums", "groups_of", "reshard"]
 

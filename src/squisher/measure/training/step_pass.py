@@ -16,14 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .batches import Batch
-from .capture import Pass
-from .examples import SHARED, UNKNOWN, Examples, Look, Other, State, replaced, tensors_in
-from .following import REDUCTIONS, counts_positions, factor_of, is_custom, is_random, nodes_behind
-from .likelihood import Objective
-from .proof import tolerance_of, total_of
-from .rules import Dense, Gradients, Rule, Squares, add_squares
-from .sums import Sums
+from ..batches import Batch
+from ..capture import Pass
+from ..examples import SHARED, UNKNOWN, Examples, Look, Other, State, replaced, tensors_in
+from ..following import is_custom, is_random, nodes_behind
+from ..likelihood import Objective
+from ..proof import tolerance_of, total_of
+from ..rules import Dense, Gradients, Rule, Squares, add_squares
+from ..sums import Sums
+from .reductions import REDUCTIONS, counts_positions, factor_of
 
 __all__ = ["StepPass", "weighted_rows"]
 

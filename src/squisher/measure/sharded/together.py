@@ -16,20 +16,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .. import ranks
-from ..errors import SquisherError
-from ..ranks import is_sharded, local_of
-from .batches import Batch, digest_of
-from .capture import Obstacle, Pass
-from .fast import PROVEN_ANEW, left_to_the_loop
-from .likelihood import Objective, Outputs, compared_with_own
-from .loop import requiring
+from ... import ranks
+from ...errors import SquisherError
+from ...ranks import is_sharded, local_of
+from ..batches import Batch, digest_of
+from ..capture import Obstacle, Pass
+from ..fast import PROVEN_ANEW, left_to_the_loop
+from ..likelihood import Objective, Outputs, compared_with_own
+from ..loop import requiring
+from ..proof import Difference, Probe, compare, difference_of, differing, interaction, tolerance_of, total_of, two_of
+from ..rules import Gradients
+from ..sums import Sums
 from .meshes import Replicas
 from .parallel import conversions, local_gradient
-from .proof import Difference, Probe, compare, difference_of, differing, interaction, tolerance_of, total_of, two_of
-from .rules import Gradients
-from .sharded import Group, Shards, WholeSums
-from .sums import Sums
+from .shards import Group, Shards, WholeSums
 
 __all__ = ["Together"]
 

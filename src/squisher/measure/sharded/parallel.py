@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..ranks import is_sharded, local_of
-from .rules import Broadcast, Dense, Gradients, Linear, Lookup, Rule
+from ...ranks import is_sharded, local_of
+from ..rules import Broadcast, Dense, Gradients, Linear, Lookup, Rule
 
 __all__ = ["can_localise", "conversions", "local_gradient", "shard_of_gradients"]
 

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from .. import ranks
-from ..errors import SquisherError
-from ..ranks import is_sharded
-from .sharded import groups_of, reshard
+from ... import ranks
+from ...errors import SquisherError
+from ...ranks import is_sharded
+from .shards import groups_of, reshard
 
 __all__ = ["Replicas", "copies_of", "is_spread"]
 
