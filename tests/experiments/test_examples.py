@@ -60,11 +60,15 @@ def test_fishers_are_of_the_first_rows_of_one_order_and_end_with_all():
         ({8: 90, 32: 91, 128: 92}, "8"),
         ({8: 50, 32: 69.9, 128: 71}, "32 to 128"),  # behind, and not clearly
         ({8: 50, 32: 69.9, 128: 69.9}, "32 to more than 128"),
+        ({8: {0: 50.0, 1: 51.0}, 128: 75}, "too few seeds"),
     ],
 )
 def test_worth_is_the_number_from_which_on_the_fisher_is_not_behind(curve, expected):
     noise = (-0.5, 0.5, -0.5, 0.5)  # of the difference
-    values = {f"fisher (exact), {n}": {s: value + noise[s] for s in range(4)} for n, value in curve.items()}
+    values = {
+        f"fisher (exact), {n}": value if isinstance(value, dict) else {s: value + noise[s] for s in range(4)}
+        for n, value in curve.items()
+    }
     assert examples.worth({**values, "squisher": dict.fromkeys(range(4), 70.0)}, "exact") == expected
 
 
@@ -93,6 +97,12 @@ def test_memory_and_squared_sums_are_told_apart_and_tracked_where_there_is_a_pen
     assert values == {
         ("pruning", "memory"): 10.1, ("pruning", "squaring sums"): -2.9, ("EWC", "memory"): 10.1, ("EWC", "squaring sums"): 1.1,
     }  # fmt: skip
+    words = examples._words({}, found)
+    assert (
+        words["squaring sums/reach"]
+        == f"{max(-found['pruning', 'squaring sums'][0].low, found['EWC', 'squaring sums'][0].high):.1f}"
+    )
+    assert words["memory/clear"] == "2 of 2"
     raw = sorted(gap.p() for gap, _ in found.values())
     assert min(p for _, p in found.values()) == pytest.approx(4 * raw[0])
 
