@@ -104,6 +104,8 @@ def test_what_does_not_fit_is_named():
         embed.distance(a, a.restrict("^a|norm"))
     with pytest.raises(NamingError, match="excludes all"):
         embed.distance(a, a, exclude=".")
+    with pytest.raises(NamingError, match="'.' excludes all"):
+        embed.embedding(a, exclude=".")
     with pytest.raises(SquisherError, match="not 'tensors'.*'tensor'"):
         embed.embedding(a, by="tensors")
     with pytest.raises(SquisherError, match="not 'euclid'"):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import ScaleError, SquisherError, check_choice
+from ..errors import NamingError, ScaleError, SquisherError, check_choice
 from ..names import align
 from ..storage.tensors import CHUNK, Computed, name_pattern
 from .checks import Checked
@@ -73,7 +73,13 @@ def without(importance: Importance, exclude: str | None) -> Importance:
         NamingError: It is not a regular expression, or nothing is left.
     """
     pattern = name_pattern(exclude)
-    return importance if pattern is None else importance.restrict(lambda name: not pattern.search(name))
+    if pattern is None:
+        return importance
+    if all(pattern.search(name) for name in importance):
+        raise NamingError(
+            f"Nothing of the importance is left: {exclude!r} excludes all of its {len(importance)} parameters."
+        )
+    return importance.restrict(lambda name: not pattern.search(name))
 
 
 def tied_in(importances: Sequence[Mapping[str, Tensor]]) -> dict[str, str]:
@@ -100,7 +106,10 @@ def _one_unit(fishers: list[Importance]) -> list[Importance]:
             return [imp.as_fisher(unit) for imp in fishers]
         except ScaleError:
             continue
-    raise ScaleError(f"The importances are per {' and per '.join(map(str, units))}, which have no common scale.")
+    raise ScaleError(
+        f"The importances are per {' and per '.join(map(str, units))}, which have no common scale. Measure one of them like the other, or "
+        "pass scale='stored' to combine the numbers as they are."
+    )
 
 
 class Mean(Computed):

@@ -187,8 +187,8 @@ def fisher_factor(p: Provenance, unit: str | None = None) -> tuple[float, str]:
         raise ScaleError("This Squisher was extracted without bias correction: extract it again with it.")
     if p.loss_reduction is None:
         raise ScaleError(
-            f"{'batch_size and ' if p.batch_size is None else ''}loss_reduction of this Squisher not known, so it has no "
-            "scale. Give them when extracting (--batch-size, --loss-reduction mean, sum or token_mean), or with "
+            f"{'batch_size and ' if p.batch_size is None else ''}loss_reduction of this Squisher {'are' if p.batch_size is None else 'is'} not "
+            "known, so it has no scale. Give them when extracting (--batch-size, --loss-reduction mean, sum or token_mean), or with "
             "imp.with_provenance(batch_size=..., loss_reduction=...)."
         )
     if p.loss_reduction == "token_mean":
