@@ -66,8 +66,7 @@ def read_megatron(path: Path, options: Options) -> Found:
         )
     group = {name: value for name, value in next(iter(distinct.values())).items() if name in _KEPT}
     entries = [Entry(own, group, name=name) for name, own in state.items()]
-    found = Found([OptimizerState(entries, place="optimizer")], facts=RunFacts(pollution=(_EXPERIMENTAL,)))
-    return found
+    return Found([OptimizerState(entries, place="optimizer")], facts=RunFacts(pollution=(_EXPERIMENTAL,)))
 
 
 def _latest(path: Path) -> Path:
