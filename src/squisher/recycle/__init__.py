@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,13 +27,7 @@ from .naming.hf_rules import trainer_rules
 from .naming.solver import RULES, resolve
 from .optimizers import GIVEN_BETA2, rows_of_class
 from .optimizers.quantized import check_precision
-from .states import (
-    Candidate,
-    Entry,
-    OptimizerState,
-    Options,
-    check_usable,
-)
+from .states import Found, FusedSlice, Named, OptimizerState, Options, check_usable
 
 __all__ = ["extract"]
 
@@ -94,13 +88,21 @@ def extract(
     """
     known = RunFacts(batch_size=batch_size, loss_reduction=loss_reduction, batch_tokens=batch_tokens, unit=unit)
     if isinstance(source, (str, os.PathLike)):
-        where = Path(model) if isinstance(model, (str, os.PathLike)) else None
-        base = None if base_model is None else Path(base_model)
-        named = names is not None or isinstance(model, nn.Module)
-        options = Options(where, base, trainable, allow_coarse, named, beta2, optimizer_class)
+        live = model if isinstance(model, nn.Module) else None
+        options = Options(
+            model=Path(model) if isinstance(model, (str, os.PathLike)) else None,
+            base_model=None if base_model is None else Path(base_model),
+            trainable=trainable,
+            allow_coarse=allow_coarse,
+            named=names is not None or live is not None,
+            beta2=beta2,
+            optimizer=optimizer,
+            optimizer_class=optimizer_class,
+            in_order=in_order,
+        )
         path = fetch(source) if is_hub_id(source) else Path(source)
-        found = _from_file(path, model, names, bias_correction, known, options, optimizer, in_order)
-        return _with_content(found, path if where is None else where, None if hash_weights else HASHED_BYTES)
+        found = _from_file(path, live, names, known, options, bias_correction)
+        return _with_content(found, options.model or path, None if hash_weights else HASHED_BYTES)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
             raise SquisherError(f"{option} is for files; a live optimizer's names are found by identity in the model.")
@@ -147,32 +149,81 @@ def _with_content(importance: Importance, path: Path, limit: int | None) -> Impo
 
 def _from_file(
     path: Path,
-    model: nn.Module | str | os.PathLike[str] | None,
+    model: nn.Module | None,
     names: Sequence[str] | str | os.PathLike[str] | None,
-    bias_correction: bool,
     known: RunFacts,
     options: Options,
-    which: int | None,
-    in_order: bool,
+    bias_correction: bool,
 ) -> Importance:
-    found = read_source(path, options)
-    models = list(found.models)
-    parameters = list(found.parameters) or [c for _, candidates in models for c in candidates]
-    tied = found.facts.tied
-    if isinstance(model, nn.Module):
+    """Read the evidence in a file or folder, name its states, and make the importance of them."""
+    found = _with_what_is_known(read_source(path, options), model, options)
+    optimizers, unusable = _usable(found.optimizers, options)
+    named, how = _named(optimizers, found, None if names is None else given_names(names), options)
+
+    # What the weight file keeps as slices of a fused parameter is named like these slices.
+    stored: dict[str, tuple[str | None, tuple[int, ...]]] = {}
+    slices: dict[str, Sequence[FusedSlice]] = {}
+    for c in found.parameters:
+        slices[c.name] = c.slices
+        stored.update(
+            {fused.name: (c.live_name, fused.shape) for fused in c.slices} or {c.name: (c.live_name, c.shape)}
+        )
+    states: list[Named] = []
+    naming: dict[str, Naming] = {}
+    for name, entry, class_name in named:
+        own = [(fused.name, replace(entry, slice=fused), class_name) for fused in slices.get(name, ())]
+        states += own or [(name, entry, class_name)]
+        naming.update(dict.fromkeys([fused for fused, _, _ in own] or [name], how[name]))
+
+    trained = {name for name, _, _ in states}
+    beside = f", or stepped by another optimizer of the source. {unusable}" if unusable else ""
+    untrained = Absence(Reason.NOT_IN_OPTIMIZER, f"not in the optimizer: frozen, or never given to it{beside}")
+    others = [name for name in stored if name not in trained] if trained & stored.keys() else []
+    facts = replace(
+        found.facts,
+        **{key: value for key, value in known.keywords().items() if value},
+        absent=found.facts.absent or dict.fromkeys(others, untrained),
+        live_names=found.facts.live_names or {n: live for n, (live, _) in stored.items() if live and n in trained},
+        naming=Naming.of_all(naming),
+    )
+    facts = _completed(facts, assume_mean=found.assume_mean or known.batch_size is not None)
+    shapes = {name: shape for name, (_, shape) in stored.items()} if trained <= stored.keys() else {}
+    return assemble(states, facts, shapes, bias_correction=bias_correction)
+
+
+def _with_what_is_known(found: Found, model: nn.Module | None, options: Options) -> Found:
+    """Return the evidence with what the user adds: the live model, earlier weights, and which parameters were trained."""
+    listed = found.parameters or [c for _, candidates in found.models for c in candidates]
+    parameters = list({c.name: c for c in listed}.values())
+    found = replace(found, parameters=parameters, later=() if options.named else found.later)
+    if model is not None:
         whole = candidates_of_module(model, frozen_too=True)
         models = [("the model", candidates_of_module(model).parameters)]
-        parameters, tied = whole.parameters, whole.tied
-    if options.base_model is not None and not isinstance(model, nn.Module):
+        facts = replace(found.facts, tied=whole.tied)
+        found = replace(found, models=models, parameters=whole.parameters, facts=facts)
+    elif options.base_model is not None:
         before = open_weights(options.base_model)
         if before is None:
             raise FileError(f"{options.base_model} holds no weights to compare with.")
-        models = [(label, with_earlier(candidates, before)) for label, candidates in models]
+        found = replace(found, models=[(label, with_earlier(listed, before)) for label, listed in found.models])
     if options.trainable is not None:
-        models = [(label, matching(candidates, options.trainable)) for label, candidates in models]
-    every = {c.name: c for c in parameters}
-    rules = [*found.rules, *RULES, *trainer_rules(list(every.values()))]
-    optimizers = list(found.optimizers) if which is None else [_one_of(found.optimizers, which)]
+        pattern = options.trainable
+        found = replace(
+            found,
+            models=[(label, matching(listed, pattern)) for label, listed in found.models],
+            later=([(label, matching(listed, pattern)) for label, listed in tier] for tier in found.later),
+        )
+    return found
+
+
+def _usable(optimizers: Sequence[OptimizerState], options: Options) -> tuple[list[OptimizerState], str]:
+    """Return the optimizers that are meant and keep a squared gradient, and why others do not (a Muon beside an AdamW).
+
+    Raises:
+        NoAccumulatorError: None does.
+    """
+    if options.optimizer is not None:
+        optimizers = [_one_of(optimizers, options.optimizer)]
     if options.optimizer_class is not None:
         if not rows_of_class(options.optimizer_class):
             raise SquisherError(
@@ -180,78 +231,6 @@ def _from_file(
                 "the keys of the state tell."
             )
         optimizers = [replace(one, class_name=options.optimizer_class) for one in optimizers]
-    optimizers, unusable = _usable(optimizers)
-    given = None if names is None else given_names(names)
-    later: Iterable[Sequence[tuple[str, Sequence[Candidate]]]] = () if options.named else found.later
-    if options.trainable is not None:
-        pattern = options.trainable
-        later = ([(label, matching(candidates, pattern)) for label, candidates in tier] for tier in later)
-    named: list[tuple[str, Entry, str | None]] = []
-    namings: dict[str, Naming] = {}
-    for one in optimizers:
-        check_precision(one.entries, options.allow_coarse)
-    for one in optimizers:
-        own = models if one.models is None or options.named else one.models
-        try:
-            solution = resolve(one, own, given, rules, later, found.hint, found.laws, in_order or found.vouched)
-        except NamingError as error:
-            if len(optimizers) == 1 or not _single_numbers(one):
-                raise
-            warnings.warn(f"{one.place or 'One optimizer'} is left out: {error}", SquisherWarning, stacklevel=4)
-            continue
-        for name, naming in zip(solution.names, solution.how, strict=True):
-            slices = every[name].slices if name in every else ()
-            namings.update(dict.fromkeys([fused.name for fused in slices] or [name], naming))
-        named += [(name, entry, one.class_name) for name, entry in zip(solution.names, one.entries, strict=True)]
-    _disjoint(named, optimizers)
-    if options.beta2 is not None:
-        said = {GIVEN_BETA2: options.beta2}
-        named = [(name, replace(entry, group={**entry.group, **said}), kind) for name, entry, kind in named]
-    named, stored = _as_stored(named, every)
-    held = {name for name, _, _ in named}
-    shapes = {name: shape for name, (_, shape) in stored.items()} if held <= set(stored) else {}
-    beside = f", or stepped by another optimizer of the source. {unusable}" if unusable else ""
-    untrained = Absence(Reason.NOT_IN_OPTIMIZER, f"not in the optimizer: frozen, or never given to it{beside}")
-    facts = replace(
-        found.facts,
-        **{key: value for key, value in known.keywords().items() if value},
-        absent=found.facts.absent or {name: untrained for name in stored if name not in held and held & stored.keys()},
-        live_names=found.facts.live_names
-        or {name: live for name, (live, _) in stored.items() if live and name in held},
-        naming=Naming.of_all(namings),
-        tied=tied,
-    )
-    facts = _completed(facts, assume_mean=found.assume_mean or known.batch_size is not None)
-    return assemble(named, facts, shapes, bias_correction=bias_correction)
-
-
-def _single_numbers(optimizer: OptimizerState) -> bool:
-    """Whether an optimizer has no layers, only numbers beside them: SAC's entropy coefficient, a temperature."""
-    return all(entry.shape is not None and math.prod(entry.shape) <= 1 for entry in optimizer.entries)
-
-
-def _as_stored(
-    named: Sequence[tuple[str, Entry, str | None]], every: Mapping[str, Candidate]
-) -> tuple[list[tuple[str, Entry, str | None]], dict[str, tuple[str | None, tuple[int, ...]]]]:
-    """Split what the weight file keeps in slices, and return the live name and shape of every tensor there."""
-    stored: dict[str, tuple[str | None, tuple[int, ...]]] = {}
-    for name, c in every.items():
-        stored.update({fused.name: (c.live_name, fused.shape) for fused in c.slices} or {name: (c.live_name, c.shape)})
-    out: list[tuple[str, Entry, str | None]] = []
-    for name, entry, class_name in named:
-        slices = every[name].slices if name in every else ()
-        out += [(fused.name, replace(entry, slice=fused), class_name) for fused in slices]
-        if not slices:
-            out.append((name, entry, class_name))
-    return out, stored
-
-
-def _usable(optimizers: Sequence[OptimizerState]) -> tuple[list[OptimizerState], str]:
-    """Return the optimizers that keep a squared gradient, where one does (the AdamW beside a Muon), and why others do not.
-
-    Raises:
-        NoAccumulatorError: None does.
-    """
     usable, refusals = [], []
     for one in optimizers:
         try:
@@ -265,22 +244,48 @@ def _usable(optimizers: Sequence[OptimizerState]) -> tuple[list[OptimizerState],
     return usable, refusals[0].what if refusals else ""
 
 
+def _named(
+    optimizers: Sequence[OptimizerState], found: Found, given: Sequence[str] | None, options: Options
+) -> tuple[list[Named], dict[str, Naming]]:
+    """Return every parameter's state under its name, and how each name was found.
+
+    Raises:
+        NamingError: Nothing tells the names, or two optimizers have the same.
+    """
+    for one in optimizers:
+        check_precision(one.entries, options.allow_coarse)
+    rules = [*found.rules, *RULES, *trainer_rules(found.parameters)]
+    said = {} if options.beta2 is None else {GIVEN_BETA2: options.beta2}
+    named: list[Named] = []
+    naming: dict[str, Naming] = {}
+    for one in optimizers:
+        models = found.models if one.models is None or options.named else one.models
+        try:
+            vouched = options.in_order or found.vouched
+            solution = resolve(one, models, given, rules, found.later, found.hint, found.laws, vouched)
+        except NamingError as error:
+            # Only an optimizer without layers may be left out: of SAC's entropy coefficient, of a temperature.
+            layers = any(entry.shape is None or math.prod(entry.shape) > 1 for entry in one.entries)
+            if layers or len(optimizers) == 1:
+                raise
+            warnings.warn(f"{one.place or 'One optimizer'} is left out: {error}", SquisherWarning, stacklevel=4)
+            continue
+        for name, how, entry in zip(solution.names, solution.how, one.entries, strict=True):
+            if name in naming:
+                places = ", ".join(f"{k}: {o.place or 'the file'}" for k, o in enumerate(optimizers))
+                raise NamingError(
+                    f"The source holds {len(optimizers)} optimizers ({places}) and {name!r} is in more than one of them: choose one "
+                    "with --optimizer K (optimizer=K)."
+                )
+            naming[name] = how
+            named.append((name, replace(entry, group={**entry.group, **said}) if said else entry, one.class_name))
+    return named, naming
+
+
 def _one_of(optimizers: Sequence[Any], which: int) -> Any:
     if not 0 <= which < len(optimizers):
         raise SquisherError(f"There is no optimizer {which}: the source holds {len(optimizers)}, counted from 0.")
     return optimizers[which]
-
-
-def _disjoint(named: Sequence[tuple[str, Entry, str | None]], optimizers: Sequence[OptimizerState]) -> None:
-    seen: set[str] = set()
-    for name, _, _ in named:
-        if name in seen:
-            places = ", ".join(f"{k}: {o.place or 'the file'}" for k, o in enumerate(optimizers))
-            raise NamingError(
-                f"The source holds {len(optimizers)} optimizers ({places}) and {name!r} is in more than one of them: choose one "
-                "with --optimizer K (optimizer=K)."
-            )
-        seen.add(name)
 
 
 def _completed(known: RunFacts, assume_mean: bool = True) -> RunFacts:

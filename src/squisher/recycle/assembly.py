@@ -15,13 +15,13 @@ from ..errors import NoAccumulatorError
 from ..importance import Absence, Importance, Pollution, Reason, RunFacts, structure_hash
 from ..storage.tensors import CHUNK
 from .optimizers import Reading, is_tensor, optimizer_name, reading, stored
-from .states import EMPTY, Entry, FusedSlice
+from .states import EMPTY, Entry, FusedSlice, Named
 
 __all__ = ["Recycled", "assemble", "values"]
 
 
 def assemble(
-    named: Iterable[tuple[str, Entry, str | None]],
+    named: Iterable[Named],
     facts: RunFacts,
     shapes: Mapping[str, Sequence[int]] | None = None,
     content: Mapping[str, str] | None = None,

@@ -16,7 +16,7 @@ from ..importance.weights import HASHED_BYTES, content_of
 from ..names import LiveParameter, live_parameters
 from .assembly import assemble
 from .optimizers.quantized import check_precision, decoded
-from .states import Entry
+from .states import Entry, Named
 
 __all__ = ["Tracked", "from_optimizers", "from_tracker", "unwrapped"]
 
@@ -64,7 +64,7 @@ def from_optimizers(
     """
     parameters = live_parameters(model)
     by_identity = {id(p.parameter): p for p in parameters}
-    named: list[tuple[str, Entry, str | None]] = []
+    named: list[Named] = []
     strangers = 0
     for optimizer in optimizers:
         own: list[Entry] = []
@@ -109,7 +109,7 @@ def from_tracker(
     parameters = live_parameters(tracker.model if model is None else model)
     by_identity = {id(p.parameter): p.name for p in parameters}
     group = {"betas": (0.0, tracker.beta2), "weight_decay": 0.0}
-    named: list[tuple[str, Entry, str | None]] = []
+    named: list[Named] = []
     strangers = 0
     for _, parameter, value, step in tracker.items():
         name = by_identity.get(id(parameter))

@@ -18,6 +18,7 @@ __all__ = [
     "Entry",
     "Found",
     "FusedSlice",
+    "Named",
     "OptimizerState",
     "Options",
     "check_usable",
@@ -76,6 +77,10 @@ class Entry:
             return tuple(stored(how.key, self.state, self.group).shape)
         except NoAccumulatorError:
             return None
+
+
+Named = tuple[str, Entry, str | None]
+"""A parameter's name, its state, and the class of its optimizer where that is known."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,9 @@ class Options:
         allow_coarse: Whether states of four bits are accepted.
         named: Whether names are at hand, so that a reader need not look for them.
         beta2: Decay of the squared-gradient average, for sources that do not record it.
+        optimizer: Which optimizer is meant, counted from 0.
         optimizer_class: The optimizer's class, for sources that do not record it.
+        in_order: Whether the user vouches that each group keeps the order of the model.
     """
 
     model: Path | None = None
@@ -177,7 +184,9 @@ class Options:
     allow_coarse: bool = False
     named: bool = False
     beta2: float | None = None
+    optimizer: int | None = None
     optimizer_class: str | None = None
+    in_order: bool = False
 
 
 def check_usable(optimizer: OptimizerState) -> None:
