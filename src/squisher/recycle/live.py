@@ -67,7 +67,7 @@ def from_optimizers(
     named: list[Named] = []
     strangers = 0
     for optimizer in optimizers:
-        own: list[Entry] = []
+        entries: list[Entry] = []
         for number, group in enumerate(optimizer.param_groups):
             settings = {key: value for key, value in group.items() if key != "params"}
             for parameter in group["params"]:
@@ -75,20 +75,18 @@ def from_optimizers(
                 if known_as is None:
                     strangers += 1
                     continue
-                own.append(Entry(optimizer.state.get(parameter, {}), settings, number, known_as.name))
+                entries.append(Entry(optimizer.state.get(parameter, {}), settings, number, known_as.name))
         class_name = type(optimizer).__name__
-        own = decoded(own, class_name)
-        check_precision(own, allow_coarse)
-        named += [(entry.name or "", entry, class_name) for entry in own]
+        entries = decoded(entries, class_name)
+        check_precision(entries, allow_coarse)
+        named += [(entry.name or "", entry, class_name) for entry in entries]
     _refuse_strangers(strangers, len(named))
     names = [name for name, _, _ in named]
     if len(set(names)) < len(names):
         raise NamingError(
             f"{next(n for n in names if names.count(n) > 1)!r} is in two optimizers; extract them one by one."
         )
-    facts = _about(facts, parameters, set(names), {})
-    content = _content(parameters, set(names), hash_weights)
-    return assemble(named, facts, _shapes(parameters), content, bias_correction=bias_correction, lazy=False)
+    return _assembled(named, parameters, facts, {}, bias_correction=bias_correction, hash_weights=hash_weights)
 
 
 def from_tracker(
@@ -98,7 +96,7 @@ def from_tracker(
 
     Args:
         tracker: It has observed at least one step.
-        model: By default the tracker's own.
+        model: By default the model of the tracker.
         facts: What the caller knows about the run.
         bias_correction: False leaves the average as it is.
         hash_weights: Record a hash of each weight that was observed, not only of the smallest; they are copied to the CPU for it.
@@ -128,19 +126,18 @@ def from_tracker(
         raise SquisherError(
             "An average of squares per example is a Fisher, which is always corrected: use bias_correction=True."
         )
-    names = {name for name, _, _ in named}
-    reasons = {p.name: reason for p in parameters if (reason := tracker.absent().get(p.live_name))}
-    facts = replace(_about(facts, parameters, names, reasons), after_clipping=tracker.after_clipping)
-    content = _content(parameters, names, hash_weights)
-    found = assemble(named, facts, _shapes(parameters), content, bias_correction=bias_correction, lazy=False)
+    found = _assembled(
+        named,
+        parameters,
+        replace(facts, after_clipping=tracker.after_clipping),
+        tracker.absent(),
+        bias_correction=bias_correction,
+        hash_weights=hash_weights,
+    )
     if estimator is None:
         return found
-    measured = {
-        "estimator": estimator,
-        "unit": getattr(tracker, "unit", None),
-        "examples": getattr(tracker, "examples", None),
-    }
-    return found.with_provenance(kind="fisher", **measured)
+    unit, examples = getattr(tracker, "unit", None), getattr(tracker, "examples", None)
+    return found.with_provenance(kind="fisher", estimator=estimator, unit=unit, examples=examples)
 
 
 def unwrapped(source: Any) -> torch.optim.Optimizer | None:
@@ -157,33 +154,35 @@ def unwrapped(source: Any) -> torch.optim.Optimizer | None:
     return None
 
 
-def _about(
-    facts: RunFacts, parameters: Sequence[LiveParameter], held: set[str], reasons: Mapping[str, Absence]
-) -> RunFacts:
-    absent = {p.name: reasons.get(p.name) or _why_absent(p.parameter) for p in parameters if p.name not in held}
-    return replace(
+def _assembled(
+    named: Sequence[Named],
+    parameters: Sequence[LiveParameter],
+    facts: RunFacts,
+    reasons: Mapping[str, Absence],
+    *,
+    bias_correction: bool,
+    hash_weights: bool,
+) -> Importance:
+    """Return the importance of the named states of a live model; `reasons` say, by live name, why others have none."""
+    names = {name for name, _, _ in named}
+    untrained = Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer")
+    frozen = Absence(Reason.FROZEN, "frozen (requires_grad is False)")
+    facts = replace(
         facts,
         naming=Naming(Level.RECORDED),
-        absent=absent,
+        absent={
+            p.name: reasons.get(p.live_name) or (untrained if p.parameter.requires_grad else frozen)
+            for p in parameters
+            if p.name not in names
+        },
         tied={alias: p.name for p in parameters for alias in p.aliases},
         live_names={p.name: p.live_name for p in parameters},
     )
-
-
-def _shapes(parameters: Sequence[LiveParameter]) -> dict[str, tuple[int, ...]]:
-    return {p.name: tuple(p.parameter.shape) for p in parameters}
-
-
-def _why_absent(parameter: Tensor) -> Absence:
-    if parameter.requires_grad:
-        return Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer")
-    return Absence(Reason.FROZEN, "frozen (requires_grad is False)")
-
-
-def _content(parameters: Sequence[LiveParameter], held: set[str], every: bool) -> dict[str, str]:
-    """Return hashes of weights in the optimizer: the frozen base of an adapter would take longer than all the rest."""
-    weights = {p.name: p.parameter for p in parameters if p.name in held and not hasattr(p.parameter, "full_tensor")}
-    return content_of(weights, weights, None if every else HASHED_BYTES)
+    # Only weights in the optimizer are hashed: the frozen base of an adapter would take longer than all the rest.
+    weights = {p.name: p.parameter for p in parameters if p.name in names and not hasattr(p.parameter, "full_tensor")}
+    content = content_of(weights, weights, None if hash_weights else HASHED_BYTES)
+    shapes = {p.name: tuple(p.parameter.shape) for p in parameters}
+    return assemble(named, facts, shapes, content, bias_correction=bias_correction, lazy=False)
 
 
 def _refuse_strangers(strangers: int, matched: int) -> None:

@@ -27,6 +27,7 @@ __all__ = [
     "Reading",
     "identify",
     "is_tensor",
+    "loaded",
     "optimizer_name",
     "reading",
     "rows_of_class",
@@ -233,6 +234,14 @@ def is_tensor(value: Any) -> bool:
     return isinstance(value, (Tensor, TensorSource))
 
 
+def loaded(tensor: Any) -> Tensor:
+    """Return a tensor in memory, whole whatever it was sharded over (every process must take part)."""
+    if not isinstance(tensor, Tensor):
+        return tensor.load()
+    tensor = tensor.detach()
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
 @dataclass(frozen=True, eq=False)
 class Factored:
     """The product of two factors, computed when asked for.
@@ -278,7 +287,7 @@ class Factored:
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor]:
         """Both factors with every axis of the product, the row divided by its mean: only their product is left to take."""
-        row, column = (_loaded(factor).float().contiguous() for factor in (self.row, self.column))
+        row, column = (loaded(factor).float().contiguous() for factor in (self.row, self.column))
         row = row.reshape([1 if axis == self.column_axis else n for axis, n in enumerate(self.shape)])
         column = column.reshape([1 if axis == self.row_axis else n for axis, n in enumerate(self.shape)])
         mean = row.mean(self.row_axis, keepdim=True)
@@ -321,10 +330,3 @@ def _kept_axes(
         axes = (row_axis[0], column_axis[0])
     without = [tuple(1 if k == axis else n for k, n in enumerate(shape)) for axis in reversed(axes)]
     return [(shape, axes)] if len(shape) >= 2 and without == [row, column] else []
-
-
-def _loaded(factor: Any) -> Tensor:
-    if not isinstance(factor, Tensor):
-        return factor.load()
-    factor = factor.detach()
-    return factor.full_tensor() if hasattr(factor, "full_tensor") else factor
