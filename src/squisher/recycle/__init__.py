@@ -54,16 +54,16 @@ def extract(
     """Return the squared-gradient average that an optimizer already holds, as a named importance.
 
     The values are v̂, the mean squared gradient of the mini-batch loss, corrected for the start from zero with each
-    parameter's own step count. `Importance.as_fisher` turns them into the scale of a Fisher where the batch size is known.
+    parameter's step count. `Importance.as_fisher` turns them into the scale of a Fisher where the batch size is known.
 
     Args:
         source: A live optimizer (or several), a `Tracker`, or a file or folder that training saved (or
             `hf://owner/name[@revision][/folder]`). No file is ever executed.
         model: The live model, for a live optimizer. For a file that records no names: the model it belongs to.
-        names: Names in the optimizer's order, or a file of them, where nothing tells them; shapes and values are checked.
+        names: Names in the optimizer's order, or a file of them, where nothing else names them; shapes and values are checked.
         batch_size: Examples per optimizer step: per device × accumulation × data-parallel processes.
         bias_correction: False gives the accumulator as it is stored.
-        loss_reduction: `mean`, `sum` or `token_mean`; taken as `mean` if a batch size is given and the source does not tell.
+        loss_reduction: `mean`, `sum` or `token_mean`; taken as `mean` if a batch size is given and the source does not record it.
         batch_tokens: Mean number of loss-bearing tokens per optimizer step, for `token_mean`.
         unit: What the loss is a mean of: `example`, `sequence` or `token`.
         trainable: A regular expression: only matching parameters of the model were trained.
@@ -73,7 +73,7 @@ def extract(
         allow_coarse: Accept states of four bits, which keep little more than the order of magnitude.
         beta2: Decay of the squared-gradient average, for sources that do not record it (optax, MLX, `.weights.h5`).
         optimizer_class: Name of the optimizer's class (`ADOPT`, `RMSprop`), for sources whose keys leave it open.
-        hash_weights: Record the hash of every weight, not only of the smallest ones. Hashes tell later whether an importance
+        hash_weights: Record the hash of every weight, not only of the smallest ones. Hashes show later whether an importance
             belongs to a model. Of a live model, the weights are copied to the CPU for it.
         in_order: Say that each of the optimizer's groups keeps the order of `model.parameters()`, where parts of one shape
             leave that open and the values do not tell.
@@ -83,7 +83,7 @@ def extract(
 
     Raises:
         NoAccumulatorError: The optimizer keeps no average of the squared gradient, or has taken no step.
-        NamingError: Nothing tells the names, several answers fit, or the values contradict the only one.
+        NamingError: Nothing names the parameters, several answers fit, or the values contradict the only one.
         FileError: The source cannot be read safely, or holds no optimizer state.
     """
     known = RunFacts(batch_size=batch_size, loss_reduction=loss_reduction, batch_tokens=batch_tokens, unit=unit)
@@ -171,9 +171,9 @@ def _from_file(
     states: list[Named] = []
     naming: dict[str, Naming] = {}
     for name, entry, class_name in named:
-        own = [(fused.name, replace(entry, slice=fused), class_name) for fused in slices.get(name, ())]
-        states += own or [(name, entry, class_name)]
-        naming.update(dict.fromkeys([fused for fused, _, _ in own] or [name], how[name]))
+        split = [(fused.name, replace(entry, slice=fused), class_name) for fused in slices.get(name, ())]
+        states += split or [(name, entry, class_name)]
+        naming.update(dict.fromkeys([fused for fused, _, _ in split] or [name], how[name]))
 
     trained = {name for name, _, _ in states}
     beside = f", or stepped by another optimizer of the source. {unusable}" if unusable else ""
@@ -250,7 +250,7 @@ def _named(
     """Return every parameter's state under its name, and how each name was found.
 
     Raises:
-        NamingError: Nothing tells the names, or two optimizers have the same.
+        NamingError: Nothing names the parameters, or two optimizers have the same name.
     """
     for one in optimizers:
         check_precision(one.entries, options.allow_coarse)
@@ -289,7 +289,7 @@ def _one_of(optimizers: Sequence[Any], which: int) -> Any:
 
 
 def _completed(known: RunFacts, assume_mean: bool = True) -> RunFacts:
-    """Return the facts with what follows from them: torch's losses are means unless told otherwise."""
+    """Return the facts with what follows from them: torch's losses are means by default."""
     if assume_mean and known.batch_size is not None and known.loss_reduction is None:
         known = replace(known, loss_reduction="mean")
     if known.loss_reduction is not None and known.unit is None:

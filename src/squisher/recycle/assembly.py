@@ -71,7 +71,7 @@ def assemble(
         tied={alias: name for alias, name in facts.tied.items() if name in recipes},
         live_names={name: live for name, live in facts.live_names.items() if name in recipes and live != name},
     )
-    # A quantised source says how it was stored; its own dtype is what it gives out.
+    # A quantised source says how it was stored; its dtype is that of the decoded values.
     kinds = {str(getattr(r.source, "stored_as", None) or r.source.dtype) for r in recipes.values()}
     structure = structure_hash(shapes or {name: recipe.shape for name, recipe in recipes.items()})
     return Importance(
@@ -90,7 +90,7 @@ def _check_shape(shape: tuple[int, ...], entry: Entry, expected: Sequence[int] |
     """Refuse an accumulator that has not one value per weight.
 
     Raises:
-        NoAccumulatorError: Its shape is not that of the parameter (or of its first moment), or too small for the slice.
+        NoAccumulatorError: Its shape differs from the parameter's (or from its first moment's), or is too small for the slice.
     """
     what = "the parameter"
     if entry.slice is not None or expected is None:

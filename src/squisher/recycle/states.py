@@ -1,4 +1,4 @@
-"""An optimizer's state as every reader delivers it, and what else a reader may find."""
+"""The state of an optimizer as every reader delivers it, and the evidence that comes with it."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Entry:
 
     @property
     def shape(self) -> tuple[int, ...] | None:
-        """The shape of the parameter, as far as its state tells."""
+        """The shape of the parameter, if its state has it."""
         if "projector" in self.state:  # GaLore: what it keeps has the shape of the projection, not of the parameter
             return None
         for key in ("exp_avg_sq", "exp_avg", "square_avg", "sum", "variance", "exp_inf", "momentum_buffer"):
@@ -85,13 +85,13 @@ Named = tuple[str, Entry, str | None]
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """One optimizer: its parameters in its own order.
+    """One optimizer: its parameters in the order of its groups.
 
     Attributes:
         entries: One per parameter, in the order of the groups.
         class_name: The optimizer's class, where it is known.
-        place: Where in the source it was found, for messages.
-        models: Where its own names may come from, if not from all models of the source.
+        place: Where in the source it is, for messages.
+        models: The models that may name its parameters, if not all of the source.
     """
 
     entries: Sequence[Entry]
@@ -110,14 +110,14 @@ class OptimizerState:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One parameter of a model, in registration order: what may stand behind a number in the optimizer.
+    """One parameter of a model, in registration order: it may be the one that a number in the optimizer stands for.
 
     Attributes:
         name: Its name in the weight file.
         shape: Its shape.
         module: Full class names of the module that owns it, its bases included; empty where only a state dict is at hand.
         live_name: Its name in the running model, where it differs.
-        required: Whether it was surely trained, so that it must be one of the optimizer's.
+        required: Whether it was surely trained, so that the optimizer must have it.
         slices: What the weight file stores instead of it, where that is several tensors.
         weight: Its value when the state was saved, unread: evidence for names. None where it is not at hand.
         before: Its value at an earlier moment of the same run (an earlier checkpoint, the base model), unread.
@@ -135,17 +135,17 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a reader found in a source.
+    """The evidence that a reader returns; it decides nothing.
 
     Attributes:
         optimizers: Every optimizer state, in order.
-        models: Where names may come from: a label for messages, and the parameters in registration order.
+        models: What may name the parameters: a label for messages, and the parameters of a model in registration order.
         facts: What the source proves about the run (batch size, clipping, …).
         rules: Grouping conventions of the framework that wrote it, as `naming.Rule` with a label, beside the general ones.
         parameters: All parameters of the model, frozen ones too, where they are known and the models leave some out.
         assume_mean: Whether a loss whose reduction is not recorded may be taken as a mean over examples, torch's default.
         later: Other models, to be tried one after the other where the first leave names open.
-        hint: What would settle the names, in this format's own terms, where they stay open.
+        hint: What would settle the names in this format, where they stay open.
         laws: Returns the laws of the model's structure, evidence for names; called once they are needed.
         vouched: Whether the framework that wrote it makes the optimizer itself, with the order of the model in each group.
     """
@@ -208,5 +208,5 @@ def check_usable(optimizer: OptimizerState) -> None:
 
 
 def _names_itself(entry: Entry, optimizer: OptimizerState) -> bool:
-    """Whether a parameter without state still tells by its group which optimizer it belongs to (plain SGD)."""
+    """Whether the class or the group of a parameter without state names its optimizer (plain SGD)."""
     return optimizer.class_name is not None or any(row.matches((), entry.group) for row in TABLE if row.group)

@@ -45,7 +45,7 @@ class Reader(NamedTuple):
 
 
 READERS = [
-    # The most frequent first. Folders are told apart by what lies in them, and no Trainer folder has what the others need.
+    # The most frequent first. Folders are recognised by what lies in them, and no Trainer folder has what the others need.
     Reader("Hugging Face Trainer folder", is_trainer_folder, read_trainer, names_itself=True),
     Reader("Megatron checkpoint (experimental)", is_megatron, read_megatron),
     Reader("torch.distributed.checkpoint folder", is_dcp, read_dcp),

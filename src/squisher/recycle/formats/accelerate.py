@@ -22,7 +22,7 @@ Sources = list[tuple[str, Sequence[Candidate]]]
 
 
 def is_accelerate_folder(path: Path) -> bool:
-    """Whether a folder has optimizer files as Accelerate writes them, and not those of FSDP or DeepSpeed."""
+    """Whether a folder has optimizer files as Accelerate writes them without FSDP or DeepSpeed."""
     file = optimizer_file(path)
     return file is not None and file.name == "optimizer.bin"
 
@@ -49,7 +49,7 @@ def read_accelerate(folder: Path, options: Options) -> Found:
             tied.update(aliases)
     if not options.named:
         by_name = [one for one in weights if not one.in_module_order]
-        optimizers = [replace(one, models=_own_models(one, ordered, by_name, options)) for one in optimizers]
+        optimizers = [replace(one, models=_models_beside(one, ordered, by_name, options)) for one in optimizers]
     return Found(optimizers, ordered, RunFacts(tied=tied))
 
 
@@ -85,8 +85,10 @@ def _weight_files(folder: Path) -> Iterator[Path]:
         yield from sorted(p for p in folder.iterdir() if p.is_file() and re.fullmatch(pattern, p.name))
 
 
-def _own_models(optimizer: OptimizerState, ordered: Sources, by_name: Sequence[Weights], options: Options) -> Sources:
-    """Where an optimizer's names may come from: every model beside it."""
+def _models_beside(
+    optimizer: OptimizerState, ordered: Sources, by_name: Sequence[Weights], options: Options
+) -> Sources:
+    """Return every model beside an optimizer that may name its parameters."""
     if options.trainable is not None:
         ordered = [(label, matching(candidates, options.trainable)) for label, candidates in ordered]
     models = [*ordered, *pinned(optimizer, by_name)]

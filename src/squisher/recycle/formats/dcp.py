@@ -1,7 +1,7 @@
 """Folders of `torch.distributed.checkpoint`: FSDP1 and FSDP2, DDP, torchtitan, Accelerate's FSDP.
 
 `.metadata` says which tensors there are, into which blocks they were cut, and where each block lies in the shard files; it is
-read by our own pickle machine. Names come from the paths that the planner wrote down, never from splitting keys at dots.
+read by our pickle machine. Names come from the paths that the planner wrote down, never from splitting keys at dots.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a folder is a distributed checkpoint, or holds one or several in its folders; or a file is a part of one."""
+    """Whether a folder is a distributed checkpoint, or holds one or several in its folders; or a file is a shard of one."""
     if path.is_file():
         return path.name == ".metadata" or path.suffix == ".distcp"
     return path.is_dir() and (bool(_folders(path)) or any(path.glob("*.distcp")) or any(path.glob(_PER_RANK)))
@@ -47,7 +47,7 @@ def read_dcp(path: Path, options: Options) -> Found:
         FileError: It is incomplete, damaged, written in a way that is not read, or holds no optimizer state.
     """
     if path.is_file():
-        raise FileError(f"{path} is one part of a distributed checkpoint; give the folder that it is in.")
+        raise FileError(f"{path} is one file of a distributed checkpoint; give the folder that it is in.")
     if any(path.glob(_PER_RANK)):
         raise FileError(
             f"{path} holds the local state of every FSDP rank ({_PER_RANK}): flat shards, whose parameters cannot be told. Save "
@@ -133,7 +133,7 @@ class _Group(Mapping[str, Any]):
 def _optimizers(checkpoint: Checkpoint, label: str) -> list[OptimizerState]:
     out = []
     for prefix, saved in _saved(checkpoint).items():
-        place = ".".join([label] * bool(label) + [str(part) for part in prefix])
+        place = ".".join([label] * bool(label) + [str(key) for key in prefix])
         out.append(OptimizerState(_entries(checkpoint, saved, place), place=place))
     return out
 
@@ -157,14 +157,14 @@ def _saved(checkpoint: Checkpoint) -> dict[tuple[Any, ...], _Saved]:
 
 def _optimizer_place(path: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, Any, str | None] | None:
     """Return the optimizer an entry belongs to, `state` or `param_groups`, whose it is (parameter or group), and its name."""
-    for k, part in enumerate(path):
+    for k, key in enumerate(path):
         rest = path[k + 1 :]
-        if part == "param_groups" and len(rest) <= 1:  # one pickle for all groups, or for one
-            return path[:k], part, rest[0] if rest else None, None
-        if part in ("state", "param_groups") and len(rest) >= 2:
-            return path[:k], part, rest[0], ".".join(map(str, rest[1:]))
-        if isinstance(part, str) and not rest:  # flattened: one part, `state.<name of the parameter>.exp_avg_sq`
-            kind, _, after = part.partition(".")
+        if key == "param_groups" and len(rest) <= 1:  # one pickle for all groups, or for one
+            return path[:k], key, rest[0] if rest else None, None
+        if key in ("state", "param_groups") and len(rest) >= 2:
+            return path[:k], key, rest[0], ".".join(map(str, rest[1:]))
+        if isinstance(key, str) and not rest:  # flattened: one key, `state.<name of the parameter>.exp_avg_sq`
+            kind, _, after = key.partition(".")
             owner, _, name = after.rpartition(".")
             if kind in ("state", "param_groups") and owner:
                 return path[:k], kind, owner, name
@@ -173,22 +173,22 @@ def _optimizer_place(path: tuple[Any, ...]) -> tuple[tuple[Any, ...], str, Any, 
 
 def _entries(checkpoint: Checkpoint, saved: _Saved, place: str) -> list[Entry]:
     entries: list[Entry] = []
-    held: set[str] = set()
+    listed: set[str] = set()
     for number, (members, names, group) in enumerate(_groups(checkpoint, saved)):
         for member, name in zip(members, names, strict=True):
             key = str(member)  # the planner writes numbers as text
-            if key in held:
+            if key in listed:
                 raise FileError(
                     f"{checkpoint.folder} is damaged: {member!r} is twice in the groups of {place or 'the optimizer'}."
                 )
-            held.add(key)
+            listed.add(key)
             state = {what: checkpoint.value(entry) for what, entry in saved.state.get(key, {}).items()}
             entries.append(Entry(state, group, number, recorded_name(name) if isinstance(name, str) else None))
-    strangers = [member for member in saved.state if member not in held]
+    strangers = [member for member in saved.state if member not in listed]
     if strangers:
         raise FileError(
             f"{checkpoint.folder} has a state for {strangers[0]!r}, but no group of {place or 'the optimizer'} lists it: the "
-            "checkpoint is incomplete, or parts of several were mixed."
+            "checkpoint is incomplete, or files of several were mixed."
         )
     return entries
 
@@ -214,7 +214,7 @@ def _groups(checkpoint: Checkpoint, saved: _Saved) -> list[tuple[Sequence[Any], 
 
 
 def _number(owner: Any) -> int:
-    """Return the place of a group among the groups; those of single parameters keep their order."""
+    """Return the place of a group among the groups; groups of single parameters keep their order."""
     return int(owner) if isinstance(owner, int) or (isinstance(owner, str) and owner.isdecimal()) else -1
 
 
@@ -227,15 +227,15 @@ class _Model:
     candidates: list[Candidate]
     keys: list[str]
 
-    def tied(self, held: set[str | None]) -> dict[str, str]:
-        """Matrices that the optimizer does not have and that equal, bit by bit, one that it has: `{alias: name}`."""
+    def tied(self, trained: set[str | None]) -> dict[str, str]:
+        """Return the matrices that the optimizer does not have and that equal, bit by bit, one that it has: `{alias: name}`."""
         pairs = list(zip(self.candidates, self.keys, strict=True))
         out = {}
         for alias, its_key in pairs:
-            if alias.name in held or len(alias.shape) < 2:
+            if alias.name in trained or len(alias.shape) < 2:
                 continue
             for other, key in pairs:
-                if other.name in held and other.shape == alias.shape and self._equal(its_key, key):
+                if other.name in trained and other.shape == alias.shape and self._equal(its_key, key):
                     out[alias.name] = other.name
                     break
         return out
@@ -245,8 +245,8 @@ class _Model:
             return False
         first, second = self.checkpoint.tensor(one), self.checkpoint.tensor(other)
         numel = math.prod(first.shape)
-        pieces = ((start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))
-        return all(torch.equal(first.read_flat(*piece), second.read_flat(*piece)) for piece in pieces)
+        ranges = ((start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))
+        return all(torch.equal(first.read_flat(*at), second.read_flat(*at)) for at in ranges)
 
 
 def _models(checkpoint: Checkpoint) -> list[_Model]:
@@ -285,7 +285,7 @@ class Checkpoint:
     Attributes:
         folder: Where it is.
         paths: The path of each entry in the saved dictionary, by key.
-        in_order: Whether they are in the order in which they were saved; the planner's order is, that of the entries is not.
+        in_order: Whether they are in the order in which they were saved: the planner's order is, the order of the entries is not.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -330,14 +330,14 @@ class Checkpoint:
         raise self._damaged(f"{key!r} has no dtype")
 
     def tensor(self, key: str) -> Blocks:
-        """Read a tensor, to be read when asked for; its blocks have been checked to be there and to cover it."""
+        """Return a tensor, read when asked for; its blocks are checked to be there and to cover it."""
         shape, dtype = self.shape(key), self.dtype(key)
         blocks: dict[tuple[int, ...], Block] = {}
         for chunk in self._entries[key].get("chunks") or ():
             offsets = self._sizes(chunk.get("offsets") if isinstance(chunk, Record) else None, key)
             sizes = self._sizes(chunk.get("sizes") if isinstance(chunk, Record) else None, key)
             if not len(offsets) == len(sizes) == len(shape):
-                raise self._damaged(f"{key!r} has {len(shape)} dimensions, one of its parts {len(sizes)}")
+                raise self._damaged(f"{key!r} has {len(shape)} dimensions, one of its blocks {len(sizes)}")
             if 0 not in sizes:  # a rank that got nothing
                 blocks[offsets] = Block(shape, offsets, sizes, _Blob(self._span(key, offsets), sizes, dtype))
         tensor = Blocks(shape, dtype, list(blocks.values()))
@@ -346,13 +346,13 @@ class Checkpoint:
         return tensor
 
     def value(self, key: str) -> Any:
-        """Return an entry of any kind: a tensor to be read when asked for, or the object itself."""
+        """Return an entry of any kind: a lazy tensor, or the object itself."""
         return self.tensor(key) if self.is_tensor(key) else read(self._span(key, None))
 
     def _span(self, key: str, offset: tuple[int, ...] | None) -> ByteRange:
         info = self._places.get((key, offset))
         if info is None:
-            raise self._damaged(f"nothing says where the part of {key!r} at {offset} is")
+            raise self._damaged(f"nothing says where the block of {key!r} at {offset} is")
         if info.get("transform_descriptors"):
             names = ", ".join(map(str, info.get("transform_descriptors")))
             raise FileError(
@@ -373,7 +373,7 @@ class Checkpoint:
                 )
             if not (self.folder / inside).is_file():
                 raise FileError(
-                    f"The distributed checkpoint {self.folder} lacks the file {name}, which holds a part of {key!r}. Every "
+                    f"The distributed checkpoint {self.folder} lacks the file {name}, which holds a block of {key!r}. Every "
                     "rank writes its own: copy all of them into the folder."
                 )
             self._files[name] = ByteRange.of(self.folder / inside)
@@ -400,7 +400,7 @@ class _Blob:
         return self._opened().load()
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order."""
+        """Read elements `start` to `stop` in flat order."""
         return self._opened().read_flat(start, stop)
 
     def _opened(self) -> Verified:
@@ -416,7 +416,7 @@ class _Blob:
 
 
 def _is_tuple_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    return isinstance(value, tuple) and all(isinstance(part, kinds) for part in value)
+    return isinstance(value, tuple) and all(isinstance(one, kinds) for one in value)
 
 
 def _attribute(record: Any, name: str, kind: type) -> Any:

@@ -207,7 +207,7 @@ class StoreTensor:
         return self._tensor(self._array)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order; whole rows are read for it."""
+        """Read elements `start` to `stop` in flat order; whole rows are read for it."""
         if not self.shape:
             return self.load().reshape(-1)[start:stop]
         row = math.prod(self.shape[1:]) or 1
@@ -261,8 +261,8 @@ def read_orbax(path: Path) -> dict[str, Any]:
     for item in items:
         if ".orbax-checkpoint-tmp" in str(item):
             raise FileError(f"{item} is a checkpoint that was not finished. Give a finished one.")
-        own = _tree(item)
-        tree.update(own if item == path or len(items) == 1 else {item.name: own})
+        branch = _tree(item)
+        tree.update(branch if item == path or len(items) == 1 else {item.name: branch})
     return tree
 
 
@@ -290,7 +290,7 @@ def _tree(folder: Path) -> dict[str, Any]:
         zarr3 = bool(metadata.get("use_zarr3"))
         tree: dict[str, Any] = {}
         for leaf in leaves:
-            keys = [str(part["key"]) for part in leaf["key_metadata"]]
+            keys = [str(key["key"]) for key in leaf["key_metadata"]]
             if any("/" in key or "\\" in key or key == ".." for key in keys) and not ocdbt:
                 raise FileError(f"{file} names an array outside of its folder.")
             if leaf["value_metadata"].get("value_type") in ("None", "Dict", "List", "Tuple", "Empty", "NamedTuple"):

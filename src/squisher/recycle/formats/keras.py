@@ -1,4 +1,4 @@
-"""Keras: `.keras` archives, `.weights.h5` and legacy `.h5` files (those of tf.keras 2 too).
+"""Keras: `.keras` archives, `.weights.h5` and legacy `.h5` files (of tf.keras 2 too).
 
 Names are the variables' paths as Keras shows them, joined with "/" (`dense/kernel`). A legacy file records them. In the others
 the optimizer's variables are only numbered: config.json gives the order of the layers, each layer's variables have a fixed order,
@@ -377,13 +377,13 @@ def _of_model(config: Mapping[str, Any], group: Any, prefix: str, depth: int = 0
         if layer["class_name"] == "InputLayer" and file_name not in group["layers"]:
             continue
         count = used[file_name] = used.get(file_name, -1) + 1
-        own = group["layers"].get(f"{file_name}_{count}" if count else file_name)
-        if own is None or _name(own) not in (None, (layer.get("config") or {}).get("name")):
+        inner = group["layers"].get(f"{file_name}_{count}" if count else file_name)
+        if inner is None or _name(inner) not in (None, (layer.get("config") or {}).get("name")):
             raise _Unknown  # the file's layer is another one than config.json's
-        if "layers" in own:
-            yield from _of_model(layer, own, prefix, depth + 1)
+        if "layers" in inner:
+            yield from _of_model(layer, inner, prefix, depth + 1)
         else:
-            yield from _of_layer(layer, own, prefix)
+            yield from _of_layer(layer, inner, prefix)
 
 
 def _of_layer(layer: Mapping[str, Any], group: Any, prefix: str) -> Iterator[Candidate]:
@@ -396,9 +396,9 @@ def _of_layer(layer: Mapping[str, Any], group: Any, prefix: str) -> Iterator[Can
         raise _Unknown
     for place in [p.removesuffix("vars").removesuffix("/") for p in places] if len(places) == 1 else known:
         names, inner = [prefix + str(config.get("name"))], group
-        for part in place.split("/") if place else ():
-            inner = inner[part]
-            names.append(_name(inner) or part)
+        for key in place.split("/") if place else ():
+            inner = inner[key]
+            names.append(_name(inner) or key)
         for number in sorted(inner["vars"], key=int):
             data = inner["vars"][number]
             words = _variables(layer, place)
@@ -409,7 +409,7 @@ def _of_layer(layer: Mapping[str, Any], group: Any, prefix: str) -> Iterator[Can
 
 
 def _variables(layer: Mapping[str, Any], place: str) -> Sequence[str]:
-    """Return the names of a layer's variables, or of those of a layer inside it, in their order."""
+    """Return the names of a layer's variables, or of a layer inside it, in their order."""
     kind, config = layer["class_name"], layer.get("config") or {}
     if kind in ("TimeDistributed", "Bidirectional") and isinstance(config.get("layer"), dict):
         return _variables(config["layer"], place)

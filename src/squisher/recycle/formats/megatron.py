@@ -65,12 +65,12 @@ def read_megatron(path: Path, options: Options) -> Found:
             "nobody can tell which belongs to which parameter."
         )
     group = {name: value for name, value in next(iter(distinct.values())).items() if name in _KEPT}
-    entries = [Entry(own, group, name=name) for name, own in state.items()]
+    entries = [Entry(moments, group, name=name) for name, moments in state.items()]
     return Found([OptimizerState(entries, place="optimizer")], facts=RunFacts(pollution=(_EXPERIMENTAL,)))
 
 
 def _latest(path: Path) -> Path:
-    """Return the folder of the iteration that Megatron's own text file names; the path itself where there is no such file."""
+    """Return the folder of the iteration that Megatron's text file names; the path itself where there is no such file."""
     file = path / "latest_checkpointed_iteration.txt"
     if not file.is_file() or file.stat().st_size >= 32:
         return path

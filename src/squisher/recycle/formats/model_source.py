@@ -25,7 +25,7 @@ __all__ = ["laws_of", "model_candidates", "pinned", "sorted_by_name", "with_mode
 
 
 def with_model(found: Found, options: Options) -> Found:
-    """Add the names of the model that the user gave to what a reader found, if one was given."""
+    """Return the evidence with the model that the user gave, if one was given, as what names the parameters."""
     if options.model is None or options.named:
         return found
     label, trained, every = model_candidates(options.model)
@@ -35,7 +35,7 @@ def with_model(found: Found, options: Options) -> Found:
 
 
 def laws_of(folder: Path) -> Callable[[], Sequence[Law]]:
-    """Return what derives the laws of the model in a folder; nothing is built before it is called, and only once."""
+    """Return a function that derives the laws of the model in a folder, once; nothing is built before it is called."""
     return cache(partial(derived_laws, folder)) if (folder / "config.json").is_file() else tuple
 
 
@@ -44,7 +44,7 @@ def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, C
 
     Args:
         path: The folder or file.
-        weights: Checked against; by default those of the folder itself.
+        weights: Checked against; by default the weights in the folder itself.
 
     Returns:
         A label, the parameters that a new model of this kind would train, and all of them.
@@ -55,13 +55,15 @@ def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, C
     """
     if not path.exists():
         raise FileError(f"There is no model {path}.")
-    own = open_weights(path) if path.is_file() or not (path / "config.json").is_file() else None
-    if own is not None and own.in_module_order:
-        candidates = Candidates(*candidates_of(own.tensors))
-        return f"the order of {own.label}", candidates, candidates
+    ordered = open_weights(path) if path.is_file() or not (path / "config.json").is_file() else None
+    if ordered is not None and ordered.in_module_order:
+        candidates = Candidates(*candidates_of(ordered.tensors))
+        return f"the order of {ordered.label}", candidates, candidates
     if not (path / "config.json").is_file():
         what = (
-            "is sorted by name, so its order says nothing" if own is not None else "has neither config.json nor weights"
+            "is sorted by name, so its order says nothing"
+            if ordered is not None
+            else "has neither config.json nor weights"
         )
         raise NamingError(
             f"{path} cannot name an optimizer's parameters: it {what}. Give a folder with config.json, or a torch weight file."
@@ -80,10 +82,10 @@ def model_candidates(path: Path, weights: Weights | None = None) -> tuple[str, C
     note = f" ({every.note})" if every.note else ""
     by = built_by(path)
     label = f"the model of config.json{by}{note}"
-    ordered = beside is not None and beside.in_module_order
-    if ordered and beside is not None and sorted_as_text(list(beside.tensors)):
-        beside, ordered = None, False
-    older = _registered_before(path, model, [every, trained], beside) if by or ordered else None
+    if beside is not None and beside.in_module_order and sorted_as_text(list(beside.tensors)):
+        beside = None
+    in_order = beside is not None and beside.in_module_order
+    older = _registered_before(path, model, [every, trained], beside) if by or in_order else None
     if older is not None:
         how, (every, trained) = older
         label = f"the model of config.json, {how}"
@@ -111,10 +113,10 @@ def _registered_before(
 
 
 def pinned(optimizer: OptimizerState, weights: Sequence[Weights]) -> list[tuple[str, Sequence[Candidate]]]:
-    """For each file whose shapes alone say which tensor an entry is: its tensors in the optimizer's order.
+    """Return the tensors of each file whose shapes alone say which tensor an entry is, in the optimizer's order.
 
     Args:
-        optimizer: Its entries in its own order.
+        optimizer: Its entries in the order of its groups.
         weights: Files whose order says nothing.
     """
     sources: list[tuple[str, Sequence[Candidate]]] = []
@@ -133,7 +135,7 @@ def pinned(optimizer: OptimizerState, weights: Sequence[Weights]) -> list[tuple[
 
 
 def sorted_by_name(weights: Weights, state: str) -> NamingError:
-    """Return what to say where only a file that sorts its names is beside an optimizer's state."""
+    """Return the error for a state beside which there is only a file that sorts its names."""
     return NamingError(
         f"{weights.label} sorts its tensors by name, and several have the same shape, so it cannot tell which is which in "
         f"{state}. Give the model with --model: a folder with its config.json, or its state_dict() saved with torch.save, "

@@ -1,6 +1,6 @@
 """nanotron checkpoints (SmolLM2): a torch file of each rank in `optimizer/`, with the parameters' names in it.
 
-Without ZeRO every parameter is whole in one file. With ZeRO-1 each data-parallel rank holds a run of its flat elements;
+Without ZeRO every parameter is whole in one file. With ZeRO-1 each data-parallel rank holds a shard of its flat elements;
 `optimizer_config.json` says from where to where, and the shape of the whole.
 """
 
@@ -35,7 +35,7 @@ def is_nanotron(path: Path) -> bool:
 
 
 def read_nanotron(path: Path, options: Options) -> Found:
-    """Read the optimizer state of a nanotron checkpoint, put together from the files of all ranks.
+    """Read the optimizer state of a nanotron checkpoint, joined from the files of all ranks.
 
     Raises:
         FileError: Files are missing or do not belong together, or parameters were cut by tensor or expert parallelism.
@@ -55,7 +55,7 @@ def read_nanotron(path: Path, options: Options) -> Found:
                     f"{folder} holds {entry.name!r} in two pipeline stages (a tied parameter), and nothing says which counts."
                 )
             shards[entry.name][rank] = entry
-    entries = [_whole(folder, name, own, sharding) for name, own in shards.items()]
+    entries = [_whole(folder, name, by_rank, sharding) for name, by_rank in shards.items()]
     return Found([OptimizerState(entries, None, folder.name)])
 
 
@@ -69,7 +69,7 @@ def _ranks(folder: Path) -> dict[tuple[int, int | None], list[Entry]]:
             continue
         if int(match["tps"]) > 1 or int(match["exps"] or 1) > 1:
             raise FileError(
-                f"{file} is the share of one of {match['tps']} tensor-parallel and {match['exps'] or 1} expert-parallel ranks, which "
+                f"{file} is the shard of one of {match['tps']} tensor-parallel and {match['exps'] or 1} expert-parallel ranks, which "
                 "cut parameters; only pipeline stages and data-parallel ZeRO-1 are put together. Load and save it with one rank of each."
             )
         sizes.add((int(match["pps"]), int(match["dps"] or 1)))
@@ -84,9 +84,9 @@ def _ranks(folder: Path) -> dict[tuple[int, int | None], list[Entry]]:
         raise FileError(f"{folder} holds {'no optimizer files' if not sizes else 'files of runs of different sizes'}.")
     stages, world = sizes.pop()
     for stage in range(stages):
-        held = {rank for s, rank in found if s == stage}
-        missing = [] if held == {None} else [rank for rank in range(world) if rank not in held]
-        if missing or not held:
+        there = {rank for s, rank in found if s == stage}
+        missing = [] if there == {None} else [rank for rank in range(world) if rank not in there]
+        if missing or not there:
             raise FileError(
                 f"{folder} lacks the optimizer states of {len(missing) or 'all'} of {world} data-parallel ranks in stage {stage} of "
                 f"{stages}. Get all of its files."
@@ -95,7 +95,7 @@ def _ranks(folder: Path) -> dict[tuple[int, int | None], list[Entry]]:
 
 
 class _Sharding(NamedTuple):
-    """What `optimizer_config.json` says of ZeRO-1: where each rank's run of a parameter begins and ends, and shapes."""
+    """What `optimizer_config.json` says of ZeRO-1: where the shard of each rank begins and ends in a parameter, and shapes."""
 
     offsets: Mapping[str, Mapping[int, tuple[int, int]]]
     shapes: Mapping[str, tuple[int, ...]]
@@ -105,8 +105,8 @@ class _Sharding(NamedTuple):
         try:
             configs = read_object(folder / _CONFIG)["configs"]
             offsets = {
-                name: {int(rank): (int(a), int(b)) for rank, (a, b) in own.items()}
-                for name, own in configs["param_name_to_dp_rank_offsets"].items()
+                name: {int(rank): (int(a), int(b)) for rank, (a, b) in ranges.items()}
+                for name, ranges in configs["param_name_to_dp_rank_offsets"].items()
             }
             shapes = {name: tuple(int(n) for n in shape) for name, shape in configs["orig_param_shapes"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -118,7 +118,7 @@ class _Sharding(NamedTuple):
 
 
 def _whole(folder: Path, name: str, shards: Mapping[int | None, Entry], sharding: _Sharding | None) -> Entry:
-    """Return one parameter's entry, joined from the runs of all ranks."""
+    """Return the entry of one parameter, joined from the shards of all ranks."""
     if sharding is None:
         return shards[None]
     offsets, shape = sharding.offsets.get(name), sharding.shapes.get(name)
@@ -142,11 +142,11 @@ def _whole(folder: Path, name: str, shards: Mapping[int | None, Entry], sharding
             continue
         runs = []
         for rank, (start, end) in ordered:
-            part = shards[rank].state.get(key)
-            if not isinstance(part, StoredTensor) or part.dtype != value.dtype or part.shape != (end - start,):
+            shard = shards[rank].state.get(key)
+            if not isinstance(shard, StoredTensor) or shard.dtype != value.dtype or shard.shape != (end - start,):
                 raise FileError(
                     f"Rank {rank} in {folder} does not hold the {end - start} elements of {name!r} that it should."
                 )
-            runs.append(Slice(Verified(part), 0, end - start))
+            runs.append(Slice(Verified(shard), 0, end - start))
         state[key] = Joined(shape, value.dtype, runs)
     return Entry(state, first.group, first.group_number, name)

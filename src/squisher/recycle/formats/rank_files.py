@@ -1,4 +1,4 @@
-"""Folders with a torch file from every rank: the DTensors of FSDP2 put together again."""
+"""Folders with a torch file from every rank: the DTensors of FSDP2 joined again."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_ranks(path: Path, options: Options) -> Found:
     """Read the optimizer states of all ranks, joined.
 
     Raises:
-        FileError: Ranks are missing or do not belong together, or it cannot be said which part of what they hold.
+        FileError: Ranks are missing or do not belong together, or nothing says which shard of what they hold.
     """
     found: list[tuple[list[Any], dict[int, Path]]] = []
     models: list[tuple[str, list[Candidate]]] = []
@@ -56,7 +56,7 @@ def read_ranks(path: Path, options: Options) -> Found:
 
 
 def _sets(path: Path) -> list[dict[int, Path]]:
-    """Files by rank, for each way of naming them."""
+    """Return the files by rank, for each way of naming them."""
     found: dict[tuple[str, str], dict[int, Path]] = {}
     for file in sorted(path.iterdir()):
         match = _RANK.fullmatch(file.name)
@@ -66,22 +66,22 @@ def _sets(path: Path) -> list[dict[int, Path]]:
 
 
 def _joined(values: Sequence[Any], ranks: Sequence[int], path: Path) -> dict[str, Any]:
-    """One optimizer's state dict, with a tensor for what the ranks have shares of."""
+    """Return the state dict of one optimizer, with a tensor for what the ranks have shards of."""
     if not all(isinstance(value, dict) for value in values):
         raise FileError(
             f"The files of the ranks in {path} hold pickled optimizers, whose parameters cannot be matched. Save state dicts."
         )
     first = values[0]
     state = {}
-    for member, own in first["state"].items():
+    for member, tensors in first["state"].items():
         others = [value["state"].get(member) for value in values]
-        if not all(isinstance(other, dict) and set(other) == set(own) for other in others):
+        if not all(isinstance(other, dict) and set(other) == set(tensors) for other in others):
             raise _strangers(path)
         if len({step_of(other, {}) for other in others}) > 1:
             raise FileError(
                 f"{path} mixes the files of several steps: the ranks count differently for parameter {member}."
             )
-        state[member] = {key: _tensor([other[key] for other in others], ranks, path) for key in own}
+        state[member] = {key: _tensor([other[key] for other in others], ranks, path) for key in tensors}
     if any(set(value["state"]) != set(state) for value in values):
         raise _strangers(path)
     return {"state": state, "param_groups": first["param_groups"]}
@@ -89,13 +89,14 @@ def _joined(values: Sequence[Any], ranks: Sequence[int], path: Path) -> dict[str
 
 def _strangers(path: Path) -> FileError:
     return FileError(
-        f"The ranks in {path} do not hold a share of the same parameters each: flat shards of FSDP1, whose parameters cannot be "
+        f"The ranks in {path} do not hold a shard of the same parameters each: flat shards of FSDP1, whose parameters cannot be "
         "told, or files that do not belong together. Save FSDP.optim_state_dict(model, optimizer) or with torch.distributed.checkpoint."
     )
 
 
-def _tensor(parts: Sequence[Any], ranks: Sequence[int], path: Path) -> Any:
-    first = parts[0]
+def _tensor(shards: Sequence[Any], ranks: Sequence[int], path: Path) -> Any:
+    """Return a tensor joined from the shards of all ranks, or what is the same on all of them."""
+    first = shards[0]
     if not isinstance(first, Record) or not first.name.endswith("DTensor"):
         if isinstance(first, StoredTensor) and len(first.shape):
             raise _strangers(path)
@@ -115,9 +116,9 @@ def _tensor(parts: Sequence[Any], ranks: Sequence[int], path: Path) -> Any:
     dimension = split.get("dim")
     blocks: list[Block] = []
     place = 0
-    for rank, part in zip(ranks, parts, strict=True):
-        local = part.get("_local_tensor") if isinstance(part, Record) else None
-        written_by = _written_by(part)
+    for rank, shard in zip(ranks, shards, strict=True):
+        local = shard.get("_local_tensor") if isinstance(shard, Record) else None
+        written_by = _written_by(shard)
         if written_by not in (None, rank):
             raise FileError(f"{path} is mixed up: the file of rank {rank} was written by rank {written_by}.")
         fits = isinstance(local, StoredTensor) and local.dtype == first.get("dtype") and len(local.shape) == len(shape)
@@ -130,20 +131,20 @@ def _tensor(parts: Sequence[Any], ranks: Sequence[int], path: Path) -> Any:
         place += local.shape[dimension]
     whole = Blocks(shape, first.get("dtype"), blocks)
     if whole.gap:
-        raise FileError(f"The shares of the ranks in {path} do not make the whole: {whole.gap}.")
+        raise FileError(f"The shards of the ranks in {path} do not make the whole: {whole.gap}.")
     return whole
 
 
-def _written_by(part: Any) -> int | None:
-    """Return the rank that a share itself says that it is of."""
-    spec = part.get("_spec") if isinstance(part, Record) else None
+def _written_by(shard: Any) -> int | None:
+    """Return the rank that a shard records."""
+    spec = shard.get("_spec") if isinstance(shard, Record) else None
     mesh = spec.get("mesh") if isinstance(spec, Record) else None
     rank = mesh.get("_rank") if isinstance(mesh, Record) else None
     return rank if isinstance(rank, int) else None
 
 
 def _models(tree: Any) -> list[tuple[str, list[Candidate]]]:
-    """Dictionaries of named weights, sharded or whole, in module order."""
+    """Return the dictionaries of named weights, sharded or whole, in module order."""
     models = []
     named = [("", tree), *tree.items()] if isinstance(tree, dict) else []
     for place, value in named:

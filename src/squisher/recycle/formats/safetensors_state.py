@@ -2,7 +2,7 @@
 
 `optim.safetensors` (OLMo): a state dict, flattened; each key is a pickled path in base64, and what is no tensor is a pickle in bytes.
 `optimizer.safetensors` (MLX): `<parameter>.m`, `<parameter>.v` and one `step`; neither the class nor β₂ is recorded.
-`exp_avg_sq.safetensors` (OTA merging): Adam's second moment under the parameter's own name, and nothing else.
+`exp_avg_sq.safetensors` (OTA merging): Adam's second moment under the parameter's name, and nothing else.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def read_safetensors_state(path: Path, options: Options) -> Found:
 
     Raises:
         FileError: It is damaged, or holds no optimizer state.
-        NoAccumulatorError: MLX's file does not tell whether it holds an average of the squared gradient.
+        NoAccumulatorError: MLX's file leaves open whether it holds an average of the squared gradient.
     """
     file = next(path / name for name in _IN_FOLDER if (path / name).is_file()) if path.is_dir() else path
     lazy = open_safetensors(file)
@@ -125,7 +125,7 @@ def _path(name: str, file: Path) -> tuple[tuple[Any, ...], bool]:
 
 
 def _mlx(tensors: Tensors, class_name: str | None) -> Iterator[OptimizerState]:
-    """Yield the state of each optimizer: one, or those of a MultiOptimizer under `states.N`."""
+    """Yield the state of each optimizer: or, of a MultiOptimizer, of each under `states.N`."""
     for step_name, step in tensors.items():
         prefix, _, last = step_name.rpartition("step")
         if last or step.shape != () or (prefix and not prefix.startswith("states.")):
@@ -143,7 +143,7 @@ def _mlx(tensors: Tensors, class_name: str | None) -> Iterator[OptimizerState]:
 
 def _mlx_entry(name: str, state: dict[str, Any], steps: int, kind: str) -> Entry:
     group: dict[str, Any] = {"decoupled_weight_decay": True, "eps": None}
-    if kind == "Adafactor":  # its keys are those of transformers' Adafactor
+    if kind == "Adafactor":  # with the keys of transformers' Adafactor
         return Entry({**state, "step": steps}, {**group, "relative_step": None}, 0, name)
     if kind not in _MLX:
         raise NoAccumulatorError(f"MLX's {kind} keeps no average of the squared gradient. Train with Adam or AdamW.")
@@ -160,7 +160,7 @@ def _mlx_class(states: Mapping[str, Mapping[str, Any]]) -> str:
     is more than twice v anywhere, v is Adam's.
 
     Raises:
-        NoAccumulatorError: Nothing tells.
+        NoAccumulatorError: Nothing proves it.
     """
     keys = {key for state in states.values() for key in state}
     if keys & {"exp_avg_sq", "exp_avg_sq_row"}:

@@ -82,7 +82,7 @@ def _has_targets(state: OptimizerState, every: list[Candidate], trained: list[Ca
 def _own(
     module: str | None, variable: str | None, trained: list[Candidate], entries: Mapping[str, ByteRange]
 ) -> list[tuple[str, list[Candidate]]]:
-    """Where an optimizer's names come from: a part of the policy, or a variable beside it (`ent_coef_optimizer`)."""
+    """Return what names an optimizer's parameters: the policy, one of its modules, or a variable beside it (`ent_coef_optimizer`)."""
     if variable is not None:
         loose = read(entries["pytorch_variables.pth"]) if "pytorch_variables.pth" in entries else {}
         found = {
@@ -108,7 +108,7 @@ def _settings(entries: Mapping[str, ByteRange]) -> dict[str, Any]:
 
 
 def _with_class(state: OptimizerState, settings: Mapping[str, Any]) -> OptimizerState:
-    """Add the class of the policy's optimizers, which tells RMSpropTFLike, whose average starts at one, from RMSprop."""
+    """Add the class of the policy's optimizers, by which RMSpropTFLike, whose average starts at one, differs from RMSprop."""
     policy = settings.get("policy_kwargs")
     said = policy.get("optimizer_class") if isinstance(policy, dict) else None
     match = re.search(r"([A-Za-z_]\w*)'>$", said) if isinstance(said, str) else None

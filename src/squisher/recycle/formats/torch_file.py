@@ -63,7 +63,7 @@ def read_lightning(path: Path, options: Options) -> Found:
     """Read the optimizers of a Lightning checkpoint, and its weights in module order.
 
     How parameters were grouped is the user's code, and an optimizer may have any of them (the generator of a GAN, a student
-    beside its frozen teacher): shapes and values must tell.
+    beside its frozen teacher): shapes and values must decide.
 
     Raises:
         FileError: It cannot be read safely, or holds no optimizer state.
@@ -85,7 +85,7 @@ def read_lightning(path: Path, options: Options) -> Found:
 
 
 def torch_files(folder: Path) -> list[Path]:
-    """Return the checkpoints that a training script of one's own leaves in a folder."""
+    """Return the checkpoints that a training script leaves in a folder."""
     if not folder.is_dir():
         return []
     return sorted(p for p in folder.iterdir() if p.suffix in (".pt", ".pth", ".ckpt", ".tar") and p.is_file())
@@ -187,11 +187,11 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
                 f"{len(recorded)} names."
             )
         for member, name in zip(members, recorded, strict=True):
-            own = state.get(member)
-            own = own if isinstance(own, dict) else {}
-            names = (member, name, by_index.get(member), own.get("param_name"))
+            kept = state.get(member)
+            kept = kept if isinstance(kept, dict) else {}
+            names = (member, name, by_index.get(member), kept.get("param_name"))
             said = next((n for n in names if isinstance(n, str)), None)
-            entries.append(Entry(_without_shards(own), settings, number, said))
+            entries.append(Entry(_without_shards(kept), settings, number, said))
     return OptimizerState(decoded(entries, class_name), class_name, place)
 
 
@@ -245,7 +245,7 @@ def _bytes_of(tensor: StoredTensor) -> Any:
 
 
 def _with_group_names(optimizer: OptimizerState, models: Sequence[tuple[str, Sequence[Candidate]]]) -> OptimizerState:
-    """Take the names of the groups where each group is one parameter and has a name of its own (Adam-mini).
+    """Take the names of the groups where each group is one parameter and has a name (Adam-mini).
 
     With weights beside the state the names must be theirs: a group may be called anything.
     """
@@ -261,6 +261,7 @@ def _with_group_names(optimizer: OptimizerState, models: Sequence[tuple[str, Seq
 
 
 def _in_backward(content: dict[str, Any], place: str) -> OptimizerState:
+    """Return the state of optimizers that step in the backward pass, one for each named parameter, as one optimizer."""
     entries = []
     for number, (name, one) in enumerate(content.items()):
         inner = optimizer_state(one, f"{place}.{name}")
@@ -306,7 +307,7 @@ def _local(value: Record) -> Any:
 
 
 def mesh_size(mesh: Any) -> int | None:
-    """How many ranks a device mesh has, as the versions of torch wrote it down."""
+    """Return how many ranks a device mesh has, as the versions of torch wrote it down."""
     if not isinstance(mesh, Record):
         return None
     ranks = mesh.get("_flatten_rank_map")

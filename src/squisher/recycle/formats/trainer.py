@@ -51,7 +51,7 @@ _ADAPTED = (
 def is_trainer_folder(path: Path) -> bool:
     """Whether a folder is like a checkpoint of the Hugging Face Trainer: its optimizer state is one torch file, optimizer.pt.
 
-    With FSDP it may be an optimizer.bin, as Accelerate's are; then what else is there tells them apart.
+    With FSDP it may be an optimizer.bin, as Accelerate's are; then what else is there decides.
     """
     beside = ("trainer_state.json", "training_args.bin", "config.json", "adapter_config.json")
     if optimizer_file(path) is None:
@@ -189,7 +189,7 @@ def _sentence_modules(folder: Path) -> list[Candidate]:
 
 
 def _before(folder: Path, options: Options) -> Weights | None:
-    """Return the weights that training started from, or those of the last checkpoint before this one."""
+    """Return the weights that training started from, or the weights of the last checkpoint before this one."""
     if options.base_model is not None:
         return open_weights(options.base_model)
     number, others = _checkpoints(folder)
@@ -295,7 +295,7 @@ def facts_of(folder: Path, args: Record | None, steps: int | None) -> tuple[RunF
     Args:
         folder: The checkpoint.
         args: Its training arguments.
-        steps: How many steps the optimizer's own count says.
+        steps: How many steps the optimizer counts.
     """
     state = read_object(folder / "trainer_state.json") if (folder / "trainer_state.json").is_file() else {}
     batch_size = loss_reduction = unit = clipped = None
@@ -316,7 +316,7 @@ def facts_of(folder: Path, args: Record | None, steps: int | None) -> tuple[RunF
         accumulation = args.get("gradient_accumulation_steps")
         batches = max(1, accumulation if isinstance(accumulation, int) else 1) * (_processes(folder, args) or 1)
         if reduction is not None and batches > 1 and not _averages(folder):
-            assume_mean = False  # neither a mean nor a sum over examples, as far as the folder tells
+            assume_mean = False  # neither a mean nor a sum over examples, as far as the folder shows
             note = (
                 f"A step is made of {batches} batches, whose losses this class of models may add up instead of averaging: "
                 f"gradients may be {batches} times as large as a mean's."
@@ -393,7 +393,7 @@ def _processes(folder: Path, args: Record) -> int | None:
 
 def _reduction(folder: Path, args: Record) -> tuple[str, str] | None:
     """Return how the loss was reduced and over what, for the losses that the models of transformers compute themselves."""
-    if args.name.rpartition(".")[2] not in _PLAIN_TRAINERS:  # preference and reward training have losses of their own
+    if args.name.rpartition(".")[2] not in _PLAIN_TRAINERS:  # preference and reward training have other losses
         return None
     try:
         if (folder / "adapter_config.json").is_file():

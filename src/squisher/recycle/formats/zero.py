@@ -59,17 +59,17 @@ def read_zero(path: Path, options: Options) -> Found:
         return _without_zero(Run(folder), folder)
     read_stages = [_stage(folder, number, files, len(stages)) for number, files in stages.items()]
     run = read_stages[0][0]
-    entries = _one_model(folder, [own for _, own, _ in read_stages])
+    entries = _one_model(folder, [listed for _, listed, _ in read_stages])
     if not run.shapes:
         return Found([OptimizerState(entries, None, folder.name)])
     facts = run.facts(source, next((step_of(e.state, e.group) for e in entries if e.state), None))
     of_stages = [run.facts(source, None) for run, _, _ in read_stages]
-    notes = dict.fromkeys(note for *_, own in read_stages for note in own)
+    notes = dict.fromkeys(note for *_, said in read_stages for note in said)
     facts = replace(
         facts,
         pollution=(*facts.pollution, *notes),
-        absent={name: why for own in of_stages for name, why in own.absent.items()},
-        tied={alias: name for own in of_stages for alias, name in own.tied.items()},
+        absent={name: why for one in of_stages for name, why in one.absent.items()},
+        tied={alias: name for one in of_stages for alias, name in one.tied.items()},
     )
     listed = {c.name: c for run, _, _ in read_stages for _, own in run.models() for c in own}
     models = [(run.models()[0][0], list(listed.values()))]

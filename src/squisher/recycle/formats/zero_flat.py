@@ -1,6 +1,6 @@
 """Flat buffers of DeepSpeed ZeRO, of which every rank holds a shard, to parameters: stages 1 to 3, and GPT-NeoX's older layout.
 
-The order of the parameters in a buffer is that of `param_shapes` in the model states. The slice tables that DeepSpeed saves
+The parameters in a buffer have the order of `param_shapes` in the model states. The slice tables that DeepSpeed saves
 as well are wrong under round-robin gradients; they are compared and never followed.
 
 ZeRO-1 as GPT-NeoX wrote it for Pythia (DeeperSpeed 1, DeepSpeed 0.3) cuts a flat group once more, by communication intervals:
@@ -234,7 +234,7 @@ def _check_total(run: Run, ranks: Sequence[_Rank], k: int, found: int, used: int
 
 
 def _slice_agrees(rank: _Rank, k: int, name: str, cut: tuple[int, int]) -> bool:
-    """Whether DeepSpeed's own table of slices says the same about a parameter, where there is one."""
+    """Whether DeepSpeed's table of slices says the same about a parameter, where there is one."""
     tables = rank.saved.get("param_slice_mappings")
     table = tables[k] if isinstance(tables, (list, tuple)) and k < len(tables) else None
     if not isinstance(table, dict):
@@ -246,7 +246,7 @@ def _slice_agrees(rank: _Rank, k: int, name: str, cut: tuple[int, int]) -> bool:
 
 
 def _stage_3(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list[Pollution]]:
-    """Return the parameters of stage 3: each is cut into equal shards, and those of a rank follow one another, in sub-groups."""
+    """Return the parameters of stage 3: each is cut into equal shards, which follow one another on a rank, in sub-groups."""
     world = len(ranks)
     entries = []
     k, place = 0, 0
@@ -380,11 +380,11 @@ def _neox_state(
 ) -> dict[str, Any]:
     end = place + math.prod(shape)
     state: dict[str, Any] = {} if steps is None else {"step": steps}
-    for key, own in shards.items():
+    for key, flat in shards.items():
         runs = []
-        for begin, shard in own:
+        for begin, shard in flat:
             start, stop = max(place, begin), min(end, begin + shard.shape[0])
             if start < stop:
                 runs.append(Slice(shard, start - begin, stop - begin))
-        state[key] = Joined(shape, own[0][1].dtype, runs)
+        state[key] = Joined(shape, flat[0][1].dtype, runs)
     return state

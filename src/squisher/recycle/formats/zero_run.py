@@ -24,7 +24,7 @@ _OTHERS = {  # files of layouts in which a parameter is more than its data-paral
     r"expp_rank_.*": "the experts of a mixture, which have partitions of their own",
     r"layer_\d+-model_(?!00)\d+-.*": "layers that were cut by tensor parallelism",
 }
-# Not Muon: some of its groups are Adam's, which the keys of their states tell.
+# Not Muon: some of its groups are Adam's, as the keys of their states show.
 _CLASSES = {"lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad"}
 
 
@@ -35,7 +35,7 @@ class Run:
         folder: Where they are.
         shapes: For each group (or sub-group) of the optimizer: live name and shape, in the order of its flat buffer.
         names: Name in the weight file, by live name.
-        config: DeepSpeed's own configuration.
+        config: DeepSpeed's configuration.
         content: Everything in the first file.
 
     Args:
@@ -48,12 +48,12 @@ class Run:
         self.folder = folder
         _refuse_other_layouts(folder)
         files = {file: int(m["mp"]) for file in sorted(folder.iterdir()) if (m := MODEL_FILE.fullmatch(file.name))}
-        own = next((file for file, number in files.items() if number == stage), None)
-        if own is None:
+        main = next((file for file, number in files.items() if number == stage), None)
+        if main is None:
             raise FileError(
                 f"The DeepSpeed checkpoint {folder} lacks its model states (mp_rank_{stage:02d}_model_states.pt). Get it again."
             )
-        self.content: dict[str, Any] = _content(own)
+        self.content: dict[str, Any] = _content(main)
         steps = {_content(file).get("global_steps") for file in files}
         if len(steps) > 1:
             raise FileError(
@@ -88,7 +88,7 @@ class Run:
 
     @property
     def zero(self) -> Mapping[str, Any]:
-        """The `zero_optimization` part of the configuration."""
+        """The `zero_optimization` section of the configuration."""
         return _dictionary(self.config.get("zero_optimization"))
 
     @property
@@ -110,7 +110,7 @@ class Run:
     def class_name(self) -> str | None:
         """The optimizer's class, where DeepSpeed made it; unknown where the user did."""
         kind, parameters = self._optimizer
-        if kind in ("adam", "adamw"):  # DeepSpeed's own default makes its Adam an AdamW
+        if kind in ("adam", "adamw"):  # DeepSpeed's default makes its Adam an AdamW
             return "AdamW" if kind == "adamw" or parameters.get("adam_w_mode", True) else "Adam"
         if kind is not None and ("onebit" in kind or "zeroone" in kind):
             raise NoAccumulatorError(
@@ -137,7 +137,7 @@ class Run:
         return (kind.lower() if isinstance(kind, str) else None), _dictionary(said.get("params"))
 
     def models(self) -> list[tuple[str, list[Candidate]]]:
-        """All parameters with their shapes."""
+        """Return all parameters with their shapes, as what names them."""
         shapes = {**self.trained, **self.frozen}
         return [
             ("DeepSpeed's list of parameters", [Candidate(self.names[n], s, live_name=n) for n, s in shapes.items()])
@@ -150,7 +150,7 @@ class Run:
 
         Args:
             source: The folder that was asked for, or the one above the tag: a Trainer's files may lie there.
-            steps: How many steps the optimizer's own count says.
+            steps: How many steps the optimizer counts.
         """
         listed = self.content.get("frozen_param_shapes") is not None
         why = Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer: frozen, or never given to it")
@@ -171,7 +171,7 @@ class Run:
         )
 
     def _batch_size(self) -> int | None:
-        """Examples per step, if all that is on record agrees."""
+        """Return the examples per step, if all that is on record agrees."""
         total = _count(self.config.get("train_batch_size"))
         micro = _count(self.config.get("train_micro_batch_size_per_gpu"))
         world = _count(self.content.get("dp_world_size"))

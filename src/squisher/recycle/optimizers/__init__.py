@@ -191,7 +191,7 @@ def _pollution(row: Accumulator, state: Collection[str], group: Group, class_nam
 
 
 def step_of(state: Mapping[str, Any], group: Group, ahead: int = 0) -> int | None:
-    """Return the steps that a parameter has seen: its own count, else the one that some optimizers keep in the group."""
+    """Return the steps that a parameter has seen: its count, else the count that some optimizers keep in the group."""
     for place, key in ((state, "step"), (state, "t"), (group, "step"), (group, "k"), (group, "t")):
         count = place.get(key)
         if count is None:

@@ -19,12 +19,11 @@ from ...errors import FileError, NoAccumulatorError
 from ...storage.tensors import CHUNK, TensorSource
 from ...storage.torch_files import Record
 from ..states import Entry
+from . import is_tensor
 
 __all__ = ["Blocks", "check_precision", "decoded"]
 
 NESTED = "__bnb_optimizer_quant_state__"
-
-Part = Tensor | TensorSource
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,9 +40,9 @@ class Blocks:
         root: Whether the decoded value is to be squared.
     """
 
-    codes: Part
-    scale: Part
-    table: Part | None
+    codes: Tensor | TensorSource
+    scale: Tensor | TensorSource
+    table: Tensor | TensorSource | None
     block: int
     shape: tuple[int, ...]
     stored_as: str
@@ -62,11 +61,11 @@ class Blocks:
     def load(self) -> Tensor:
         """Read the whole tensor, decoded."""
         numel = math.prod(self.shape)
-        pieces = [self.read_flat(k, min(k + CHUNK, numel)) for k in range(0, numel, CHUNK)]
-        return torch.cat(pieces or [torch.empty(0)]).reshape(self.shape)
+        chunks = [self.read_flat(k, min(k + CHUNK, numel)) for k in range(0, numel, CHUNK)]
+        return torch.cat(chunks or [torch.empty(0)]).reshape(self.shape)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` in flat order, decoded."""
+        """Read elements `start` to `stop` in flat order, decoded."""
         first, last = start // self.block, -(-stop // self.block)
         scale = _flat(self.scale, first, last).float()
         offset = first * self.block
@@ -88,8 +87,8 @@ class Blocks:
 def decoded(entries: Sequence[Entry], class_name: str | None = None) -> list[Entry]:
     """Return the same entries with every quantised squared-gradient average as a lazy tensor under its usual key.
 
-    bitsandbytes: `state2` of its two-state optimizers becomes `exp_avg_sq` (and stays as `state2`, which tells the table whose
-    it is). Of its one-state optimizers only the betas and the signs tell which it was: see `_one_state`.
+    bitsandbytes: `state2` of its two-state optimizers becomes `exp_avg_sq` (and stays as `state2`, by which the table
+    knows the optimizer). For its one-state optimizers see `_one_state`.
 
     Args:
         entries: One optimizer's, live or from a file.
@@ -106,7 +105,7 @@ def decoded(entries: Sequence[Entry], class_name: str | None = None) -> list[Ent
 
 
 def check_precision(entries: Iterable[Entry], allow_coarse: bool) -> None:
-    """Refuses states of four bits unless they were asked for.
+    """Refuse states of four bits unless they were asked for.
 
     Raises:
         NoAccumulatorError: Some entry has only four bits.
@@ -122,7 +121,7 @@ def check_precision(entries: Iterable[Entry], allow_coarse: bool) -> None:
 
 
 def _flattened(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Recent bitsandbytes nests its tensors, so that torch leaves their dtypes alone; older versions and live ones do not."""
+    """Return a state without the nesting by which recent bitsandbytes keeps torch from changing the dtypes of its tensors."""
     nested = state.get(NESTED)
     if not isinstance(nested, dict):
         return state
@@ -144,13 +143,13 @@ def _decoded_state(state: Mapping[str, Any], alone: str) -> Mapping[str, Any]:
 
 
 def _bitsandbytes(state: Mapping[str, Any], number: str) -> Any:
-    """One state: codes with their table and the largest magnitude of each block, or, for small parameters, plain floats."""
+    """Return one state: codes with their table and the largest magnitude of each block, or, for small parameters, plain floats."""
     codes = state[f"state{number}"]
-    if not _is_part(codes) or codes.dtype != torch.uint8:
+    if not is_tensor(codes) or codes.dtype != torch.uint8:
         return codes
     table: Any = state.get(f"qmap{number}")
     scale: Any = state.get(f"absmax{number}")
-    if not _is_part(table) or not _is_part(scale):
+    if not is_tensor(table) or not is_tensor(scale):
         raise FileError(
             f"A bitsandbytes state has eight-bit codes (state{number}) but not both of qmap{number} and absmax{number}, so it "
             "cannot be decoded: it was written with block_wise=False, by an unknown version, or is incomplete."
@@ -189,15 +188,15 @@ def _one_state(entries: Sequence[Entry], class_name: str) -> str:
     seen = 0
     for entry in entries:
         source = _bitsandbytes(entry.state, "1")
-        if not _is_part(source):
+        if not is_tensor(source):
             raise FileError(
                 "A bitsandbytes state holds something that is no tensor: the file is damaged. Get it again."
             )
         for start in range(0, _numel(source), CHUNK):
-            piece = _flat(source, start, min(start + CHUNK, _numel(source)))
-            if (piece < 0).any():
+            chunk = _flat(source, start, min(start + CHUNK, _numel(source)))
+            if (chunk < 0).any():
                 return ""
-            seen += int((piece > 0).sum())
+            seen += int((chunk > 0).sum())
     first = {float(entry.group["betas"][0]) for entry in entries if entry.group.get("betas")}
     if seen >= _ENOUGH and first:
         if first == {0.0}:
@@ -223,7 +222,7 @@ def _flash(state: Mapping[str, Any]) -> Blocks:
     """
     codes: Any = state["exp_avg_sq::quantized"]
     scale: Any = state.get("exp_avg_sq::scales")
-    fits = _is_part(codes) and _is_part(scale) and codes.dtype == torch.uint8
+    fits = is_tensor(codes) and is_tensor(scale) and codes.dtype == torch.uint8
     if not fits or _numel(scale) != -(-_numel(codes) // _FLASH_BLOCK):
         raise FileError(
             "A compressed FlashAdamW state does not fit together: it needs one scale for 32 codes of eight bits. The file is damaged "
@@ -241,8 +240,8 @@ def _torchao(key: str, value: Any) -> Any:
     if name not in _TORCHAO:
         return value
     stored_as, table_size, per_byte = _TORCHAO[name]
-    codes, scale, table, shape = (_attribute(value, part) for part in ("codes", "scale", "qmap", "shape"))
-    sizes = [_numel(part) if _is_part(part) else 0 for part in (codes, scale, table)]
+    codes, scale, table, shape = (_attribute(value, key) for key in ("codes", "scale", "qmap", "shape"))
+    sizes = [_numel(one) if is_tensor(one) else 0 for one in (codes, scale, table)]
     shape = tuple(shape) if isinstance(shape, tuple) else ()
     numel = math.prod(shape)
     if sizes[0] * per_byte != numel or not sizes[1] or numel % sizes[1] or sizes[2] != table_size:
@@ -264,20 +263,16 @@ def _attribute(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Record) else getattr(value, name, None)
 
 
-# -- parts: tensors in memory, or in a file ----------------------------------------------------------------------------
+# -- tensors in memory, or in a file -----------------------------------------------------------------------------------
 
 
-def _is_part(value: Any) -> bool:
-    return isinstance(value, (Tensor, TensorSource))
+def _numel(tensor: Any) -> int:
+    return math.prod(tensor.shape)
 
 
-def _numel(part: Any) -> int:
-    return math.prod(part.shape)
-
-
-def _flat(part: Any, start: int, stop: int) -> Tensor:
-    if isinstance(part, Tensor):
-        return part.detach().reshape(-1)[start:stop]
-    if not getattr(part, "is_contiguous", True):
-        return part.load().reshape(-1)[start:stop]
-    return part.read_flat(start, stop)
+def _flat(tensor: Any, start: int, stop: int) -> Tensor:
+    if isinstance(tensor, Tensor):
+        return tensor.detach().reshape(-1)[start:stop]
+    if not getattr(tensor, "is_contiguous", True):
+        return tensor.load().reshape(-1)[start:stop]
+    return tensor.read_flat(start, stop)

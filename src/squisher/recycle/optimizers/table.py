@@ -32,12 +32,12 @@ class Accumulator:
         without: Keys that it must not have.
         group: Keys that its group must have.
         classes: Class names, for a live optimizer; they settle what the keys leave open.
-        class_only: Whether the keys are another optimizer's too, so that only the class can tell.
+        class_only: Whether the keys are another optimizer's too, so that only the class can decide.
         key: The accumulator: one key, or the two factors of a factored one.
         meaning: `ema` (exponential moving average from zero), `sum`, `average` (weights sum to one: no correction needed),
             or `none` (nothing that averages squared gradients).
         beta: Where β₂ is, for an `ema`.
-        start: What the accumulator held before the first step.
+        start: Value of the accumulator before the first step.
         scale: What the squared gradients were multiplied by.
         ahead: By how much the step count is ahead of the steps taken.
         l2_inside: Whether weight decay is added to the gradient before it is squared.
@@ -80,7 +80,7 @@ def betas(position: int) -> Callable[[Group], float]:
 
 
 def value(name: str) -> Callable[[Group], float]:
-    """Return the decay under a name of its own."""
+    """Return the decay under a key of the group."""
     return lambda group: float(group[name])
 
 
@@ -96,7 +96,7 @@ _DECOUPLED = ("caution", "correct_bias")  # keys of timm's and of transformers' 
 
 
 def says_decoupled(group: Group) -> bool:
-    """Whether a group tells if weight decay is decoupled; classes differ in it, and no file names the class."""
+    """Whether a group records if weight decay is decoupled; classes differ in it, and no file names the class."""
     return any(key in group for key in (*_SAID, *_DECOUPLED))
 
 
@@ -220,7 +220,7 @@ _OTHER_MEANING: tuple[Accumulator, ...] = (
     row("AdamW (dion)", "momentum variance", "variance", "ema", group="algorithm beta2", beta=value("beta2"), classes=""),
     row("AdamW beside Muon", "moment1 moment2", "moment2", "ema", group="adamw_betas", beta=lambda group: float(group["adamw_betas"][1]), classes=""),
     row("AdamW beside Muon", "moment1 moment2", "moment2", "ema", group="betas ns_steps", beta=betas(1), classes=""),
-    # Scripts of one's own name the moments as the paper does.
+    # Training scripts name the moments as the paper does.
     row("Adam or AdamW of a script", "m v", "v", "ema", group="betas", beta=betas(1), l2_inside=coupled, classes="", notes=(_OWN,)),
     row("Adam or AdamW of a script", "m v", "v", "ema", group="beta2", beta=value("beta2"), l2_inside=coupled, classes="", notes=(_OWN,)),
     row("Adam or AdamW of a script", "m v", "v", "ema", group="b2", beta=value("b2"), l2_inside=coupled, classes="", notes=(_OWN,)),
@@ -253,14 +253,14 @@ _PLAIN: tuple[Accumulator, ...] = (
     _plain("APOLLO", group="scale_type"),
     _plain("GrokFastAdamW", group="grokfast"),
     _plain("AdamC or AdamS", group="ams_bound fixed_decay"),
-    # RAdam and EXAdam keep the average itself, ADOPT one that started at the first square, Ano none: same keys, nothing tells.
+    # RAdam and EXAdam keep the average itself, ADOPT one that started at the first square, Ano none: the same keys.
     row("pytorch_optimizer's RAdam, EXAdam, ADOPT or Ano", "exp_avg_sq", group="fixed_decay step", classes="", without="step",
           refusal="write the same keys, and what the accumulator is differs between them; say which it was with --optimizer-class "
                   "ADOPT (optimizer_class='ADOPT')"),
 )  # fmt: skip
 
 _OTHERS: tuple[Accumulator, ...] = (*_REFUSED, *_FACTORS, *_OTHER_MEANING, *_PLAIN)
-"""Rows that must be tried before torch's own."""
+"""Rows that must be tried before torch's."""
 
 TABLE: tuple[Accumulator, ...] = (
     *_OTHERS,
@@ -278,7 +278,7 @@ TABLE: tuple[Accumulator, ...] = (
     row("Adagrad (bitsandbytes)", "sum state1", "sum", "sum", l2_inside=True, classes="Adagrad Adagrad8bit Adagrad32bit"),
     row("SGD or Lion (bitsandbytes)", "state1", without="state2 square_avg sum", refusal=MOMENTUM,
          classes="Lion Lion8bit Lion32bit PagedLion PagedLion8bit PagedLion32bit SGD8bit SGD32bit LARS8bit LARS32bit PytorchLARS"),
-    # -- Adam's own family ---------------------------------------------------------------------------------------------
+    # -- Adam's family -------------------------------------------------------------------------------------------------
     row("NAdam", "exp_avg_sq mu_product", "exp_avg_sq", "ema", beta=betas(1), l2_inside=coupled),
     row("SparseAdam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), class_only=True,
          notes=(_SPARSE,)),
