@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -101,8 +101,11 @@ def extract(
             in_order=in_order,
         )
         path = fetch(source) if is_hub_id(source) else Path(source)
-        found = _from_file(path, live, names, known, options, bias_correction)
-        return _with_content(found, options.model or path, None if hash_weights else HASHED_BYTES)
+        found = _with_what_is_known(read_source(path, options), live, options)
+        states, unusable = _usable(found.optimizers, options)
+        named, naming = _named(states, found, None if names is None else given_names(names), options)
+        importance = _assembled(named, naming, found, known, unusable, bias_correction)
+        return _with_content(importance, options.model or path, None if hash_weights else HASHED_BYTES)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
             raise SquisherError(f"{option} is for files; a live optimizer's names are found by identity in the model.")
@@ -134,67 +137,10 @@ def extract(
     )
 
 
-def _with_content(importance: Importance, path: Path, limit: int | None) -> Importance:
-    """Record the hashes of the weights beside a state, where there are any."""
-    try:
-        weights = open_weights(path)
-    except SquisherError:  # a state without weights; whatever else is wrong has been said
-        return importance
-    if weights is None:
-        return importance
-    content = content_of(LazyTensors(weights.tensors), importance, limit)
-    record = importance.provenance.model or {}
-    return importance.with_provenance(model={**record, "content": content}) if content else importance
-
-
-def _from_file(
-    path: Path,
-    model: nn.Module | None,
-    names: Sequence[str] | str | os.PathLike[str] | None,
-    known: RunFacts,
-    options: Options,
-    bias_correction: bool,
-) -> Importance:
-    """Read the evidence in a file or folder, name its states, and make the importance of them."""
-    found = _with_what_is_known(read_source(path, options), model, options)
-    optimizers, unusable = _usable(found.optimizers, options)
-    named, how = _named(optimizers, found, None if names is None else given_names(names), options)
-
-    # What the weight file keeps as slices of a fused parameter is named like these slices.
-    stored: dict[str, tuple[str | None, tuple[int, ...]]] = {}
-    slices: dict[str, Sequence[FusedSlice]] = {}
-    for c in found.parameters:
-        slices[c.name] = c.slices
-        stored.update(
-            {fused.name: (c.live_name, fused.shape) for fused in c.slices} or {c.name: (c.live_name, c.shape)}
-        )
-    states: list[Named] = []
-    naming: dict[str, Naming] = {}
-    for name, entry, class_name in named:
-        split = [(fused.name, replace(entry, slice=fused), class_name) for fused in slices.get(name, ())]
-        states += split or [(name, entry, class_name)]
-        naming.update(dict.fromkeys([fused for fused, _, _ in split] or [name], how[name]))
-
-    trained = {name for name, _, _ in states}
-    beside = f", or stepped by another optimizer of the source. {unusable}" if unusable else ""
-    untrained = Absence(Reason.NOT_IN_OPTIMIZER, f"not in the optimizer: frozen, or never given to it{beside}")
-    others = [name for name in stored if name not in trained] if trained & stored.keys() else []
-    facts = replace(
-        found.facts,
-        **{key: value for key, value in known.keywords().items() if value},
-        absent=found.facts.absent or dict.fromkeys(others, untrained),
-        live_names=found.facts.live_names or {n: live for n, (live, _) in stored.items() if live and n in trained},
-        naming=Naming.of_all(naming),
-    )
-    facts = _completed(facts, assume_mean=found.assume_mean or known.batch_size is not None)
-    shapes = {name: shape for name, (_, shape) in stored.items()} if trained <= stored.keys() else {}
-    return assemble(states, facts, shapes, bias_correction=bias_correction)
-
-
 def _with_what_is_known(found: Found, model: nn.Module | None, options: Options) -> Found:
     """Return the evidence with what the user adds: the live model, earlier weights, and which parameters were trained."""
-    listed = found.parameters or [c for _, candidates in found.models for c in candidates]
-    parameters = list({c.name: c for c in listed}.values())
+    every = found.parameters or [c for _, listed in found.models for c in listed]
+    parameters = list({c.name: c for c in every}.values())
     found = replace(found, parameters=parameters, later=() if options.named else found.later)
     if model is not None:
         whole = candidates_of_module(model, frozen_too=True)
@@ -268,7 +214,7 @@ def _named(
             layers = any(entry.shape is None or math.prod(entry.shape) > 1 for entry in one.entries)
             if layers or len(optimizers) == 1:
                 raise
-            warnings.warn(f"{one.place or 'One optimizer'} is left out: {error}", SquisherWarning, stacklevel=4)
+            warnings.warn(f"{one.place or 'One optimizer'} is left out: {error}", SquisherWarning, stacklevel=3)
             continue
         for name, how, entry in zip(solution.names, solution.how, one.entries, strict=True):
             if name in naming:
@@ -280,6 +226,67 @@ def _named(
             naming[name] = how
             named.append((name, replace(entry, group={**entry.group, **said}) if said else entry, one.class_name))
     return named, naming
+
+
+def _assembled(
+    named: Sequence[Named],
+    naming: Mapping[str, Naming],
+    found: Found,
+    known: RunFacts,
+    unusable: str,
+    bias_correction: bool,
+) -> Importance:
+    """Make the importance of named states, under the names that the weight file has.
+
+    Args:
+        named: The states of all optimizers.
+        naming: How each name was found.
+        found: The evidence of the source.
+        known: What the user says about the run.
+        unusable: Why other optimizers of the source are left out.
+        bias_correction: False leaves the accumulators as they are stored.
+    """
+    # A weight file may keep a fused parameter in slices: then the slices are named, each like the parameter.
+    stored: dict[str, tuple[str | None, tuple[int, ...]]] = {}
+    slices: dict[str, Sequence[FusedSlice]] = {}
+    for c in found.parameters:
+        slices[c.name] = c.slices
+        stored.update({fused.name: (c.live_name, fused.shape) for fused in c.slices})
+        stored.update({} if c.slices else {c.name: (c.live_name, c.shape)})
+    states: list[Named] = []
+    levels: dict[str, Naming] = {}
+    for name, entry, class_name in named:
+        split = [(fused.name, replace(entry, slice=fused), class_name) for fused in slices.get(name, ())]
+        states += split or [(name, entry, class_name)]
+        levels.update(dict.fromkeys([fused for fused, _, _ in split] or [name], naming[name]))
+
+    trained = {name for name, _, _ in states}
+    beside = f", or stepped by another optimizer of the source. {unusable}" if unusable else ""
+    untrained = Absence(Reason.NOT_IN_OPTIMIZER, f"not in the optimizer: frozen, or never given to it{beside}")
+    others = [name for name in stored if name not in trained] if trained & stored.keys() else []
+    facts = replace(
+        found.facts,
+        **{key: value for key, value in known.keywords().items() if value},
+        absent=found.facts.absent or dict.fromkeys(others, untrained),
+        live_names=found.facts.live_names or {n: live for n, (live, _) in stored.items() if live and n in trained},
+        naming=Naming.of_all(levels),
+    )
+    facts = _completed(facts, assume_mean=found.assume_mean or known.batch_size is not None)
+    shapes = {name: shape for name, (_, shape) in stored.items()} if trained <= stored.keys() else {}
+    return assemble(states, facts, shapes, bias_correction=bias_correction)
+
+
+def _with_content(importance: Importance, path: Path, limit: int | None) -> Importance:
+    """Record the hashes of the weights beside a state, where there are any."""
+    try:
+        weights = open_weights(path)
+    except SquisherError:  # a state without weights; whatever else is wrong has been said
+        return importance
+    if weights is None:
+        return importance
+    content = content_of(LazyTensors(weights.tensors), importance, limit)
+    record = importance.provenance.model or {}
+    return importance.with_provenance(model={**record, "content": content}) if content else importance
 
 
 def _one_of(optimizers: Sequence[Any], which: int) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,7 @@ class Entry:
     name: str | None = None
     slice: FusedSlice | None = None
 
-    @property
+    @cached_property
     def shape(self) -> tuple[int, ...] | None:
         """The shape of the parameter, if its state has it."""
         if "projector" in self.state:  # GaLore: what it keeps has the shape of the projection, not of the parameter

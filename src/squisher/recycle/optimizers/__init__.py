@@ -79,6 +79,7 @@ def identify(state: Collection[str], group: Collection[str], class_name: str | N
     Raises:
         NoAccumulatorError: It keeps no average of the squared gradient, or nothing is known about it.
     """
+    state, group = set(state), set(group)
     fitting = [row for row in TABLE if row.matches(state, group)]
     named = rows_of_class(class_name)
     both = [row for row in fitting if row in named]

@@ -63,7 +63,7 @@ class Accumulator:
 
     def matches(self, state: Collection[str], group: Collection[str]) -> bool:
         """Whether the keys of a parameter's state and of its group are this optimizer's."""
-        return self.keys <= set(state) and not self.without & set(state) and self.group <= set(group)
+        return self.keys.issubset(state) and self.without.isdisjoint(state) and self.group.issubset(group)
 
 
 def row(optimizer: str, keys: str, key: str = "", meaning: str = "none", **more: Any) -> Accumulator:
