@@ -114,3 +114,14 @@ def test_a_fresh_checkpoint_with_two_groups(tmp_path):
         squisher.extract(tmp_path / "last.ckpt", bias_correction=False),
         {name: state[p]["exp_avg_sq"] for name, p in model.named_parameters()},
     )
+
+
+def test_a_ckpt_of_another_program_is_named_by_the_model_that_is_given(tmp_path):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 2))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(5, 3)).square().sum().backward()
+    optimizer.step()
+    torch.save({"optimizer": optimizer.state_dict()}, tmp_path / "last.ckpt")
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    imp = squisher.extract(tmp_path / "last.ckpt", model=tmp_path / "model.pt", bias_correction=False)
+    same(imp, {name: optimizer.state[p]["exp_avg_sq"] for name, p in model.named_parameters()})
