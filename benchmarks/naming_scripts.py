@@ -421,7 +421,12 @@ def trained(script: Script) -> tuple[Task, torch.optim.Optimizer]:
     torch.manual_seed(script.seed)
     draw = random.Random(script.seed + 1)
     model = ARCHITECTURES[script.architecture](draw, script.width)
-    groups = [ps for ps in (_unique(ps) for ps in WAYS[script.way](model, draw)) if ps]
+    given: set[int] = set()  # tied weights are in the first group that has them
+    groups: list[Parameters] = []
+    for own in WAYS[script.way](model, draw):
+        groups.append([p for p in _unique(own) if id(p) not in given])
+        given |= {id(p) for p in own}
+    groups = [own for own in groups if own]
     optimizer = OPTIMIZERS[script.optimizer](groups[0] if len(groups) == 1 else [{"params": ps} for ps in groups])
     for _ in range(script.steps):
         optimizer.zero_grad()

@@ -48,6 +48,7 @@ STILL = 0.05  # variance of a sum that a law says is nought, of what an accident
 UNITS = 12  # fewer channels agree by accident too often: the ranks of small adapters
 SIBLINGS = 6  # readers of one layer that are added up
 VECTORS = 3.0  # the price of exchanging vectors alone
+STACK = 8  # layers beyond which only neighbours are exchanged
 ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
 
@@ -72,10 +73,11 @@ class Exchange(NamedTuple):
 
 
 class _Term(NamedTuple):
-    """One law: the candidates in it, and how likely their entries make it."""
+    """One law: the candidates in it, how likely their entries make it, and whose weights it is read from."""
 
     members: tuple[int, ...]
     weigh: Callable[[Sequence[int]], float]
+    weights: tuple[int, ...]
 
 
 class Parts(NamedTuple):
@@ -109,7 +111,8 @@ def compared_parts(values: Values, assignment: Assignment, proven: Collection[in
     usable = {
         c: e if values.entries[e].state else -1 - e
         for c, e in sorted(assignment.items())
-        if values.candidates[c].shape in values.shapes
+        if values.candidates[c].shape
+        and values.candidates[c].shape in values.shapes
         and values.candidates[c].weight is not None
         and not values.candidates[c].slices
         and values.entries[e].shape in (values.candidates[c].shape, None)
@@ -192,8 +195,8 @@ class _Search:
         return found, better
 
     def support(self, assignment: Assignment, member: int) -> float:
-        """Return by how much likelier the laws of one candidate make its entry than an accident."""
-        return sum(self._weight(k, assignment) for k in self._of[member])
+        """Return by how much likelier the laws of one candidate's weight make its entry than an accident."""
+        return sum(self._weight(k, assignment) for k in self._of[member] if member in self.terms[k].weights)
 
     def gain(self, assignment: Assignment, move: _Move) -> float:
         """Return by how much likelier one exchange is."""
@@ -260,7 +263,7 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
     vectors = [dict(move) for family in norms for move in _orders(family)]
     for same in alike.values():
         biases = [part for part in same if len(part) == 1 and not _whole(values, part)]
-        vectors += list(_orders(biases))[len(biases) * (len(biases) - 1) // 2 :]
+        vectors += [move for move in _orders(biases) if len(move) > 2]
     yield from (_Move(move, math.log(len(near) + len(wide)), True) for move in wide)
     yield from (_Move(move, math.log(len(near) + len(wide))) for move in near if move not in wide)
     yield from (_Move(move, math.log(len(near) + len(far))) for move in far)
@@ -282,8 +285,9 @@ def _in_all_layers(values: Values, families: Sequence[Sequence[Sequence[int]]]) 
 
 
 def _orders(family: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
-    """Yield a family's exchanges of two parts, and its parts reversed and rotated."""
-    yield from (_swap(a, b) for a, b in itertools.combinations(family, 2))
+    """Yield a family's exchanges of two parts, in a long one of neighbours, and its parts reversed and rotated."""
+    pairs = itertools.combinations(family, 2) if len(family) <= STACK else itertools.pairwise(family)
+    yield from (_swap(a, b) for a, b in pairs)
     if len(family) > 2:
         for order in (family[::-1], [*family[1:], family[0]], [family[-1], *family[:-1]]):
             moved = zip(itertools.chain(*family), itertools.chain(*order), strict=True)
@@ -343,7 +347,8 @@ def _terms(values: Values, usable: Assignment, families: Sequence[Sequence[Seque
             prior, most = (0.1, NORM) if a.kind == "norm" else (0.5 / (1 + apart), MOST / (1 + apart) ** 2)
             yield _law(values, a, b, prior, most)
         yield from (_still(values, c) for c in matrices if len(values.candidates[c].shape) > 2)
-        yield from (_come(values, c) for c in usable if all(map(values.has_square, kept)))
+        if all(map(values.has_square, kept)):
+            yield from (_come(values, c) for c in usable if values.small or len(values.candidates[c].shape) == 1)
     if values.wants_squares:
         number = {values.candidates[c].name: c for c in usable}
         for c in matrices:
@@ -404,7 +409,7 @@ def _law(values: Values, a: _Side, b: _Side, prior: float, most: float) -> _Term
         agreement = float(concordance(x[:, None], y[:, None])[0, 0])
         return _likelier(certainty(agreement, min(carried(x), carried(y))), prior, most)
 
-    return _Term((*a.members, *b.members), weigh)
+    return _Term((*a.members, *b.members), weigh, (*a.members, *b.members))
 
 
 def _carried_v(values: Values, a: int, b: int, prior: float, most: float) -> Iterator[_Term]:
@@ -418,7 +423,7 @@ def _carried_v(values: Values, a: int, b: int, prior: float, most: float) -> Ite
         known, predicted = values.square(entries[1], 1), values.predicted(a, entries[0], 0)
         return _likelier(certainty(float(known @ predicted), independent(known, predicted)), prior, most)
 
-    yield from (_Term((a, b), back), _Term((a, b), forth))
+    yield from (_Term((a, b), back, (b,)), _Term((a, b), forth, (a,)))
 
 
 def _alike(values: Values, a: tuple[int, int], b: tuple[int, int], prior: float, most: float) -> _Term:
@@ -428,7 +433,7 @@ def _alike(values: Values, a: tuple[int, int], b: tuple[int, int], prior: float,
         x, y = values.square(entries[0], a[1]), values.square(entries[1], b[1])
         return _likelier(certainty(float(x @ y), independent(x, y)), prior, most)
 
-    return _Term((a[0], b[0]), weigh)
+    return _Term((a[0], b[0]), weigh, ())
 
 
 def _still(values: Values, c: int) -> _Term:
@@ -441,7 +446,7 @@ def _still(values: Values, c: int) -> _Term:
         log = float(np.sum(squares / 2 - squares / (2 * STILL) - math.log(STILL) / 2))
         return min(math.log(0.8 + 0.2 * math.exp(min(max(log, -50.0), 2 * NORM))), NORM)
 
-    return _Term((c,), weigh)
+    return _Term((c,), weigh, (c,))
 
 
 def _come(values: Values, c: int) -> _Term:
@@ -461,7 +466,7 @@ def _come(values: Values, c: int) -> _Term:
             COME_MATRIX if weight.ndim > 1 else COME,
         )
 
-    return _Term((c,), weigh)
+    return _Term((c,), weigh, (c,))
 
 
 def _likelier(z: float, prior: float, most: float) -> float:

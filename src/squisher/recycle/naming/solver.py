@@ -211,8 +211,8 @@ def _weighed(optimizer: OptimizerState, sources: Sequence[Source], laws: Callabl
 
 
 def _parts(evidence: Evidence, names: Sequence[str]) -> Parts:
-    """Return what the values say of exchanged parts; of several networks with the same names, nothing."""
-    if evidence.values is None:
+    """Return what the values say of exchanged parts; of several networks with the same names, or without an order, nothing."""
+    if evidence.values is None or sorted_as_text([c.live_name or c.name for c in evidence.values.candidates]):
         return Parts()
     number = {c.name: k for k, c in enumerate(evidence.values.candidates)}
     return compared_parts(evidence.values, {number[n]: k for k, n in enumerate(names) if n in number}, evidence.names)
@@ -309,11 +309,15 @@ RULES: list[tuple[str, Rule]] = [
 def _conventional(
     optimizer: OptimizerState, candidates: Sequence[Candidate], rules: Sequence[tuple[str, Rule]]
 ) -> Iterable[tuple[str, list[int]]]:
-    """Yield the divisions into two groups by conventions that leave out nobody."""
+    """Yield the divisions into two or three groups by conventions that leave out nobody."""
     sizes, numbers = optimizer.group_sizes, list(range(len(candidates)))
-    for label, rule in rules:
-        chosen = [rule(c) for c in candidates]
-        if [chosen.count(0), chosen.count(1)] == sizes:
+    proposals = [(label, [rule(c) for c in candidates]) for label, rule in rules] if len(sizes) == 2 else []
+    if len(sizes) == 3:  # as YOLO's scripts do
+        kinds = [0 if len(c.shape) >= 2 else 2 if c.name.endswith("bias") else 1 for c in candidates]
+        orders = itertools.permutations(range(3))
+        proposals = [("matrices, norms and biases apart", [order[kind] for kind in kinds]) for order in orders]
+    for label, chosen in proposals:
+        if [chosen.count(k) for k in range(len(sizes))] == sizes:
             way = sorted(numbers, key=lambda k: chosen[k] or 0)
             if _fits(optimizer, candidates, way):
                 yield label, way

@@ -49,8 +49,10 @@ class Values:
     def __init__(self, candidates: Sequence[Candidate], entries: Sequence[Entry]):
         self.candidates = candidates
         self.entries = entries
+        self._kept: dict[tuple[int, str], bool] = {}
         self._profiles: dict[int, Array] = {}
         self._weights: dict[int, Array] = {}
+        self._steps: dict[int, Array] = {}
         self._read: dict[tuple[Shape, Reading, int], Array] = {}
         self._carried: dict[tuple[Shape, int], _Carried] = {}
         self._still: dict[Shape, Array] = {}
@@ -69,8 +71,9 @@ class Values:
             moving = [k for k, e in enumerate(entries) if e.shape == shape and self.has_moment(k)]
             self._weighty[shape] = {k: place for place, k in enumerate(weighty)}
             self._moving[shape] = {k: place for place, k in enumerate(moving)}
-        # Laws of the first moment say more; v is looked at too where that is soon done.
-        self.wants_squares = total <= _SOON or not any(map(self.has_moment, range(len(entries))))
+        # Laws of the first moment say more; v and the way of matrices are looked at too where that is soon done.
+        self.small = total <= _SOON
+        self.wants_squares = self.small or not any(map(self.has_moment, range(len(entries))))
         matrices = 0
         self.place: list[int] = []  # how many matrices come before each candidate
         for c in candidates:
@@ -79,13 +82,17 @@ class Values:
 
     def has_moment(self, entry: int) -> bool:
         """Return whether an entry keeps a first moment of the parameter's shape."""
-        state, shape = self.entries[entry].state, self.entries[entry].shape
-        return is_tensor(state.get("exp_avg")) and tuple(state["exp_avg"].shape) == shape
+        return self._keeps(entry, "exp_avg")
 
     def has_square(self, entry: int) -> bool:
         """Return whether an entry keeps an average of the squared gradient of the parameter's shape."""
-        state, shape = self.entries[entry].state, self.entries[entry].shape
-        return is_tensor(state.get("exp_avg_sq")) and tuple(state["exp_avg_sq"].shape) == shape
+        return self._keeps(entry, "exp_avg_sq")
+
+    def _keeps(self, entry: int, key: str) -> bool:
+        if (entry, key) not in self._kept:
+            state, shape = self.entries[entry].state, self.entries[entry].shape
+            self._kept[entry, key] = is_tensor(state.get(key)) and tuple(state[key].shape) == shape
+        return self._kept[entry, key]
 
     def alone(self, candidate: int) -> int | None:
         """Return the one entry of a candidate's shape, if no other candidate has it."""
@@ -190,10 +197,12 @@ class Values:
 
     def steps(self, entry: int) -> Array:
         """Return the direction of the last steps, −m / √v, of sampled elements."""
-        state = self.entries[entry].state
-        m, v = _sample(state["exp_avg"]), _sample(state["exp_avg_sq"])
-        root = np.sqrt(np.maximum(v, 0))
-        return np.asarray(-m / (root + 1e-2 * root.mean() + 1e-30))
+        if entry not in self._steps:
+            state = self.entries[entry].state
+            m, v = _sample(state["exp_avg"]), _sample(state["exp_avg_sq"])
+            root = np.sqrt(np.maximum(v, 0))
+            self._steps[entry] = np.asarray(-m / (root + 1e-2 * root.mean() + 1e-30))
+        return self._steps[entry]
 
     def weight(self, candidate: int) -> Array:
         """Return sampled elements of a weight."""

@@ -1,0 +1,259 @@
+"""Training scripts that hand parameters of one shape over in another order: refused or right, at every level.
+
+Each trains for real and knows the truth by identity. Orders that a reader may rely on stay readable; what nobody can tell is
+refused, and `in_order` says it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import squisher
+from squisher.errors import NamingError
+
+WIDTH = 32
+KEYS = ("exp_avg_sq", "square_avg", "sum")
+
+
+class Net(nn.Module):
+    """Any modules by name, and how they make the loss of a batch."""
+
+    def __init__(self, loss, **modules):
+        super().__init__()
+        for name, module in modules.items():
+            self.add_module(name, module)
+        self.__dict__["loss"] = lambda: loss(self)
+
+
+def batch(count=24, width=WIDTH):
+    x = torch.randn(count, width) * torch.linspace(0.3, 2, width) + 0.2
+    return x, x[:, :5].argmax(1)
+
+
+def linears(count, bias=True):
+    return nn.ModuleList(nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(count))
+
+
+def mlp(*sizes, act=nn.ReLU):
+    layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), act())]
+    return nn.Sequential(*layers[:-1])
+
+
+def stack_loss(m):
+    x, y = batch()
+    for layer in m.layers:
+        x = torch.relu(layer(x))
+    return functional.cross_entropy(m.head(x), y)
+
+
+def stack():
+    return Net(stack_loss, layers=linears(4), head=nn.Linear(WIDTH, 5))
+
+
+def pair_loss(m):
+    x, _ = batch()
+    a, b = m.query(x), m.doc(x + 0.1 * torch.randn_like(x))
+    return functional.cross_entropy(a @ b.T / WIDTH**0.5, torch.arange(len(x)))
+
+
+def pair():
+    return Net(pair_loss, query=mlp(WIDTH, WIDTH, WIDTH), doc=mlp(WIDTH, WIDTH, WIDTH))
+
+
+def contrastive_loss(m):
+    """As CLIP's: a single number scales the logits."""
+    x, _ = batch()
+    a, b = (functional.normalize(f(x), dim=-1) for f in (m.query, m.doc))
+    return functional.cross_entropy(a @ b.T * m.scale.exp(), torch.arange(len(x)))
+
+
+def contrastive():
+    model = Net(contrastive_loss, query=mlp(WIDTH, WIDTH, WIDTH), doc=mlp(WIDTH, WIDTH, WIDTH))
+    model.scale = nn.Parameter(torch.tensor(1.0))
+    return model
+
+
+def actor_loss(m):
+    x, y = batch()
+    return functional.cross_entropy(m.action(m.pi(x)), y) + functional.mse_loss(m.value(m.v(x))[:, 0], y.float() - 2)
+
+
+def actor():
+    towers = {name: mlp(WIDTH, WIDTH, WIDTH, act=nn.Tanh) for name in ("pi", "v")}
+    return Net(actor_loss, **towers, action=nn.Linear(WIDTH, 5), value=nn.Linear(WIDTH, 1))
+
+
+def heads_loss(m):
+    x, y = batch()
+    h = torch.relu(m.trunk(x))
+    return sum(functional.cross_entropy(head(h), (y + 2 * k) % 5) for k, head in enumerate(m.heads.values()))
+
+
+def heads():
+    named = nn.ModuleDict({name: nn.Linear(WIDTH, 5) for name in ("zebra", "apple", "mango")})
+    return Net(heads_loss, trunk=mlp(WIDTH, WIDTH, WIDTH), heads=named)
+
+
+def unet_loss(m):
+    x = torch.randn(8, 1, 8, 8)
+    a = torch.relu(m.inc(x))
+    b = torch.relu(m.down1(functional.max_pool2d(a, 2)))
+    c = torch.relu(m.down2(functional.max_pool2d(b, 2)))
+    c = torch.relu(m.up1(functional.interpolate(c, scale_factor=2) + b))
+    c = torch.relu(m.up2(functional.interpolate(c, scale_factor=2) + a))
+    return functional.mse_loss(m.outc(c), x.flip(2))
+
+
+def unet():
+    sizes = {"inc": (1, 16), "down1": (16, 16), "down2": (16, 16), "up1": (16, 16), "up2": (16, 16), "outc": (16, 1)}
+    return Net(unet_loss, **{name: nn.Conv2d(a, b, 3, padding=1) for name, (a, b) in sizes.items()})
+
+
+def recurrent_loss(m):
+    x, y = batch(24 * 6, 24)
+    return functional.cross_entropy(m.head(m.rnn(x.reshape(24, 6, -1))[0].mean(1)), y[::6])
+
+
+def recurrent():
+    return Net(recurrent_loss, rnn=nn.LSTM(24, 24, 2, batch_first=True), head=nn.Linear(24, 5))
+
+
+def embeddings_loss(m):
+    users, items = torch.randint(40, (2, 64))
+    return functional.mse_loss((m.users(users) * m.items(items)).sum(1), ((users * items) % 7).float() - 3)
+
+
+def embeddings():
+    return Net(embeddings_loss, users=nn.Embedding(40, WIDTH), items=nn.Embedding(40, WIDTH))
+
+
+def own(*modules):
+    return [p for module in modules for p in module.parameters()]
+
+
+def recurrent_layers(m, *layers):
+    kinds = ("weight_ih", "weight_hh", "bias_ih", "bias_hh")
+    return [getattr(m.rnn, f"{kind}_{layer}") for layer in layers for kind in kinds]
+
+
+MISLEADING = {
+    "the second tower first": (pair, lambda m: own(m.doc, m.query)),
+    "the second tower first, and a scale": (contrastive, lambda m: [m.scale, *own(m.doc, m.query)]),
+    "the critic first": (actor, lambda m: own(m.v, m.pi, m.action, m.value)),
+    "layers from the top": (stack, lambda m: own(*reversed(m.layers), m.head)),
+    "even layers, odd layers": (stack, lambda m: own(m.layers[0], m.layers[2], m.layers[1], m.layers[3], m.head)),
+    "the path up first": (unet, lambda m: own(m.inc, m.up1, m.up2, m.down1, m.down2, m.outc)),
+    "heads sorted by name": (heads, lambda m: own(m.trunk, *(m.heads[k] for k in sorted(m.heads)))),
+    "recurrent layers from the top": (recurrent, lambda m: [*recurrent_layers(m, "l1", "l0"), *own(m.head)]),
+    "items before users": (embeddings, lambda m: own(m.items, m.users)),
+}
+OPTIMIZERS = {
+    "AdamW": lambda p: torch.optim.AdamW(p, 1e-3),
+    "Adam with decay": lambda p: torch.optim.Adam(p, 1e-3, weight_decay=0.05),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, 1e-3),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 1e-2),
+}
+
+
+def trained(model, optimizer, steps):
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model.loss().backward()
+        optimizer.step()
+
+
+def saved(path, model, optimizer):
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": 1}, path)
+    return path
+
+
+def right(imp, model, optimizer):
+    """Whether every importance is that of the parameter of its name."""
+    parameters = dict(model.named_parameters())
+    states = {name: optimizer.state.get(parameters[name], {}) for name in imp}
+    return all(torch.equal(imp[n], next((s[k] for k in KEYS if k in s), torch.empty(0))) for n, s in states.items())
+
+
+@pytest.mark.parametrize("steps", [1, 60])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("script", MISLEADING)
+def test_another_order_is_refused_or_right(tmp_path, script, kind, steps):
+    torch.manual_seed(steps)
+    make, order = MISLEADING[script]
+    model = make()
+    optimizer = OPTIMIZERS[kind](order(model))
+    trained(model, optimizer, steps)
+    path = saved(tmp_path / "c.pt", model, optimizer)
+    try:
+        imp = squisher.extract(path, bias_correction=False)
+    except NamingError:
+        return
+    assert right(imp, model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam with decay", "RMSprop"])
+@pytest.mark.parametrize("make", [stack, pair, actor], ids=lambda make: make.__name__)
+def test_the_order_of_the_model_is_read(tmp_path, make, kind):
+    torch.manual_seed(0)
+    model = make()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    trained(model, optimizer, 100)
+    assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)
+
+
+def test_what_nothing_tells_can_be_said(tmp_path):
+    """One step of Adagrad on two tables: nothing tells which is which, and the user does."""
+    torch.manual_seed(0)
+    model = embeddings()
+    optimizer = OPTIMIZERS["Adagrad"](model.parameters())
+    trained(model, optimizer, 1)
+    path = saved(tmp_path / "c.pt", model, optimizer)
+    with pytest.raises(NamingError, match="'users.weight' from 'items.weight'.*--in-order"):
+        squisher.extract(path)
+    assert right(squisher.extract(path, bias_correction=False, in_order=True), model, optimizer)
+
+
+def test_saying_so_does_not_silence_the_values(tmp_path):
+    torch.manual_seed(0)
+    model = stack()
+    optimizer = OPTIMIZERS["AdamW"](own(*reversed(model.layers), model.head))
+    trained(model, optimizer, 60)
+    with pytest.raises(NamingError, match="contradict"):
+        squisher.extract(saved(tmp_path / "c.pt", model, optimizer), in_order=True)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+def test_a_module_that_was_replaced_after_the_optimizer_was_made(tmp_path, kind):
+    """The state of the old layer stays behind, and no weight in the file is its."""
+    torch.manual_seed(0)
+    model = stack()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    trained(model, optimizer, 30)
+    model.layers[1] = nn.Linear(WIDTH, WIDTH)
+    trained(model, optimizer, 30)
+    with pytest.raises(NamingError):
+        squisher.extract(saved(tmp_path / "c.pt", model, optimizer))
+
+
+@pytest.mark.parametrize("order", [(2, 0, 1), (0, 1, 2)])
+def test_matrices_norms_and_biases_in_three_groups(tmp_path, order):
+    """As YOLO's scripts do: a norm's weight and bias have one shape, but all of a kind are in one group."""
+    torch.manual_seed(0)
+    convolutions = [
+        nn.Conv2d(3, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.Conv2d(8, 8, 3, bias=False),
+        nn.BatchNorm2d(8),
+    ]
+    model = Net(lambda m: m.net(torch.randn(4, 3, 8, 8)).square().mean(), net=nn.Sequential(*convolutions, nn.Conv2d(8, 5, 1)))  # fmt: skip
+    kinds = [[], [], []]
+    for name, p in model.named_parameters():
+        kinds[0 if p.ndim > 1 else 2 if name.endswith("bias") else 1].append(p)
+    optimizer = OPTIMIZERS["AdamW"]([{"params": kinds[k]} for k in order])
+    trained(model, optimizer, 3)
+    assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)
