@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from squisher.analysis.agreement import compare
 from squisher.analysis.health import examine
 from squisher.importance import Importance
-from squisher.report import compare_json, compare_tables, inspect_json, inspect_tables
+from squisher.report import compare_tables, inspect_json, inspect_tables
 from tests.report.examples import FACTS
 
 
@@ -128,7 +128,7 @@ def test_compare_says_how_far_they_agree() -> None:
     assert "0.01" in text
     assert "*" not in text
     assert "rounded" not in text
-    assert json.loads(json.dumps(compare_json(found), allow_nan=False))["only_a"] == ["mine"]
+    assert json.loads(json.dumps(found.to_dict(), allow_nan=False))["only_a"] == ["mine"]
 
 
 def test_compare_marks_overlaps_that_reach_into_zeros(monkeypatch: pytest.MonkeyPatch) -> None:

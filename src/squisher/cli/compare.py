@@ -28,7 +28,7 @@ def compare(
     """Compare two importances: rank correlation, scale, and overlap of the largest entries."""
     from ..analysis.agreement import compare as measure
     from ..importance import without
-    from ..report import compare_json, compare_tables
+    from ..report import compare_tables
 
     first, second = _scaled([without(shell.open_importance(file), exclude) for file in (a, b)], scale)
     name_a, name_b = shell.distinct_names([a, b]) if a != b else (str(a), str(b))
@@ -39,7 +39,7 @@ def compare(
 
         plot_agreement(agreement, first, second, plot, (name_a, name_b))
     if as_json:
-        shell.print_json(compare_json(agreement))
+        shell.print_json(agreement.to_dict())
     else:
         shell.console().print(compare_tables(agreement, name_a, name_b))
 

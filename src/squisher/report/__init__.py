@@ -26,13 +26,13 @@ from .figures import (
 from .page import Column, Part, figure, note, page, section, table, write
 from .sections import report_page
 from .svg import Mark, Series, bars_with_error_bars, heat_map, histogram, lines, points_with_error_bars, scatter
-from .tables import compare_json, compare_tables, inspect_json, inspect_tables, similarity_json, similarity_table
+from .tables import compare_tables, inspect_json, inspect_tables, similarity_json, similarity_table
 
 __all__ = [  # noqa: RUF022
     # a report on importances
     "Subject", "collect", "report_page",
     # tables and JSON of the commands
-    "compare_json", "compare_tables", "inspect_json", "inspect_tables", "similarity_json", "similarity_table",
+    "compare_tables", "inspect_json", "inspect_tables", "similarity_json", "similarity_table",
     # pictures of the commands
     "check_picture", "plot_agreement", "plot_importance", "plot_similarities", "plot_sparsity",
     # charts

@@ -23,7 +23,7 @@ from .svg import clustered
 from .words import counted, facts, listed, shape_text, short_names
 
 __all__ = [
-    "compare_json", "compare_tables", "inspect_json", "inspect_tables", "similarity_json", "similarity_table",
+    "compare_tables", "inspect_json", "inspect_tables", "similarity_json", "similarity_table",
 ]  # fmt: skip
 
 MAX_ROWS = 30
@@ -41,11 +41,6 @@ def inspect_json(importance: Importance, health: Health) -> dict[str, Any]:
     for name in ("sum", "sum_of_squares"):  # the rows say it
         provenance.pop(name, None)
     return {"provenance": provenance, **health.to_dict()}
-
-
-def compare_json(agreement: Agreement) -> dict[str, Any]:
-    """Return everything that `compare` knows, as plain values."""
-    return agreement.to_dict()
 
 
 def inspect_tables(importance: Importance, health: Health, max_rows: int = MAX_ROWS) -> RenderableType:
