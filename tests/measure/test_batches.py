@@ -95,3 +95,23 @@ def test_what_is_shared_in_one_batch_is_shared_in_one_with_as_many_examples(tabl
     found = squisher.fisher(model, [{"x": x[c], "table": table, "labels": labels[c]} for c in cuts], method=method)
     expected = squisher.fisher(model, [{"x": x, "table": table, "labels": labels}], method="loop")
     assert torch.allclose(found["out.weight"], expected["out.weight"], rtol=1e-5)
+
+
+class _Sparse(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4))
+
+    def forward(self, x):
+        return torch.sparse.mm(x, self.weight)
+
+
+def test_sparse_inputs_are_cut_too():
+    torch.manual_seed(0)
+    model = _Sparse()
+    found = squisher.fisher(model, [(X.to_sparse(), Y), (X[:2].to_sparse(), Y[:2])])
+    dense = nn.Linear(3, 4, bias=False)
+    dense.weight.data = model.weight.detach().T.clone()
+    expected = squisher.fisher(dense, [(X, Y), (X[:2], Y[:2])])["weight"].T
+    assert torch.allclose(found["weight"], expected, rtol=1e-4)
+    assert "sparse" in found.provenance.coverage["loop"]["weight"]

@@ -17,7 +17,7 @@ from .. import ranks
 from ..errors import SquisherError
 from .sharded.meshes import Replicas
 
-__all__ = ["Batch", "Stream", "batches_of", "digest_of", "leaves_of", "parse", "same_model"]
+__all__ = ["Batch", "Stream", "batches_of", "digest_of", "filled", "leaves_of", "parse", "same_model"]
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Batch:
         """Return the examples start, ..., stop - 1."""
         if (start, stop) == (0, self.size):
             return self
-        return self._map(lambda t: t[start:stop], stop - start)
+        return self._map(lambda v: _some_rows(v, range(start, stop)), stop - start)
 
     def several_inputs(self) -> bool:
         """Return whether more than one input has as many rows as there are examples, so that one of them may be shared by all."""
@@ -99,13 +99,7 @@ class Batch:
 
     def select(self, indices: list[int]) -> Batch:
         """Return these examples, in this order."""
-
-        def rows(value: Any) -> Any:
-            if isinstance(value, list):
-                return [value[n] for n in indices]
-            return value[torch.tensor(indices, device=value.device) if isinstance(value, Tensor) else indices]
-
-        return self._map(rows, len(indices))
+        return self._map(lambda v: _some_rows(v, indices), len(indices))
 
     def copy(self) -> Batch:
         """Return the same examples in tensors of their own."""
@@ -250,6 +244,28 @@ def _tree(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_tree(v, change) for v in value)
     return value
+
+
+def _some_rows(value: Any, rows: range | list[int]) -> Any:
+    """Return these rows of a tensor, an array or a list; of a dense tensor a range of them is a view."""
+    if isinstance(value, list):
+        return [value[n] for n in rows]
+    if not isinstance(value, Tensor):
+        return value[list(rows)]
+    if value.layout is not torch.strided:
+        return _coordinates(value).index_select(0, torch.tensor(list(rows), device=value.device)).coalesce()
+    return value[rows.start : rows.stop] if isinstance(rows, range) else value[torch.tensor(rows, device=value.device)]
+
+
+def _coordinates(t: Tensor) -> Tensor:
+    return t.coalesce() if t.is_sparse else t.to_sparse_coo().coalesce()
+
+
+def filled(t: Tensor) -> Tensor:
+    """Return how many entries of each row are not zero, on the CPU."""
+    if t.layout is torch.strided:
+        return t.reshape(t.shape[0], -1).count_nonzero(1).cpu()
+    return torch.bincount(_coordinates(t).indices()[0], minlength=t.shape[0]).cpu()
 
 
 def _rows_of(value: Any) -> int | None:
@@ -399,5 +415,7 @@ def _mark(digest: Any, tensors: Iterable[Tensor]) -> None:
     for t in tensors:
         t = t.detach()
         digest.update(f"{tuple(t.shape)} {t.dtype};".encode())
+        if t.layout is not torch.strided:
+            t = _coordinates(t).values()
         flat = t.reshape(-1)[:: max(1, t.numel() // _SAMPLED)].cpu().contiguous()
         digest.update(flat.view(torch.uint8).numpy().tobytes())

@@ -184,6 +184,8 @@ class Pass(Following):
             Obstacle: this batch cannot be done at once.
         """
         for tensor, apart in self.batch.tensors():
+            if tensor.layout is not torch.strided:
+                raise Obstacle({"": "an input is sparse"})
             self._mark(tensor, Examples(0) if apart else SHARED)
         with self._watch:
             raw = self.objective.raw(self.model, self.batch)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..errors import SquisherError
 from ..guard import only_requiring
 from ..ranks import local_of
-from .batches import Batch
+from .batches import Batch, filled
 from .capture import Obstacle, forward_pass
 from .likelihood import IGNORED, Objective, Outputs
 from .loop import each_gradient
@@ -349,13 +349,13 @@ def two_of(batch: Batch) -> list[int] | None:
     counts = torch.zeros(batch.size, dtype=torch.long)
     for t, apart in batch.tensors():
         if apart and t is not batch.labels:
-            counts += t.reshape(batch.size, -1).count_nonzero(1).cpu()
+            counts += filled(t)
     allowed = torch.ones(batch.size, dtype=torch.bool)
     if batch.labels is not None and not batch.labels.is_floating_point():
         allowed = (batch.labels != IGNORED).reshape(batch.size, -1).any(1).cpu()
-    filled = counts.tolist()
-    order = sorted(allowed.nonzero().flatten().tolist(), key=lambda n: (filled[n] == 0, filled[n]))
-    most = [n for n in order if filled[n]] or order
+    entries = counts.tolist()
+    order = sorted(allowed.nonzero().flatten().tolist(), key=lambda n: (entries[n] == 0, entries[n]))
+    most = [n for n in order if entries[n]] or order
     chosen = list(dict.fromkeys([most[0], most[-1], *order])) if order else []
     return sorted(chosen[:2]) or None
 
