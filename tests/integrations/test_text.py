@@ -234,14 +234,20 @@ def test_labels_that_need_no_labels_and_bad_lines(tmp_path, data):
         ("[]", "has no 'text'"),
         ('{"text": "a", "label": 7}', "not a class of the model, which has 3"),
         ('{"text": "a", "label": "spam"}', "'spam' is not one of the model's"),
+        ("\n", "no lines"),
     ]:
         data.write_text(text)
         with pytest.raises(FileError, match=words):
             list(text_batches(data, loaded))
     with pytest.raises(FileError, match="No such file"):
         list(text_batches(tmp_path / "none", loaded))
+    for numbers in ({"batch_size": 0}, {"batch_size": -1}, {"max_length": 0}):
+        with pytest.raises(SquisherError, match="positive"):
+            list(text_batches(data, loaded, **numbers))
     with pytest.raises(FileError, match=r"no config\.json"):
         load_text_model(tmp_path)
+    with pytest.raises(SquisherError, match="device 'quantum'"):
+        load_text_model(tmp_path / "model", device="quantum")
 
 
 @pytest.mark.formats

@@ -70,6 +70,9 @@ def test_a_folder_with_config_and_sorted_weights(bert):
     with pytest.raises(squisher.SquisherError, match="loss_reduction"):
         squisher.extract(bert).as_fisher()
     assert squisher.extract(bert, loss_reduction="mean").as_fisher().provenance.scale == 4
+    with pytest.warns(squisher.SquisherWarning, match="batch size of 4, but 7"):
+        assert squisher.extract(bert, batch_size=7).provenance.batch_size == 7
+    assert squisher.extract(bert, batch_size=4).provenance.batch_size == 4  # warnings are errors in tests
 
 
 def test_weights_in_module_order_need_no_transformers(bert, monkeypatch):

@@ -72,22 +72,23 @@ def extract(
     check_codec(codec)
     if push is not None:
         hub.Address.read(push)
-    importance = recycle(
-        source,
-        model=model,
-        names=names,
-        batch_size=shell.whole(batch_size),
-        bias_correction=not raw,
-        loss_reduction=loss_reduction,
-        batch_tokens=shell.whole(batch_tokens),
-        beta2=beta2,
-        optimizer_class=optimizer_class,
-        trainable=trainable,
-        base_model=base_model,
-        optimizer=optimizer,
-        allow_coarse=allow_coarse,
-        in_order=in_order,
-    )
+    with shell.notes():
+        importance = recycle(
+            source,
+            model=model,
+            names=names,
+            batch_size=shell.whole(batch_size),
+            bias_correction=not raw,
+            loss_reduction=loss_reduction,
+            batch_tokens=shell.whole(batch_tokens),
+            beta2=beta2,
+            optimizer_class=optimizer_class,
+            trainable=trainable,
+            base_model=base_model,
+            optimizer=optimizer,
+            allow_coarse=allow_coarse,
+            in_order=in_order,
+        )
     with shell.progress_bar("writing") as progress:
         importance.save(target, codec=codec, dtype=dtype, progress=progress)
     published = None if push is None else prepare(target, push).push()
@@ -103,12 +104,12 @@ def extract(
             }
         )
         return
-    shell.console().print(_extracted(importance, target), highlight=False, soft_wrap=True)
+    shell.console().print(_extracted(importance, target, base_model is not None), highlight=False, soft_wrap=True)
     if published is not None:
         typer.echo(f"Published: {published}")
 
 
-def _extracted(importance: Importance, target: Path) -> str:
+def _extracted(importance: Importance, target: Path, with_base: bool) -> str:
     p = importance.provenance
     optimizer = p.optimizer or {}
     names = list({g.get("class"): None for g in optimizer.get("groups", [])} or {optimizer.get("class"): None})
@@ -117,7 +118,7 @@ def _extracted(importance: Importance, target: Path) -> str:
         f"{steps.get('min')}" if steps.get("min") == steps.get("max") else f"{steps.get('min')} to {steps.get('max')}"
     )
     classes = " and ".join(str(optimizer.get("class") or n) for n in names)
-    lines = [f"{target}: {len(importance)} tensors of {classes} after {count} steps.", *_named(importance)]
+    lines = [f"{target}: {len(importance)} tensors of {classes} after {count} steps.", *_named(importance, with_base)]
     if p.absent:
         example, why = next(iter(p.absent.items()))
         lines.append(f"{len(p.absent)} parameters have no importance, for example {example!r} ({why}).")
@@ -127,7 +128,7 @@ def _extracted(importance: Importance, target: Path) -> str:
     return "\n".join(lines)
 
 
-def _named(importance: Importance) -> list[str]:
+def _named(importance: Importance, with_base: bool) -> list[str]:
     """Say how names were found, the surest first, and what may prove those that rest on order and shapes alone."""
     from ..importance import Level
 
@@ -149,7 +150,7 @@ def _named(importance: Importance) -> list[str]:
             lines.append(f"Names proven by the values: {count} ({by}{behind}).")
         elif count and level == Level.CONVENTION:
             lines.append(
-                f"Names by convention: {count} ({by}). They rest on order and shapes alone. {_what_proves(importance)}"
+                f"Names by convention: {count} ({by}). They rest on order and shapes alone. {_what_proves(importance, with_base)}"
             )
         elif count:
             what = "recorded in the source" if level == Level.RECORDED else "given"
@@ -157,12 +158,13 @@ def _named(importance: Importance) -> list[str]:
     return lines
 
 
-def _what_proves(importance: Importance) -> str:
+def _what_proves(importance: Importance, with_base: bool) -> str:
     p = importance.provenance
     groups = (p.optimizer or {}).get("groups") or [p.optimizer or {}]
     if all(group.get("key") in _WITHOUT_FIRST_MOMENT for group in groups):
         return "Without first moments no weights can prove them: compare the order with your script, or give it with --names."
-    sources = ["the weights that training started from (--base-model)", "an earlier checkpoint beside this one"]
+    sources = [] if with_base else ["the weights that training started from (--base-model)"]
+    sources.append("an earlier checkpoint beside this one")
     if not (p.model or {}).get("content"):
         sources.insert(0, "the model (--model)")
     return f"What may prove them: {' or '.join(sources)}."

@@ -30,7 +30,7 @@ def fisher(
     ] = None,
     draws: Annotated[int, typer.Option(metavar="N", help="Sampled labels per example.")] = 1,
     batch_size: Annotated[
-        int, typer.Option(metavar="B", help="Examples at a time; changes nothing but the speed.")
+        int, typer.Option(metavar="B", help="Examples at a time: a matter of speed, except with --per batch.")
     ] = 8,
     max_examples: Annotated[int | None, typer.Option(metavar="N", help="Stop after this many.")] = None,
     max_length: Annotated[int | None, typer.Option(metavar="L", help="Tokens per example.")] = None,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..errors import FileError, SquisherError, require
+from ..errors import FileError, SquisherError, check_positive, require
 from ..recycle.naming.candidates import candidates_of_module
 from ..recycle.states import Candidate
 from ..storage.folders import Weights, open_weights
@@ -55,6 +55,16 @@ def load_text_model(
     transformers = require("transformers", "hf", "Reading a Hugging Face model")
     path = Path(folder)
     adapter = is_adapter(path)
+    try:
+        torch.empty(0, device=device)
+    except (
+        RuntimeError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:  # as torch says it, depending on how it was built
+        raise SquisherError(
+            f"torch cannot use the device {device!r}: {str(error).split('. ')[0].rstrip('.')}. Take another one, such as cpu."
+        ) from error
     if base is not None and not adapter:
         raise SquisherError(f"{path} is no adapter ({CONFIG} is missing), so there is no base for it.")
     if adapter and shard:
@@ -170,12 +180,18 @@ def text_batches(
         What `model(**batch)` takes; padding is masked, and ignored in the labels of a language model.
 
     Raises:
-        FileError: A line is not what it should be; the message names the line.
+        FileError: A line is not what it should be; the message names the line. Or there is none.
+        SquisherError: A number is not positive.
     """
+    for what, number in (("batch_size", batch_size), ("max_length", max_length)):
+        if number is not None:
+            check_positive(what, number)
     model, tokenizer, task = text_model
     device = next(model.parameters()).device
     limit = max_length or _longest(model, tokenizer)
     rows: list[Mapping[str, Any]] = []
+    if not count_rows(file):
+        raise FileError(f"{file} has no lines: one JSON object a line is expected, such as {{'text': …, 'label': 0}}.")
     for count, row in enumerate(_rows(Path(file), task == "classification" and labelled)):
         if max_examples is not None and count >= max_examples:
             break

@@ -264,6 +264,14 @@ def _assembled(
     beside = f", or stepped by another optimizer of the source. {unusable}" if unusable else ""
     untrained = Absence(Reason.NOT_IN_OPTIMIZER, f"not in the optimizer: frozen, or never given to it{beside}")
     others = [name for name in stored if name not in trained] if trained & stored.keys() else []
+    recorded = found.facts.batch_size
+    if recorded is not None and known.batch_size not in (None, recorded):
+        warnings.warn(
+            f"The source records a batch size of {recorded}, but {known.batch_size} was given, which is taken: per device × accumulation × "
+            "processes is meant.",
+            SquisherWarning,
+            stacklevel=3,
+        )
     facts = replace(
         found.facts,
         **{key: value for key, value in known.keywords().items() if value},
