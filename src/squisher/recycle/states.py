@@ -201,13 +201,10 @@ def check_usable(optimizer: OptimizerState) -> None:
         try:
             identify(entry.state, entry.group, optimizer.class_name)
         except NoAccumulatorError as error:
-            refusal = refusal or (error if entry.state or _names_itself(entry, optimizer) else None)
+            # Without a state, only a class or a group can say which optimizer keeps none (plain SGD).
+            known = optimizer.class_name is not None or any(row.matches((), entry.group) for row in TABLE if row.group)
+            refusal = refusal or (error if entry.state or known else None)
         else:
             if entry.state:
                 return
     raise refusal or NoAccumulatorError(EMPTY)
-
-
-def _names_itself(entry: Entry, optimizer: OptimizerState) -> bool:
-    """Whether the class or the group of a parameter without state names its optimizer (plain SGD)."""
-    return optimizer.class_name is not None or any(row.matches((), entry.group) for row in TABLE if row.group)

@@ -173,17 +173,18 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
         return _in_backward(content, place)
     state: Any = content.get("state", content.get("opt_state"))
     groups = content["param_groups"]
+    at = f" at {place!r}" if place else ""
     by_index = content["names"] if isinstance(content.get("names"), dict) else {}
     entries = []
     for number, group in enumerate(groups):
         members = group.get("params") if isinstance(group, dict) else None
         if not isinstance(members, (list, tuple)):
-            raise FileError(f"The optimizer state{_at(place)} is damaged: group {number} lists no parameters.")
+            raise FileError(f"The optimizer state{at} is damaged: group {number} lists no parameters.")
         settings = {key: v for key, v in group.items() if key not in ("params", "param_names")}
         recorded = group.get("param_names") or [None] * len(members)
         if len(recorded) != len(members):
             raise FileError(
-                f"The optimizer state{_at(place)} is damaged: group {number} has {len(members)} parameters and "
+                f"The optimizer state{at} is damaged: group {number} has {len(members)} parameters and "
                 f"{len(recorded)} names."
             )
         for member, name in zip(members, recorded, strict=True):
@@ -272,10 +273,6 @@ def _in_backward(content: dict[str, Any], place: str) -> OptimizerState:
 def _is_buffer(name: str, tensor: TensorSource) -> bool:
     known = ("running_mean", "running_var", "num_batches_tracked")
     return not tensor.dtype.is_floating_point or name.rsplit(".", 1)[-1] in known
-
-
-def _at(place: str) -> str:
-    return f" at {place!r}" if place else ""
 
 
 _SHARDED = ("DTensor", "ShardedTensor")

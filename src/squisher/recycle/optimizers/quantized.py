@@ -98,7 +98,9 @@ def decoded(entries: Sequence[Entry], class_name: str | None = None) -> list[Ent
         FileError: A quantised state that is incomplete or does not fit together.
         NoAccumulatorError: A bitsandbytes state that may be of several optimizers.
     """
-    entries = [replace(entry, state=_flattened(entry.state)) for entry in entries]
+    # Recent bitsandbytes nests its tensors, so that torch leaves their dtypes alone.
+    nested = [(entry, entry.state.get(NESTED)) for entry in entries]
+    entries = [replace(e, state={**e.state, **inner}) if isinstance(inner, dict) else e for e, inner in nested]
     alone = [e for e in entries if "state1" in e.state and "state2" not in e.state]
     key = _one_state(alone, class_name or "") if alone else ""
     return [replace(entry, state=_decoded_state(entry.state, key)) for entry in entries]
@@ -120,16 +122,9 @@ def check_precision(entries: Iterable[Entry], allow_coarse: bool) -> None:
         )
 
 
-def _flattened(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a state without the nesting by which recent bitsandbytes keeps torch from changing the dtypes of its tensors."""
-    nested = state.get(NESTED)
-    if not isinstance(nested, dict):
-        return state
-    return {**{key: value for key, value in state.items() if key != NESTED}, **nested}
-
-
 def _decoded_state(state: Mapping[str, Any], alone: str) -> Mapping[str, Any]:
-    out = {key: _torchao(key, value) for key, value in state.items()}
+    """Return one parameter's state, decoded; `alone` is the usual key of a bitsandbytes state that is the only one."""
+    out = {key: _torchao(key, value) for key, value in state.items() if key != NESTED}
     if "exp_avg_sq::quantized" in state:
         out["exp_avg_sq"] = _flash(state)
     if "state1" in state and "state2" in state:
