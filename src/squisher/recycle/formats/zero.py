@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from ...errors import FileError
-from ...importance import Pollution
+from ...importance import Pollution, RunFacts
 from ...storage.tensors import Joined
 from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..optimizers import step_of
 from ..states import Entry, Found, OptimizerState, Options
 from .torch_file import read_torch_file
+from .trainer import facts_of, training_args
 from .zero_flat import neox_parameters, parameters
 from .zero_run import MODEL_FILE, Run
 
@@ -62,8 +63,8 @@ def read_zero(path: Path, options: Options) -> Found:
     entries = _one_model(folder, [listed for _, listed, _ in read_stages])
     if not run.shapes:
         return Found([OptimizerState(entries, None, folder.name)])
-    facts = run.facts(source, next((step_of(e.state, e.group) for e in entries if e.state), None))
-    of_stages = [run.facts(source, None) for run, _, _ in read_stages]
+    facts = run.facts(_trainer_facts(source, next((step_of(e.state, e.group) for e in entries if e.state), None)))
+    of_stages = [run.facts(RunFacts()) for run, _, _ in read_stages]
     notes = dict.fromkeys(note for *_, said in read_stages for note in said)
     facts = replace(
         facts,
@@ -90,6 +91,12 @@ def _stage(
             f"The model states in {folder} list no parameters (param_shapes): a version of DeepSpeed too old to be read."
         )
     return run, older, []
+
+
+def _trainer_facts(source: Path, steps: int | None) -> RunFacts:
+    """Return what a Trainer's files prove about the run, where they lie in the folder that was asked for or above the tag."""
+    there = (source / "training_args.bin").is_file()
+    return facts_of(source, training_args(source), steps)[0] if there else RunFacts()
 
 
 def _one_model(folder: Path, stages: Sequence[Sequence[Entry]]) -> list[Entry]:
@@ -196,7 +203,7 @@ def _without_zero(run: Run, folder: Path) -> Found:
     found = read_torch_file(file)
     frozen = set(run.frozen)
     models = [(label, [c for c in listed if c.live_name not in frozen]) for label, listed in found.models]
-    facts = run.facts(folder.parent, None)
+    facts = run.facts(_trainer_facts(folder.parent, None))
     facts = replace(facts, tied=found.facts.tied or facts.tied)
     return Found(found.optimizers, models, facts, assume_mean=False)
 
@@ -265,7 +272,7 @@ def _universal(folder: Path, source: Path) -> Found:
         if step is not None:
             state.setdefault("step", step)
         entries.append(Entry(state, run.group(settings), number, run.names[name]))
-    facts = run.facts(source, next((step_of(entry.state, entry.group) for entry in entries), None))
+    facts = run.facts(_trainer_facts(source, next((step_of(entry.state, entry.group) for entry in entries), None)))
     return Found([OptimizerState(entries, run.class_name, folder.name)], run.models(), facts, assume_mean=False)
 
 

@@ -14,7 +14,6 @@ from ...importance import Absence, Pollution, Reason, RunFacts
 from ...storage.torch_files import Record, StoredTensor, read
 from ..naming.candidates import clean_names, recorded_name
 from ..states import Candidate
-from .trainer import facts_of, training_args
 
 __all__ = ["MODEL_FILE", "Run"]
 
@@ -143,22 +142,18 @@ class Run:
             ("DeepSpeed's list of parameters", [Candidate(self.names[n], s, live_name=n) for n, s in shapes.items()])
         ]
 
-    def facts(self, source: Path, steps: int | None) -> RunFacts:
+    def facts(self, facts: RunFacts) -> RunFacts:
         """Return what the checkpoint proves about its run.
 
         How a micro-batch's loss was reduced is not on record, and language models take means over tokens.
 
         Args:
-            source: The folder that was asked for, or the one above the tag: a Trainer's files may lie there.
-            steps: How many steps the optimizer counts.
+            facts: What a Trainer's files beside it prove.
         """
         listed = self.content.get("frozen_param_shapes") is not None
         why = Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer: frozen, or never given to it")
         if listed:
             why = Absence(Reason.FROZEN, "frozen (requires_grad is False)")
-        facts = RunFacts()
-        if (source / "training_args.bin").is_file():
-            facts, _ = facts_of(source, training_args(source), steps)
         norm = self.config.get("gradient_clipping")
         if isinstance(norm, (int, float)) and facts.after_clipping is None:
             clipped = (Pollution.clipping(norm),) if norm > 0 else ()
