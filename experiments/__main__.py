@@ -53,7 +53,7 @@ def main() -> None:
         module = importlib.import_module(f"experiments.{setting}")
         parts = getattr(module, "GROUPS", {}).get(options.scale, [(options.scale, None)])
         if options.setting == "all" and parts[0][0] not in module.CONFIGS:
-            print(f"{setting}: no runs at scale {options.scale}; its recipe is in docs/results.md.")
+            print(f"{setting}: no runs at scale {options.scale}; its recipe is in docs/results-tables.md.")
             continue
         for scale, stages in parts:
             path = execute(
