@@ -6,6 +6,7 @@ of the config, cuts its modules to these sizes and puts the weights in.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 from pathlib import Path
@@ -128,7 +129,9 @@ def example_input(model: nn.Module) -> dict[str, Any]:
     what = getattr(model, "main_input_name", None)
     if what == "input_ids":
         tokens = {what: torch.arange(8).remainder(int(config.vocab_size)).view(1, 8)}
-        return {**tokens, "use_cache": False} if getattr(config, "use_cache", False) else tokens
+        taken = inspect.signature(model.forward).parameters.values()
+        cached = any(p.name == "use_cache" or p.kind is p.VAR_KEYWORD for p in taken)
+        return {**tokens, "use_cache": False} if cached and getattr(config, "use_cache", False) else tokens
     if what == "pixel_values":
         size = config.image_size if isinstance(config.image_size, (tuple, list)) else (config.image_size,) * 2
         return {what: torch.zeros(1, getattr(config, "num_channels", 3), *size)}
