@@ -98,3 +98,12 @@ def test_two_processes_give_the_result_of_one(tmp_path: Path):
             for name in alone:
                 assert torch.allclose(values[name], alone[name], rtol=1e-5, atol=1e-12), (labels, per, name)
                 assert abs(errors_found[name] - alone.provenance.standard_error[name]) < 1e-3
+
+
+def test_sharded_tensors_are_known_under_their_place_before_torch_2_5(monkeypatch):
+    import sys
+    from types import SimpleNamespace
+
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "torch.distributed._tensor", SimpleNamespace(DTensor=dict))
+    assert ranks._kind() is dict

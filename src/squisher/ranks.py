@@ -231,8 +231,8 @@ def write_once(tensors: Gathered, write: Callable[[Mapping[str, Tensor]], None])
 
 
 def _kind() -> Any:
-    module = sys.modules.get("torch.distributed.tensor")
-    return getattr(module, "DTensor", None)
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind or getattr(sys.modules.get("torch.distributed._tensor"), "DTensor", None)  # before torch 2.5
 
 
 def _dtensor(tensor: Tensor) -> Any:
