@@ -134,8 +134,8 @@ def _by_laws(values: Values) -> Iterator[_Vote]:
             if left.length != right.length or max(len(left.entries), len(right.entries)) < 2:
                 continue
             # Twins look exchanged, since W₁·m₂ goes with W₂·m₁, most of all where the decay is part of the gradient. Between
-            # two of one shape there is a law only over rows: of a query and its key.
-            if left is right and (left.axis == 1 or coupled):
+            # two of one shape there is a law only over rows: of a query and its key. Two alone (users and items) have none.
+            if left is right and (left.axis == 1 or coupled or len(left.candidates) == 2):
                 continue
             same = np.array([[bool(set(e) & set(f)) for f in right.entries] for e in left.entries])
             for a, own in enumerate(left.candidates):

@@ -47,7 +47,7 @@ COME, COME_MATRIX = 8.0, 3.0  # the way of a vector, of a matrix: a query's grad
 STILL = 0.05  # variance of a sum that a law says is nought, of what an accident would give
 UNITS = 12  # fewer channels agree by accident too often: the ranks of small adapters
 SIBLINGS = 6  # readers of one layer that are added up
-VECTORS = 3.0  # the price of exchanging vectors alone
+VECTORS = 8.0  # the price of exchanging vectors alone
 STACK = 8  # layers beyond which only neighbours are exchanged
 ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
@@ -260,9 +260,11 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
             if not set(a) & set(b) and _whole(values, a) and move not in near:
                 far.append(move)
     norms = [family for family in families if not _whole(values, family[0]) and len(family[0]) > 1]
+    matrices = {values.candidates[c].name for c in usable if len(values.candidates[c].shape) > 1}
+    is_bias = lambda c: re.sub("bias$", "weight", values.candidates[c].name) in matrices - {values.candidates[c].name}  # noqa: E731
     vectors = [dict(move) for family in norms for move in _orders(family)]
     for same in alike.values():
-        biases = [part for part in same if len(part) == 1 and not _whole(values, part)]
+        biases = [part for part in same if len(part) == 1 and is_bias(part[0])]
         vectors += [move for move in _orders(biases) if len(move) > 2]
     yield from (_Move(move, math.log(len(near) + len(wide)), True) for move in wide)
     yield from (_Move(move, math.log(len(near) + len(wide))) for move in near if move not in wide)
