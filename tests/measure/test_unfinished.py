@@ -106,3 +106,22 @@ def test_other_settings_models_and_data_are_refused_by_name(tmp_path: Path, monk
 def test_without_an_accident_nothing_is_written_for_a_minute(tmp_path: Path) -> None:
     squisher.fisher(network(), data(), unfinished=tmp_path / "f.unfinished.safetensors")
     assert not list(tmp_path.iterdir())
+
+
+def test_sums_of_another_process_are_not_taken_for_those_that_were_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
+    path, later, model = tmp_path / "f.unfinished.safetensors", tmp_path / "later.safetensors", network()
+    for place, batches in ((path, 2), (later, 4)):
+        with pytest.raises(Stopped):
+            squisher.fisher(model, stopping(data(), batches), unfinished=place)
+    look = unfinished.Unfinished._open
+
+    def replaced_after(self: unfinished.Unfinished) -> None:
+        look(self)
+        os.replace(later, path)
+
+    monkeypatch.setattr(unfinished.Unfinished, "_open", replaced_after)
+    with pytest.raises(SquisherError, match="changed"):
+        squisher.fisher(model, data(), unfinished=path)

@@ -65,12 +65,14 @@ class Unfinished:
         self._saved = time.monotonic()
         self._stop = False
         self._earlier: dict[str, Any] = {}
+        self._sums: Mapping[str, Tensor] = {}
         if self.path.is_file():
             self._open()
 
     def _open(self) -> None:
-        metadata = safetensors.open_safetensors(self.path).metadata
-        self._earlier = json.loads(metadata.get("squisher", "{}")).get("unfinished", {})
+        # Sums and what they are must be of one writing: another process may replace the file meanwhile, which this mapping notices.
+        self._sums = opened = safetensors.open_safetensors(self.path)
+        self._earlier = json.loads(opened.metadata.get("squisher", "{}")).get("unfinished", {})
         theirs = self._earlier.get("settings", {})
         differing = sorted(key for key in {*theirs, *self.settings} if theirs.get(key) != self.settings.get(key))
         if differing:
@@ -84,10 +86,14 @@ class Unfinished:
         self.coverage, self.noted = self._earlier["coverage"], self._earlier["noted"]
 
     def fill(self, sums: Mapping[str, Tensor]) -> None:
-        """Put the sums of the earlier run into ours."""
-        if self._earlier:
-            for name, total in safetensors.open_safetensors(self.path).items():
-                sums[name].copy_(total)
+        """Put the sums of the earlier run into ours.
+
+        Raises:
+            SquisherError: Another process has replaced them since they were looked at.
+        """
+        for name, total in self._sums.items():
+            sums[name].copy_(total)
+        self._sums = {}
 
     def is_done(self, done: int, tensors: Iterable[Tensor]) -> bool:
         """Note the next batch, and return whether it is in the sums already.
