@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=40.0, help="about how long a case may take")
     parser.add_argument(
-        "--peer-seconds", type=float, default=10.0, help="the same for others than ours, and for growth"
+        "--peer-seconds", type=float, default=10.0, help="the same for all but the empirical Fisher, and for growth"
     )
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--peers-python", default=None)
@@ -113,7 +113,7 @@ def main() -> None:
             ):
                 continue
             python = arguments.peers_python if method in PEERS else sys.executable
-            results.append(work.result(python, model, method, options if method in OURS else brief))
+            results.append(work.result(python, model, method, options if method.startswith("squisher data") else brief))
             show(results[-1])
     growth = []
     for what, (model, method, steps) in ({} if arguments.no_growth else GROWTH).items():

@@ -3,7 +3,7 @@ import re
 
 import pytest
 
-from experiments import pages, quality, trust
+from experiments import examples, pages, quality, trust
 from experiments.page_parts import Parts, fill
 
 VALUES = {"spearman": 0.9, "per_tensor": 0.8, "scale": 2.0, "median_ratio": 1.5, "top_1": 0.5, "top_10": 0.7}
@@ -26,7 +26,9 @@ def made(scale, tracker):
 
 
 def filled(results, page=PAGE):
-    return fill(page, Parts({name: make(results) for name, make in trust.BLOCKS.items()}, trust.words(results)))
+    others = examples.numbers(pages.RESULTS, pages.DOCS).words  # of the page's other section
+    blocks = {name: make(results) for name, make in trust.BLOCKS.items()}
+    return fill(page, Parts(blocks, {**others, **trust.words(results)}))
 
 
 @pytest.fixture
