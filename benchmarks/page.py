@@ -15,6 +15,11 @@ from .harness import RESULTS
 
 ROOT = Path(__file__).parents[1]
 MODELS = {"mlp": "MLP", "cnn": "CNN", "encoder": "encoder", "decoder": "decoder", "vit": "ViT"}
+OURS = {
+    "squisher data": "**squisher**, empirical, first call",
+    "squisher data again": "**squisher**, empirical, later calls",
+    "squisher exact": "**squisher**, exact",
+}
 WRONG = 1e-3
 """A result that is off by more than this, relative to the largest entry, is no Fisher diagonal."""
 
@@ -47,16 +52,6 @@ def fisher_steady() -> str:
     return _by_model("method", {m: m for m in methods}, cells)
 
 
-def fisher_again() -> str:
-    """A first call on a model beside a later one, with the spread of the turns."""
-    rows = []
-    for r in read("fisher_again")["results"]:
-        call = "a later call" if r["method"].endswith("again") else "the first call"
-        spread = f"{r['lowest']:.2f} to {r['highest']:.2f}"
-        rows.append([MODELS[r["model"]], call, str(r["batches"]), f"{r['ratio']:.2f}×", spread])
-    return _table(["network", "call", "batches", "× plain", "lowest to highest"], rows)
-
-
 def fisher_memory() -> str:
     """Peak extra memory of ours relative to plain training's."""
     results = [r for r in read("fisher")["results"] if r["method"].startswith("squisher") and "memory_ratio" in r]
@@ -68,7 +63,7 @@ def fisher_memory() -> str:
 def fisher_growth() -> str:
     """How the multiple changes with the size of the problem."""
     rows = []
-    for entry in read("fisher")["growth"]:
+    for entry in read("fisher_growth")["growth"]:
         setting = ", ".join(f"{key} {value}" for key, value in entry["settings"].items())
         rows.append([entry["with"], entry["method"], setting, _fisher_cell(entry), f"{entry.get('seconds', 0):.2f} s"])
     return _table(["with", "method", "setting", "× plain", "time"], rows)
@@ -113,7 +108,7 @@ def ewc() -> str:
 def readme() -> str:
     """The README's one table."""
     cells = {(r["method"], r["model"]): _fisher_cell(r) for r in read("fisher")["results"]}
-    methods = {"squisher data": "**squisher**, empirical", "squisher exact": "**squisher**, exact"}
+    methods = dict(OURS)
     methods |= {peer: peer for peer in ("loop", "vmap", "BackPACK", "NNGeometry", "ASDL", "Opacus")}
     measured = {method for method, _ in cells}
     shown = {method: label for method, label in methods.items() if method in measured}
@@ -330,7 +325,6 @@ PARTS = {
     "docs/how-it-is-fast.md": {
         "fisher": fisher,
         "fisher steady": fisher_steady,
-        "fisher again": fisher_again,
         "fisher memory": fisher_memory,
         "fisher growth": fisher_growth,
         "merge": merge,

@@ -124,7 +124,10 @@ def main() -> None:
             print(f"{what} {settings}: ", end="")
             show(found)
     _relate(results)
-    draw(write(arguments.out, {"what": WHAT, "seconds": arguments.seconds, "results": results, "growth": growth}))
+    spent = {"what": WHAT, "seconds": arguments.seconds, "peer_seconds": arguments.peer_seconds}
+    draw(write(arguments.out, {**spent, "results": results}))
+    if growth:
+        write(f"{arguments.out}_growth", {**spent, "growth": growth})
     work.path.unlink(missing_ok=True)
 
 
