@@ -94,10 +94,10 @@ def prepared(
     """Return what happens to every name, which merged weights have no importance and why, and the importances on one scale.
 
     Args:
-        everyone: The models that take part, then the base if there is one.
+        everyone: The models that take part, followed by the base of methods with a base.
         used: Which of the user's models these are, counted from 0.
         exclude: A regular expression; names in which it finds something are kept as each model has them.
-        importances: One per model, then the base's if there is one; none for methods without.
+        importances: One per model, followed by the base's; empty for methods without importances.
         missing: `error` or `average`.
         scale: `auto`, `as_fisher` or `stored`.
         dropped: Whether the user gave more models than these.

@@ -73,7 +73,7 @@ def read_source(path: Path, options: Options) -> Found:
     if not os.path.exists(path):
         raise FileError(f"There is no file or folder {shown(str(path))}.")
     if not os.path.isdir(path):
-        ByteRange.of(path)  # says what is wrong with a pipe or a device, which nobody should wait for
+        ByteRange.of(path)  # refuses a pipe or a device, which could block for ever
     for reader in READERS:
         if reader.accepts(path):
             found = reader.read(path, options)

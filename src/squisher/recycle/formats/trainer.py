@@ -405,7 +405,7 @@ def _reduction(folder: Path, args: Record) -> tuple[str, str] | None:
 
 
 def reduction_of(architecture: str) -> tuple[str, str] | None:
-    """Return how the loss of a transformers class is reduced, and over what; None if it is none of the known heads."""
+    """Return how the loss of a transformers class is reduced, and over what; None for an unknown head."""
     if _TOKEN_MEAN.search(architecture):
         return "token_mean", "token"
     return ("mean", "example") if _EXAMPLE_MEAN.search(architecture) else None

@@ -50,7 +50,7 @@ def parameters(run: Run, files: Mapping[int, Path]) -> tuple[list[Entry], list[P
 class _Rank:
     """The shard of one rank: a flat state per group (or sub-group), and the group of each.
 
-    `settings` is None where the file has none, `paddings` says how much at the end of each state is none of a parameter's.
+    `settings` is None where the file has none; `paddings` counts the entries at the end of each state that belong to no parameter.
     """
 
     stage: int

@@ -84,8 +84,8 @@ class Parts(NamedTuple):
     """What the values say of a proposal's parts of one shape.
 
     Attributes:
-        better: The exchange that is likeliest, if there is one to try; its gain is after the price of having looked for it.
-        untold: An exchange of wide parts beside each other that is nearly as likely as the proposal, if there is one.
+        better: The likeliest exchange, or None without one to try; its gain is what the price of the search leaves.
+        untold: An exchange of wide parts beside each other that is nearly as likely as the proposal, or None.
     """
 
     better: Exchange | None = None
