@@ -19,6 +19,7 @@ from ..naming.laws import Law, derived_laws
 from ..naming.partitions import sorted_as_text
 from ..naming.transformers4 import in_file_order, in_order_of_version_4
 from ..states import Candidate, Found, OptimizerState, Options
+from .hugging_face_names import in_hugging_face_names
 from .torch_file import candidates_of
 
 __all__ = ["laws_of", "model_candidates", "pinned", "sorted_by_name", "with_model"]
@@ -28,10 +29,26 @@ def with_model(found: Found, options: Options) -> Found:
     """Return the evidence with the model that the user gave, if one was given, as what names the parameters."""
     if options.model is None or options.named:
         return found
+    translated = _translated(found, options.model)
+    if translated is not None:
+        return translated
     label, trained, every = model_candidates(options.model)
     facts = replace(found.facts, tied=every.tied)
     models = [(label, trained.parameters)]
     return replace(found, models=models, facts=facts, parameters=every.parameters, laws=laws_of(options.model))
+
+
+def _translated(found: Found, path: Path) -> Found | None:
+    """Return states that record the names of their writer under those of the model's weights, where these are others."""
+    recorded = [entry.name for one in found.optimizers for entry in one.entries]
+    if not recorded or None in recorded or not path.exists():
+        return None
+    weights = open_weights(path)
+    if weights is not None:
+        known = {name: tuple(tensor.shape) for name, tensor in weights.tensors.items()}
+    else:
+        known = {c.name: c.shape for c in model_candidates(path)[2].parameters}
+    return None if known.keys() & set(recorded) else in_hugging_face_names(found, known)
 
 
 def laws_of(folder: Path) -> Callable[[], Sequence[Law]]:

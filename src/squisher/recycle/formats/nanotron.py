@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,6 +57,8 @@ def read_nanotron(path: Path, options: Options) -> Found:
                 )
             shards[entry.name][rank] = entry
     entries = [_whole(folder, name, by_rank, sharding) for name, by_rank in shards.items()]
+    if options.model is not None and not options.named:
+        entries = _with_rotary_halves(folder.parent / "model_config.json", entries)
     return Found([OptimizerState(entries, None, folder.name)])
 
 
@@ -150,3 +153,44 @@ def _whole(folder: Path, name: str, shards: Mapping[int | None, Entry], sharding
             runs.append(Slice(Verified(shard), 0, end - start))
         state[key] = Joined(shape, value.dtype, runs)
     return Entry(state, first.group, first.group_number, name)
+
+
+def _with_rotary_halves(file: Path, entries: list[Entry]) -> list[Entry]:
+    """Return the states with the rows of queries and keys in the order of Hugging Face's weights.
+
+    Rotary embeddings turn pairs of channels. Where nanotron was told `rope_interleaved` (once the only way, now recorded), a pair are
+    neighbours; in the published weights they are half a head apart.
+
+    Raises:
+        FileError: The file that says so is missing or damaged.
+    """
+    fused = [".attn.qkv_proj." in (entry.name or "") for entry in entries]
+    if not any(fused):
+        return entries
+    try:
+        config = read_object(file)
+        heads = int(config["num_attention_heads"])
+        half = int(config["hidden_size"]) // heads // 2
+        rotated = heads + int(config.get("num_key_value_heads") or heads)
+    except (FileError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
+        raise FileError(
+            f"{file} does not say how nanotron pairs the channels of a head (rope_interleaved, num_attention_heads, hidden_size), so "
+            "queries and keys cannot be put into the order of Hugging Face's weights. Get it, or leave --model out."
+        ) from error
+    if not config.get("rope_interleaved", True):
+        return entries
+    order = [2 * half * head + 2 * i + j for head in range(rotated) for j in range(2) for i in range(half)]
+    return [
+        replace(entry, state={key: _rows(value, order) for key, value in entry.state.items()}) if is_fused else entry
+        for entry, is_fused in zip(entries, fused, strict=True)
+    ]
+
+
+def _rows(value: Any, order: Sequence[int]) -> Any:
+    """Return a tensor with its first rows in another order, and the rest as they are."""
+    shape = getattr(value, "shape", ())
+    if not shape or len(order) > shape[0]:
+        return value
+    source, width = (Verified(value) if isinstance(value, StoredTensor) else value), math.prod(shape[1:])
+    rows = [Slice(source, row * width, (row + 1) * width) for row in order]
+    return Joined(shape, value.dtype, [*rows, Slice(source, len(order) * width, math.prod(shape))])
