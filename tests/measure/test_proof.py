@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import squisher
-from squisher.measure.proof import Difference, total_of
+from squisher.measure.proof import Difference, difference_of, total_of
 from squisher.measure.rules.linear import Outer
 from squisher.measure.rules.lookup import Rows
 
@@ -81,3 +83,37 @@ def test_a_wrong_rule_is_seen_even_where_every_gradient_is_zero(monkeypatch):
     found = squisher.fisher(model, data, labels="data")
     assert set(found.provenance.coverage["loop"]) == {"0.weight", "2.weight"}
     assert found.provenance.coverage["method"] == "loop"
+
+
+class _Allocations(TorchDispatchMode):
+    """Note the size of every memory block that an operation makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        for t in tree_leaves(found):
+            if isinstance(t, torch.Tensor):
+                self.blocks[t.untyped_storage().data_ptr(), len(self.blocks)] = t.untyped_storage().nbytes()
+        return found
+
+
+def test_the_logits_of_a_language_model_are_not_copied_to_check_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 4), nn.Linear(4, 5000))
+    ids = torch.randint(0, 50, (8, 16))
+    logits = 8 * 16 * 5000 * 4
+    with _Allocations() as seen:
+        squisher.fisher(model, [(ids, ids)], likelihood="tokens")
+    large = {address for (address, _), size in seen.blocks.items() if size >= logits}
+    assert max(seen.blocks.values()) == logits
+    assert len(large) <= 2  # the logits and the gradient that is sent back
+
+
+@pytest.mark.parametrize("odd", [float("inf"), float("nan")])
+def test_outputs_that_are_not_finite_are_compared_by_the_others(odd):
+    values = torch.tensor([[1.0, 2.0], [odd, 4.0]])
+    assert not difference_of(nn.Identity(), torch.tensor([odd, 4.0]), values, 1)
+    assert "differ" in difference_of(nn.Identity(), torch.tensor([odd, 4.5]), values, 1)
