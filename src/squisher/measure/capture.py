@@ -183,12 +183,13 @@ class Pass(Following):
         Raises:
             Obstacle: this batch cannot be done at once.
         """
-        for tensor, apart in self.batch.tensors():
+        batch = self.batch.copy()  # the model may change it
+        for tensor, apart in batch.tensors():
             if tensor.layout is not torch.strided:
                 raise Obstacle({"": "an input is sparse"})
             self._mark(tensor, Examples(0) if apart else SHARED)
         with self._watch:
-            raw = self.objective.raw(self.model, self.batch)
+            raw = self.objective.raw(self.model, batch)
         state = self._state(raw)
         outputs = self.objective.arranged(raw, self.batch)
         values = outputs.values

@@ -36,29 +36,9 @@ __all__ = [
 # -- names: one for the function, the method, the operator and the in-place form ---------------------------------------------
 
 _OPERATORS = {
-    "radd": "add",
-    "rmul": "mul",
-    "rsub": "sub",
-    "rtruediv": "div",
-    "truediv": "div",
-    "rdiv": "div",
-    "floordiv": "div",
-    "rfloordiv": "div",
-    "rpow": "pow",
-    "rmod": "remainder",
-    "mod": "remainder",
-    "iadd": "add",
-    "isub": "sub",
-    "imul": "mul",
-    "itruediv": "div",
-    "idiv": "div",
-    "ipow": "pow",
-    "iand": "and",
-    "ior": "or",
-    "ixor": "xor",
-    "rand": "and",
-    "ror": "or",
-    "rxor": "xor",
+    **{f"{form}{name}": name for name in ("add", "sub", "mul", "pow", "and", "or", "xor") for form in "ir"},
+    **{f"{form}{name}": "div" for name in ("truediv", "div", "floordiv") for form in ("", "i", "r")},
+    **{f"{form}mod": "remainder" for form in ("", "i", "r")},
 }
 _names: dict[Any, str] = {}
 
@@ -86,38 +66,23 @@ def _name(func: Any) -> str:
 # -- what they are ---------------------------------------------------------------------------------------------------------------
 
 # What only looks at a tensor's form.
-_FORM = {
-    *(
-        "size",
-        "dim",
-        "stride",
-        "numel",
-        "nelement",
-        "ndimension",
-        "element_size",
-        "storage_offset",
-        "data_ptr",
-        "get_device",
-    ),
-    *("is_contiguous", "is_floating_point", "is_complex", "is_tensor", "register_hook", "retain_grad", "is_same_size"),
-    *(
-        "untyped_storage",
-        "storage",
-        "result_type",
-        "broadcast_shapes",
-        "is_signed",
-        "is_pinned",
-        "is_shared",
-        "is_inference",
-    ),
-    *("op.len", "op.hash", "op.repr", "op.format", "op.dir", "has_names", "is_set_to", "set.requires_grad", "set.grad"),
-}
+_FORM = """
+    size dim stride numel nelement ndimension element_size storage_offset data_ptr get_device is_contiguous is_floating_point
+    is_complex is_tensor register_hook retain_grad is_same_size untyped_storage storage result_type broadcast_shapes is_signed
+    is_pinned is_shared is_inference op.len op.hash op.repr op.format op.dir has_names is_set_to set.requires_grad set.grad
+"""
+# What draws random numbers.
+_RANDOM = """
+    rand randn randint rand_like randn_like randint_like bernoulli multinomial normal uniform poisson randperm exponential
+    geometric cauchy log_normal gumbel_softmax rrelu
+"""
+_LOOKING, _DRAWING = frozenset(_FORM.split()), frozenset(_RANDOM.split())
 _VIEWS = {"get.T", "get.mT", "get.H", "get.mH", "get.data", "get.real", "get.imag"}
 
 
 def looks_only(name: str) -> bool:
     """Return whether an operation only looks at a tensor's form; `name` from `name_of`."""
-    return name in _FORM or (name.startswith("get.") and name not in _VIEWS)
+    return name in _LOOKING or (name.startswith("get.") and name not in _VIEWS)
 
 
 def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -128,24 +93,7 @@ def is_random(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         )
     if name == "scaled_dot_product_attention":
         return bool(argument(args, kwargs, 4, "dropout_p", 0.0))
-    return name in _RANDOM
-
-
-_RANDOM = {
-    *(
-        "rand",
-        "randn",
-        "randint",
-        "rand_like",
-        "randn_like",
-        "randint_like",
-        "bernoulli",
-        "multinomial",
-        "normal",
-        "uniform",
-    ),
-    *("poisson", "randperm", "exponential", "geometric", "cauchy", "log_normal", "gumbel_softmax", "rrelu"),
-}
+    return name in _DRAWING
 
 
 class Following:

@@ -64,12 +64,11 @@ class Objective:
     # -- from a batch to outputs ---------------------------------------------------------------------------------------
 
     def outputs(self, model: nn.Module, batch: Batch) -> Outputs:
-        """Run the model and bring outputs and labels into one layout."""
-        return self.arranged(self.raw(model, batch), batch)
+        """Run the model on a copy of the batch, and bring outputs and labels into one layout."""
+        return self.arranged(self.raw(model, batch.copy()), batch)
 
     def raw(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Run the model on a copy of the batch, which it may change: its logits, or the losses of a function."""
-        batch = batch.copy()
+        """Run the model on a batch, which it may change; return its logits, or the losses of a function."""
         if callable(self.likelihood):
             losses = self.likelihood(model, batch.raw)
             if not isinstance(losses, Tensor) or losses.shape != (batch.size,):

@@ -340,7 +340,7 @@ class Together:
         """
         self._checking = True
         with torch.no_grad():
-            self.objective.raw(self.model, batch.select([0, 1]))
+            self.objective.raw(self.model, batch.select([0, 1]).copy())
         self._checking = False
         self._exchange(None)
         self.shards.reshard()
