@@ -209,7 +209,10 @@ def test_shards_need_several_processes_and_whole_folders(tmp_path, data):
     done = torchrun(*arguments)
     assert done.returncode == 1
     assert "'classifier.weight'" in done.stderr
-    folder_of("experts", tmp_path / "model")
+    assert not (tmp_path / "out.safetensors").exists()
+    experts = [n for n, _ in folder_of("experts", tmp_path / "model").named_parameters() if "experts" in n]
+    if not any(n.endswith("gate_up_proj") for n in experts):  # transformers 4 keeps the experts apart, as the file does
+        return
     done = torchrun(*arguments)
     assert done.returncode == 1
     assert "mlp.experts.gate_up_proj" in done.stderr

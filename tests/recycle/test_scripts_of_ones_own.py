@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 import squisher
 from squisher.errors import NoAccumulatorError
+from tests.commands import run
 
 BETA2, STEPS = 0.95, 6
 
@@ -117,3 +119,22 @@ def test_what_another_optimizer_steps_is_said_to_be_its(tmp_path):
     imp = squisher.extract(tmp_path / "c.pt")
     assert list(imp) == ["bias"]
     assert "another optimizer of the source. Muon keeps" in str(imp.provenance.absent["weight"])
+
+
+def test_a_state_without_steps_or_decay_is_read_as_it_is_stored(tmp_path):
+    """One answer settles it: the step is asked for before the decay, which nobody could use without it."""
+    moment = torch.rand(3, 4)
+    save_file({"w": moment}, tmp_path / "exp_avg_sq.safetensors")
+    with pytest.raises(NoAccumulatorError, match="--raw"):
+        squisher.extract(tmp_path)
+    done = run("extract", tmp_path, "--raw", "--out", tmp_path / "out.safetensors")
+    assert done.returncode == 0
+    assert "None" not in done.stdout
+    assert torch.equal(squisher.load(tmp_path / "out.safetensors")["w"], moment)
+
+
+def test_a_muon_alone_asks_for_the_adamw_beside_it(tmp_path):
+    group = {"params": [0], "lr": 0.02, "momentum": 0.95, "ns_steps": 5}
+    torch.save({"state": {0: {"momentum_buffer": torch.rand(3, 4)}}, "param_groups": [group]}, tmp_path / "state.pt")
+    with pytest.raises(NoAccumulatorError, match="AdamW beside it"):
+        squisher.extract(tmp_path / "state.pt", names=["w"])

@@ -114,11 +114,14 @@ def _extracted(importance: Importance, target: Path, with_base: bool) -> str:
     optimizer = p.optimizer or {}
     names = list({g.get("class"): None for g in optimizer.get("groups", [])} or {optimizer.get("class"): None})
     steps = p.steps or {}
-    count = (
-        f"{steps.get('min')}" if steps.get("min") == steps.get("max") else f"{steps.get('min')} to {steps.get('max')}"
+    first, last = steps.get("min"), steps.get("max")
+    after = (
+        f" after {first if first == last else f'{first} to {last}'} steps"
+        if steps
+        else ", of steps that are not recorded"
     )
     classes = " and ".join(str(optimizer.get("class") or n) for n in names)
-    lines = [f"{target}: {len(importance)} tensors of {classes} after {count} steps.", *_named(importance, with_base)]
+    lines = [f"{target}: {len(importance)} tensors of {classes}{after}.", *_named(importance, with_base)]
     if p.absent:
         example, why = next(iter(p.absent.items()))
         lines.append(f"{len(p.absent)} parameters have no importance, for example {example!r} ({why}).")

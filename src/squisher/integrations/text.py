@@ -224,6 +224,9 @@ def _batch(
     )
     batch: dict[str, Tensor] = dict(encoded)
     if task == "language modelling":
+        batch.pop(
+            "token_type_ids", None
+        )  # tokenizers without a class of their own make them, and GPT-2 adds what they embed
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     elif labelled:
         batch["labels"] = torch.tensor([_label(row, model.config) for row in rows])

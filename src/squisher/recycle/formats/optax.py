@@ -102,7 +102,8 @@ def _states(
         _check_moments(momenta, dict(_leaves(node["nu"])), step is not None, known.get("b2"), options, named)
         if momenta and step is not None:
             group["betas"], key = (known.get("b1"), known.get("b2")), "exp_avg_sq"
-            notes[_ALIKE] = None
+            if options.optimizer_class is None:
+                notes[_ALIKE] = None
         else:
             group["alpha"], key = known.get("decay"), "square_avg"
         if _has_predecessor(place, tree):

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import NoAccumulatorError
 from ...importance import Pollution, Spoiler
 from ...storage.tensors import TensorSource
-from .table import TABLE, Accumulator, Group, says_decoupled
+from .table import TABLE, TRACK, Accumulator, Group, says_decoupled
 
 __all__ = [
     "GIVEN_BETA2",
@@ -34,12 +34,6 @@ __all__ = [
     "step_of",
     "stored",
 ]
-
-_TRACK = (
-    "Train with Adam or AdamW, or keep the average yourself: tracker = squisher.Tracker(model), tracker.observe() before "
-    "every step, squisher.extract(tracker, model)."
-)
-
 
 GIVEN_BETA2 = "beta2 given by the user"
 """A group's key for the decay that the user said, for sources that do not record it."""
@@ -92,10 +86,10 @@ def identify(state: Collection[str], group: Collection[str], class_name: str | N
         raise NoAccumulatorError(
             f"{what} is not one that is known: its state has the keys {', '.join(sorted(map(str, state))) or 'none'}, and "
             "none of them is a known average of the squared gradient",
-            _TRACK,
+            TRACK,
         )
     if row.meaning == "none":
-        raise NoAccumulatorError(f"{class_name or row.optimizer} {row.refusal}", _TRACK)
+        raise NoAccumulatorError(f"{class_name or row.optimizer} {row.refusal}", row.advice)
     return row
 
 
@@ -129,14 +123,14 @@ def reading(
     """
     row = identify(state, group, class_name)
     step = step_of(state, group, row.ahead)
+    if step is None and bias_correction and row.meaning in ("ema", "sum"):
+        raise NoAccumulatorError(
+            f"The state of {row.optimizer} has no step count, so its bias cannot be corrected",
+            "Extract it as it is stored (--raw, bias_correction=False).",
+        )
     beta2 = _beta2(row, group, class_name, bias_correction)
     offset, factor = 0.0, 1.0
-    if bias_correction and row.meaning in ("ema", "sum"):
-        if step is None:
-            raise NoAccumulatorError(
-                f"The state of {row.optimizer} has no step count, so its bias cannot be corrected",
-                "Extract it as it is stored (--raw, bias_correction=False).",
-            )
+    if step is not None and bias_correction and row.meaning in ("ema", "sum"):
         if step < 1:
             raise NoAccumulatorError(
                 "The optimizer has taken no step (its count is 0), so there is nothing to recycle yet."

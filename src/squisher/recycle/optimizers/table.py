@@ -15,11 +15,18 @@ from typing import Any
 
 from ...importance import Pollution, Spoiler
 
-__all__ = ["TABLE", "Accumulator", "Group", "says_decoupled"]
+__all__ = ["TABLE", "TRACK", "Accumulator", "Group", "says_decoupled"]
 
 Group = Mapping[str, Any]
 
 MOMENTUM = "keeps a moving average of the gradient, whose square is not the average of the squares"
+TRACK = (
+    "Train with Adam or AdamW, or keep the average yourself: tracker = squisher.Tracker(model), tracker.observe() before "
+    "every step, squisher.extract(tracker, model)."
+)
+_MUON = (
+    f"Most models have an AdamW beside it for the other parameters: if it was saved elsewhere, give that file. {TRACK}"
+)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class Accumulator:
         l2_inside: Whether weight decay is added to the gradient before it is squared.
         notes: What else is in it; always said.
         refusal: Why it cannot be used, for `none`.
+        advice: What to do then.
     """
 
     optimizer: str
@@ -60,6 +68,7 @@ class Accumulator:
     l2_inside: Callable[[Group], bool] | bool = False
     notes: tuple[Pollution, ...] = ()
     refusal: str = ""
+    advice: str = TRACK
 
     def matches(self, state: Collection[str], group: Collection[str]) -> bool:
         """Whether the keys of a parameter's state and of its group are this optimizer's."""
@@ -255,8 +264,8 @@ _PLAIN: tuple[Accumulator, ...] = (
     _plain("AdamC or AdamS", group="ams_bound fixed_decay"),
     # RAdam and EXAdam keep the average itself, ADOPT one that started at the first square, Ano none: the same keys.
     row("pytorch_optimizer's RAdam, EXAdam, ADOPT or Ano", "exp_avg_sq", group="fixed_decay step", classes="", without="step",
-          refusal="write the same keys, and what the accumulator is differs between them; say which it was with --optimizer-class "
-                  "ADOPT (optimizer_class='ADOPT')"),
+          refusal="write the same keys, and what the accumulator is differs between them",
+          advice="Say which it was with --optimizer-class ADOPT (optimizer_class='ADOPT')."),
 )  # fmt: skip
 
 _OTHERS: tuple[Accumulator, ...] = (*_REFUSED, *_FACTORS, *_OTHER_MEANING, *_PLAIN)
@@ -292,8 +301,8 @@ TABLE: tuple[Accumulator, ...] = (
     row("Rprop", "prev step_size", refusal="keeps the sign of the gradient only"),
     row("ASGD", "ax", refusal="keeps an average of the weights, and nothing of the gradient"),
     row("LBFGS", "old_dirs", refusal="keeps past directions, and no average of squares"),
-    row("Muon", "", group="ns_steps", refusal=MOMENTUM),
-    row("Muon", "", group="use_muon", without="exp_avg_sq", refusal=MOMENTUM, classes="MuonWithAuxAdam SingleDeviceMuonWithAuxAdam"),
+    row("Muon", "", group="ns_steps", refusal=MOMENTUM, advice=_MUON),
+    row("Muon", "", group="use_muon", without="exp_avg_sq", refusal=MOMENTUM, advice=_MUON, classes="MuonWithAuxAdam SingleDeviceMuonWithAuxAdam"),
     row("Dion, Muon or Lion (dion)", "momentum", group="algorithm", without="variance", refusal=MOMENTUM, classes=""),
     row("SGD", "momentum_buffer", refusal=MOMENTUM, classes="SGD LARS Lars"),
     row("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient"),
