@@ -71,7 +71,7 @@ def make_sources(folder: Path, size: int) -> None:
     (folder / "names.txt").write_text("\n".join(base))
 
 
-def command(name: str, folder: Path) -> int:
+def command(name: str, folder: Path, overwrite: bool) -> int:
     """Run one command in this process; its exit status."""
     if name == "shards":
         opened = safetensors.open_safetensors(folder / "base" / "model.safetensors")
@@ -79,9 +79,7 @@ def command(name: str, folder: Path) -> int:
         return 0
     if name == "fisher":
         return fisher(folder)
-    arguments = COMMANDS[name]
-    again = (folder / arguments[-1]).is_file()
-    return run(*arguments, *(["--overwrite"] if again else []), cwd=folder).returncode
+    return run(*COMMANDS[name], *(["--overwrite"] if overwrite else []), cwd=folder).returncode
 
 
 def fisher(folder: Path) -> int:
@@ -100,13 +98,14 @@ def fisher(folder: Path) -> int:
 
 def started(name: str, folder: Path, largest: int | None = None) -> int:
     """Start a command in a process of its own; its id."""
+    overwrite = bool(COMMANDS[name]) and (folder / COMMANDS[name][-1]).is_file()
     child = os.fork()
     if child == 0:
         status = 3
         try:
             if largest is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
-            status = command(name, folder)
+            status = command(name, folder, overwrite)
         except squisher.SquisherError:
             status = 1
         finally:
@@ -155,11 +154,13 @@ def without_room(name: str, folder: Path, chance: random.Random, seconds: float)
 
 
 def twice(name: str, folder: Path, chance: random.Random, seconds: float) -> str:
-    """Start the command twice at once."""
+    """Start the command twice at once; of two that may not replace anything, one is refused."""
+    new = not state(folder, outputs=True)
     children = [started(name, folder), started(name, folder)]
     statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     assert 0 in statuses, f"statuses {statuses}"
     assert set(statuses) <= {0, 1}, f"statuses {statuses}"
+    assert not (new and COMMANDS[name]) or 1 in statuses, "two commands wrote the same new output"
     return "both" if statuses == [0, 0] else "one"
 
 

@@ -2,6 +2,8 @@
 
 import json
 import re
+from types import SimpleNamespace
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -63,6 +65,129 @@ def test_json_is_one_document(runs, tmp_path, command):
     done = run(command, *(word.format(tmp=tmp_path) for word in COMMANDS[command]), cwd=runs)
     assert done.returncode == 0, done.stderr
     assert isinstance(json.loads(done.stdout), dict)
+
+
+WRONG = {
+    "extract": {"source": [], "trainable": "(", "optimizer": "x", "batch_size": "-1", "batch_tokens": "0", "beta2": "2",
+                "optimizer_class": "Adma", "loss_reduction": "max", "dtype": "float16", "codec": "zip", "push": "hf://nobody",
+                "out": "x.bin"},
+    "fisher": {"labels": "true", "per": "token", "unit": "token", "draws": "0", "batch_size": "0", "max_examples": "0",
+               "max_length": "0", "parameters": "(", "device": "gpu9", "seed": "x", "codec": "zip", "out": "x.bin"},
+    "compress": {"codec": "zip", "out": "x.bin"},
+    "push": {"address": ["run-a/final", "hf://nobody"]},
+    "inspect": {"plot": "x.gif"},
+    "compare": {"scale": "fisher", "exclude": "(", "plot": "x.gif"},
+    "similarity": {"scale": "fisher", "by": "column", "exclude": "(", "plot": "x.gif", "files": ["run-a/final"]},
+    "report": {"out": "x.pdf"},
+    "merge": {"method": ["median", "run-a/final", "run-a/final", "--out", "{tmp}/x"], "coefficient": "-1", "size": "5",
+              "base_size": "-5", "keep": "2", "scale": "fisher", "normalize": "max", "floor": "-1", "missing": "skip",
+              "exclude": "(", "dtype": "int8", "base": "run-a/final"},
+    "mergekit": {},
+    "prune": {"sparsity": "1.5", "scope": "layer", "score": "best", "nm": ["run-a/final", "--nm", "5:4", "--out", "{tmp}/x"],
+              "exclude": "(", "seed": "x", "plot": "x.gif"},
+    "shrink": {"sparsity": "1", "scope": "layer", "exclude": "("},
+    "mask": {"keep": "2", "always": "(", "minimum": "-1", "out": "x.bin", "plot": "x.gif"},
+    "patch": {"out": "x.bin", "drop_outside": ["make", "run-a/final", "run-a/final", "--out", "{tmp}/x.safetensors", "--drop-outside"]},
+    "embed": {"by": "column", "exclude": "(", "out": "x.bin"},
+    "quantize": {"bits_per_weight": "0", "to": "zip", "bits": "2;3", "group": "0", "scheme": "nf4", "exclude": "("},
+    "unlearn": {"select": "0", "strength": "-1", "scale": "fisher", "exclude": "("},
+    "export": {"to": "zip"},
+}  # fmt: skip
+"""A wrong value of every option that takes one; a list is the whole command, [] says that any value may be right."""
+NAMED = {"to": "format"}
+COMPLETE = {
+    **COMMANDS,
+    "extract": ["run-a/state.pt", "--out", "{tmp}/i.safetensors"],
+    "fisher": ["run-a/final", "--data", "run-a/data.jsonl", "--out", "{tmp}/f.safetensors"],
+    "shrink": ["run-a/final", "--sparsity", "0.5", "--out", "{tmp}/s"],
+}
+
+
+def callbacks():
+    """Return the function of every command."""
+    found = {c.name or c.callback.__name__: c.callback for c in app.registered_commands}
+    for group in app.registered_groups:
+        found |= {f"{group.name} {c.name}": c.callback for c in group.typer_instance.registered_commands}
+    return found
+
+
+@pytest.mark.parametrize("command", callbacks())
+def test_every_option_with_a_value_has_a_wrong_one(command):
+    valued = set()
+    for name, hint in get_type_hints(callbacks()[command]).items():
+        kinds = {hint, *get_args(hint)} | {kind for one in get_args(hint) for kind in get_args(one)}
+        if kinds & {str, int, float}:
+            valued.add(name)
+    assert valued <= set(WRONG[command.partition(" ")[0]])
+
+
+@pytest.fixture
+def no_libraries(monkeypatch, runs):
+    """Let commands that open models of Hugging Face go without it: what is tested comes before the model is used."""
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    model.config = SimpleNamespace(pad_token_id=0)
+
+    def loads(what):
+        return SimpleNamespace(from_pretrained=lambda *_, **__: what)
+
+    transformers = SimpleNamespace(
+        AutoConfig=loads(SimpleNamespace(architectures=["BertForSequenceClassification"])),
+        AutoTokenizer=loads(SimpleNamespace(pad_token="[PAD]", pad_token_id=0)),
+        AutoModelForSequenceClassification=loads(model),
+    )
+    monkeypatch.setattr("squisher.integrations.text.require", lambda *_: transformers)
+    (runs / "run-a" / "final" / "config.json").write_text("{}")
+    monkeypatch.setattr("squisher.prune.load", lambda _: model)
+    monkeypatch.setattr("squisher.prune.example_input", lambda _: torch.zeros(1, 6))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, runs / "run-a" / "state.pt")
+    (runs / "run-a" / "data.jsonl").write_text('{"text": "a", "label": 0}\n')
+
+
+@pytest.mark.parametrize(("command", "option"), [(c, o) for c, options in WRONG.items() for o in options])
+def test_wrong_values_are_wrong_usage(runs, tmp_path, no_libraries, command, option):
+    value = WRONG[command][option]
+    if value == []:
+        return
+    words = (
+        value
+        if isinstance(value, list)
+        else [*COMPLETE[command], f"--{NAMED.get(option, option).replace('_', '-')}", value]
+    )
+    done = run(command, *(word.format(tmp=tmp_path) for word in words), cwd=runs)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith(("squisher: ", "Usage: "))
+    if done.stderr.startswith("squisher"):
+        assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("scale", "fisher"),
+        ("floor", "-1"),
+        ("normalize", "max"),
+        ("missing", "skip"),
+        ("coefficient", "-1"),
+        ("dtype", "int8"),
+    ],
+)
+def test_wrong_values_of_a_weighted_merge(runs, tmp_path, option, value):
+    done = run("merge", "fisher", *["run-a/final"] * 2, "--out", tmp_path / "x", f"--{option}", value, cwd=runs)
+    assert done.returncode == 2, done.stderr
+    assert option in done.stderr or value in done.stderr
+
+
+def test_damaged_metadata_is_no_wrong_usage(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "i.safetensors", {"squisher": '{"kind": "fisher", "unit": "meter"}'})
+    done = run("inspect", tmp_path / "i.safetensors")
+    assert done.returncode == 1
+    assert "unit" in done.stderr
 
 
 def test_compare_on_one_scale(runs):

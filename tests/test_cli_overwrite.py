@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import squisher
+from squisher.storage.atomic import claim
 from squisher.storage.folders import write_model
 from tests.commands import run
 
@@ -59,6 +60,19 @@ def test_an_output_that_exists_is_replaced_only_if_asked_for(files, command):
     done = run(*arguments, "--overwrite", cwd=files)
     assert done.returncode == 0, done.stderr
     assert out.read_bytes() != b"precious"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_an_output_that_another_process_writes_is_left_to_it(files, command):
+    arguments, before = COMMANDS[command], set(files.iterdir())
+    with claim(files / arguments[-1]):
+        for options in ([], ["--overwrite"]):
+            refused = run(*arguments, *options, cwd=files)
+            assert refused.returncode == 1
+            assert "another process" in refused.stderr
+    assert set(files.iterdir()) == before
+    assert run(*arguments, cwd=files).returncode == 0
+    assert {path.name for path in set(files.iterdir()) - before} == {arguments[-1]}
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ def test_accidents_leave_all_or_nothing(sources, name):
 
 def test_the_harness_sees_a_writer_that_is_not_careful(sources, monkeypatch):
     monkeypatch.setattr(
-        crash, "command", lambda name, folder: (folder / "out.html").write_text(str(crash.time.time())) and 0
+        crash, "command", lambda name, folder, _: (folder / "out.html").write_text(str(crash.time.time())) and 0
     )
     with pytest.raises(AssertionError, match="neither whole nor absent"):
         crash.check(sources, ["report"], rounds=3, seed=0)
-    monkeypatch.setattr(crash, "command", lambda name, folder: int(not (folder / ".x.partial").write_text("x")))
+    monkeypatch.setattr(crash, "command", lambda name, folder, _: int(not (folder / ".x.partial").write_text("x")))
     with pytest.raises(AssertionError, match="left behind"):
         crash.check(sources, ["report"], rounds=1, seed=0)

@@ -9,7 +9,7 @@ from torch import nn
 
 import squisher
 from squisher import embed
-from squisher.errors import NamingError, ScaleError, SquisherError
+from squisher.errors import ArgumentError, NamingError, ScaleError, SquisherError
 from squisher.importance import Importance
 
 
@@ -110,7 +110,7 @@ def test_what_does_not_fit_is_named():
         embed.embedding(a, by="tensors")
     with pytest.raises(SquisherError, match="not 'euclid'"):
         embed.distance(a, a, metric="euclid")
-    with pytest.raises(NamingError, match="not a regular expression"):
+    with pytest.raises(ArgumentError, match="regular expression"):
         embed.distance(a, a, exclude="(")
 
 

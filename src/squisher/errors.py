@@ -11,13 +11,17 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 __all__ = [
-    "FileError", "NamingError", "NoAccumulatorError", "ScaleError", "SquisherError", "SquisherWarning", "check_choice", "check_fraction",
-    "check_positive", "near", "require",
+    "ArgumentError", "FileError", "NamingError", "NoAccumulatorError", "ScaleError", "SquisherError", "SquisherWarning", "check_choice",
+    "check_fraction", "check_positive", "near", "require",
 ]  # fmt: skip
 
 
 class SquisherError(Exception):
     """Every error that a user can cause; the children below only say which kind it is."""
+
+
+class ArgumentError(SquisherError):
+    """A value of an argument that is wrong whatever the files hold; on the command line it is wrong usage."""
 
 
 class FileError(SquisherError):
@@ -80,22 +84,22 @@ def check_choice(what: str, value: Any, allowed: Collection[str]) -> None:
         allowed: The values that exist.
 
     Raises:
-        SquisherError: The message lists the allowed values and those that come near.
+        ArgumentError: The message lists the allowed values and those that come near.
     """
     if value not in allowed:
         *most, last = allowed
         known = f"{', '.join(most)} or {last}" if most else last
-        raise SquisherError(f"{what} is {known}, not {value!r}.{near(str(value), allowed)}")
+        raise ArgumentError(f"{what} is {known}, not {value!r}.{near(str(value), allowed)}")
 
 
 def check_positive(what: str, value: Any) -> None:
     """Refuse what is no positive finite number.
 
     Raises:
-        SquisherError: The message says what was given.
+        ArgumentError: The message says what was given.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise SquisherError(f"{what} is a positive number, not {value!r}.")
+        raise ArgumentError(f"{what} is a positive number, not {value!r}.")
 
 
 def check_fraction(what: str, value: Any, of: str) -> None:
@@ -107,7 +111,7 @@ def check_fraction(what: str, value: Any, of: str) -> None:
         of: What it is a fraction of, for the message: "of entries to keep".
 
     Raises:
-        SquisherError: The message says what was given.
+        ArgumentError: The message says what was given.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise SquisherError(f"{what} is the fraction {of}, from 0 to 1, not {value!r}.")
+        raise ArgumentError(f"{what} is the fraction {of}, from 0 to 1, not {value!r}.")

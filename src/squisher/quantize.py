@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import SquisherError, check_choice, check_positive
+from .errors import ArgumentError, SquisherError, check_choice, check_positive
 from .importance import checked, tied_in
 from .names import align, check_known, check_unquantized
 from .storage.tensors import (
@@ -157,16 +157,16 @@ def quantizers_of(bits: Sequence[int], group: int, scheme: str) -> dict[int, Qua
     """
     check_choice("scheme", scheme, SCHEMES)
     if not isinstance(bits, Sequence):
-        raise SquisherError(f"bits are the widths to choose from, such as (2, 3, 4, 8), not {bits!r}.")
+        raise ArgumentError(f"bits are the widths to choose from, such as (2, 3, 4, 8), not {bits!r}.")
     widths = sorted(set(bits))
     known = list(_GGML) if scheme == "llama.cpp" else list(range(2, 9))
     wrong = [b for b in widths if b not in known]
     if wrong or not widths:
-        raise SquisherError(f"bits for {scheme} are some of {', '.join(map(str, known))}, not {list(bits)}.")
+        raise ArgumentError(f"bits for {scheme} are some of {', '.join(map(str, known))}, not {list(bits)}.")
     if scheme == "llama.cpp":
         return {b: _GGML[b] for b in widths}
     if not (isinstance(group, int) and group > 0):
-        raise SquisherError(f"group is the number of weights that share a scale, 1 or more, not {group!r}.")
+        raise ArgumentError(f"group is the number of weights that share a scale, 1 or more, not {group!r}.")
     affine = scheme == "affine"
     return {b: Quantizer(f"{scheme}-{b}", b, group, affine, 32 if affine else 16) for b in widths}
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import squisher
 from squisher import mask
-from squisher.errors import NamingError, SquisherError, SquisherWarning
+from squisher.errors import ArgumentError, NamingError, SquisherError, SquisherWarning
 
 
 def importance(seed=0, **provenance):
@@ -123,7 +123,7 @@ def test_without_their_sizes_they_are_warned_about_or_refused():
         assert mask.top_k(importance(absent=ABSENT), 0.5).kept == 350
     with pytest.raises(SquisherError, match=r"'head\.bias'.*model="):
         mask.top_k(importance(absent=ABSENT), 0.5, always="head")
-    with pytest.raises(NamingError, match="regular expression"):
+    with pytest.raises(ArgumentError, match="regular expression"):
         mask.top_k(importance(absent=ABSENT), 0.5, always="(", model=Net())
     with pytest.raises(NamingError, match=r"'head\.bias'.*the model"):
         mask.top_k(importance(absent=ABSENT), 0.5, model={"body.weight": torch.zeros(1)})

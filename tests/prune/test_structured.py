@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from squisher import prune
-from squisher.errors import FileError, NamingError, SquisherError
+from squisher.errors import ArgumentError, FileError, NamingError, SquisherError
 from squisher.importance import Importance
 
 pytestmark = pytest.mark.filterwarnings("ignore:::torch_pruning")
@@ -188,7 +188,7 @@ def test_what_does_not_fit():
         prune.channels(model, fisher, IMAGE, heads={"query": 2})
     with pytest.raises(SquisherError, match="example input"):
         prune.channels(model, fisher, torch.randn(2, 7))
-    with pytest.raises(NamingError, match="regular expression"):
+    with pytest.raises(ArgumentError, match="regular expression"):
         prune.channels(model, fisher, IMAGE, exclude="(")
     kept = prune.channels(model, fisher, IMAGE, sparsity=0.5, scope="tensor", exclude="^one$")
     assert kept.one.out_channels == 8

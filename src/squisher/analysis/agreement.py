@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import SquisherError
+from ..errors import ArgumentError
 from ..importance import Importance
 from ..names import align
 from ..order import Rounded, Selection, Source, median, ratios, spearman, thresholds, top_overlap, total
@@ -348,6 +348,6 @@ def _entries(size: float | int, numel: int) -> int:
         return max(1, math.floor(size * numel))
     if isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= numel:
         return size
-    raise SquisherError(
+    raise ArgumentError(
         f"overlap(k) takes a fraction (a float between 0 and 1) or a number of entries (1 to {numel:,}), not {size!r}."
     )

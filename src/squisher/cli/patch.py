@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import SquisherError
+from ..errors import ArgumentError
 from . import shell
 
 patches = typer.Typer(
@@ -40,7 +40,7 @@ def patch_make(
     from ..storage.folders import open_model
 
     if drop_outside and mask is None:
-        raise SquisherError("--drop-outside needs --mask: without one nothing is outside.")
+        raise ArgumentError("--drop-outside needs --mask: without one nothing is outside.")
     shell.check_target(out, overwrite, base, tuned, mask)
     allowed = None if mask is None else load(mask)
     with shell.progress_bar("comparing") as progress:

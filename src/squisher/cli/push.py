@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import SquisherError
+from ..errors import ArgumentError
 from . import shell
 
 
@@ -34,7 +34,7 @@ def push(
     from ..integrations.publishing import prepare
 
     if private and not create:
-        raise SquisherError("--private says what a new repository is: give it together with --create.")
+        raise ArgumentError("--private says what a new repository is: give it together with --create.")
     publication = prepare(file, address)
     names = ", ".join(publication.files)
     if as_json:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import SquisherError, check_choice
+from ..errors import ArgumentError, check_choice
 from . import shell
 
 _BITS = {"json": "2,3,4,8", "llama.cpp": "2,3,4,5,6,8", "mlx": "4,5"}
@@ -55,9 +55,9 @@ def quantize(
     try:
         widths = [int(b) for b in (bits or _BITS[to]).split(",")]
     except ValueError:
-        raise SquisherError(f"--bits {bits}: widths are written with commas, such as 2,3,4,8.") from None
+        raise ArgumentError(f"--bits {bits}: widths are written with commas, such as 2,3,4,8.") from None
     if to == "mlx" and len(set(widths)) != 2:
-        raise SquisherError(f"--bits {bits}: mlx-lm chooses between two widths, such as 4,5.")
+        raise ArgumentError(f"--bits {bits}: mlx-lm chooses between two widths, such as 4,5.")
     fixed = "llama.cpp" if to == "llama.cpp" else "affine"
     weights, opened = open_model(model).weights, shell.open_importance(importance)
     with shell.notes():

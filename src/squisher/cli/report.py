@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import SquisherError
+from ..errors import ArgumentError, SquisherError
 from . import shell
 
 
@@ -31,7 +31,7 @@ def report(
 ) -> None:
     """Show what importances are, how healthy they are, which layers hold them, and how far they agree."""
     if out is None and not as_json:
-        raise SquisherError(
+        raise ArgumentError(
             "report writes a page with --out report.html, or prints its data with --json: give one of them."
         )
     if out is not None:
@@ -64,7 +64,7 @@ def report(
 
 def _check_page(out: Path) -> None:
     if out.suffix.lower() not in (".html", ".htm"):
-        raise SquisherError(f"--out {out}: a report is a page and ends in .html.")
+        raise ArgumentError(f"--out {out}: a report is a page and ends in .html.")
     if out.is_dir():
         raise SquisherError(f"--out {out}: this is a folder; name a file in it.")
 
@@ -75,7 +75,7 @@ def _one_each(models: list[Path], files: list[Path]) -> list[Path | None]:
     if len(models) == 1:
         return [models[0]] * len(files)
     if len(models) != len(files):
-        raise SquisherError(
+        raise ArgumentError(
             f"{len(files)} importances and {len(models)} models were given: give --model once for each, in their order, or once."
         )
     return list(models)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .. import __version__
-from ..errors import SquisherError, SquisherWarning
+from ..errors import ArgumentError, SquisherError, SquisherWarning
 
 if TYPE_CHECKING:
     from ..importance import Importance
@@ -43,6 +44,7 @@ MAKE, LOOK, USE = "Make an importance", "Look at importances", "Use them"
 ISSUES = "https://github.com/torch-squisher/torch-squisher/issues"
 
 _debug = False
+_claims = ExitStack()  # outputs that this command writes
 
 
 def _show_version(wanted: bool) -> None:
@@ -70,12 +72,14 @@ def main() -> None:
         if _debug:
             raise
         typer.echo(f"squisher: {error}", err=True)
-        sys.exit(1)
+        sys.exit(2 if isinstance(error, ArgumentError) else 1)  # 2 is wrong usage, for Typer as well
     except Exception as error:
         if _debug:
             raise
         typer.echo(_unexpected(error), err=True)
         sys.exit(1)
+    finally:
+        _claims.close()
 
 
 def _unexpected(error: Exception) -> str:
@@ -162,12 +166,14 @@ def distinct_names(files: list[Path]) -> list[str]:
 
     names = short_paths(files)
     if len(set(names)) < len(names):
-        raise SquisherError("The same file was given twice; every importance needs a file of its own.")
+        raise ArgumentError("The same file was given twice; every importance needs a file of its own.")
     return names
 
 
 def check_target(path: Path, overwrite: bool, *sources: str | Path | None, suffix: str | None = ".safetensors") -> None:
     """Refuse an output that cannot or should not be written before hours of work, not after.
+
+    Until the command ends, other commands that would write it are refused.
 
     Args:
         path: What `--out` says.
@@ -176,9 +182,10 @@ def check_target(path: Path, overwrite: bool, *sources: str | Path | None, suffi
         suffix: How a file of this kind ends; None for a model, which may be a folder.
     """
     from ..storage.atomic import check_target as check
+    from ..storage.atomic import claim
 
     if suffix is not None and path.suffix != suffix:
-        raise SquisherError(f"--out {path}: the name of this file ends in {suffix}.")
+        raise ArgumentError(f"--out {path}: the name of this file ends in {suffix}.")
     given = [source for source in sources if source is not None]
     check(path, overwrite=overwrite, sources=given)
     folder = next((s for s in given if path.resolve().is_relative_to(Path(s).resolve())), None)
@@ -188,6 +195,8 @@ def check_target(path: Path, overwrite: bool, *sources: str | Path | None, suffi
         )
     if path.suffix == ".safetensors":
         check(path.with_name(f"{path.name}.index.json"), overwrite=overwrite, sources=given)  # a set of shards
+    if os.environ.get("RANK", "0") == "0":  # the processes of one job write one output
+        _claims.enter_context(claim(path, overwrite=overwrite, sources=given))
 
 
 def _is_ours(path: Path) -> bool:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import SquisherError
+from ..errors import ArgumentError
 from . import shell
 
 
@@ -26,7 +26,7 @@ def similarity(
     from ..embed import distances, embedding
 
     if len(files) < 2:
-        raise SquisherError("similarity compares at least two files.")
+        raise ArgumentError("similarity compares at least two files.")
     tasks = {}
     for name, file in zip(shell.distinct_names(files), files, strict=True):
         importance = shell.open_importance(file)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, check_choice
+from ..errors import ArgumentError, NamingError, ScaleError, SquisherError, SquisherWarning, check_choice
 from ..importance import Importance, checked, on_common_scale
 from ..importance.weights import match
 from ..names import align, live_tensors
@@ -74,11 +74,11 @@ class EWC:
         if not isinstance(model, nn.Module):
             raise SquisherError(f"EWC expects a torch.nn.Module, and got {type(model).__name__}.")
         if not (isinstance(strength, (int, float)) and math.isfinite(strength) and strength >= 0):
-            raise SquisherError(f"strength is a number of at least 0, not {strength!r}.")
+            raise ArgumentError(f"strength is a number of at least 0, not {strength!r}.")
         if online is not None and not 0 < online <= 1:
-            raise SquisherError(f"online is None or a decay γ in (0, 1], not {online!r}.")
+            raise ArgumentError(f"online is None or a decay γ in (0, 1], not {online!r}.")
         if dtype not in (torch.float32, torch.bfloat16, torch.float64):
-            raise SquisherError(f"Importances are kept as float32, bfloat16 or float64, not {dtype}.")
+            raise ArgumentError(f"Importances are kept as float32, bfloat16 or float64, not {dtype}.")
         self.strength = float(strength)
         self.online = online
         self.tasks = 0

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ranks
-from ..errors import NamingError, SquisherError, near
+from ..errors import ArgumentError, NamingError, SquisherError, near
 from ..storage.tensors import CHUNK, Computed
 
 __all__ = ["Checked", "check_all", "check_values", "checked_dtype", "short", "tensors_only"]
@@ -107,9 +107,9 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return None
     name = str(dtype).removeprefix("torch.")
     if name == "float16":
-        raise SquisherError("float16 underflows below 6e-8, where most squared gradients are: use bfloat16 or float32.")
+        raise ArgumentError("float16 underflows below 6e-8, where most squared gradients are: use bfloat16 or float32.")
     if name not in _DTYPES:
-        raise SquisherError(f"An importance is written as {', '.join(_DTYPES)}, not {name}.{near(name, _DTYPES)}")
+        raise ArgumentError(f"An importance is written as {', '.join(_DTYPES)}, not {name}.{near(name, _DTYPES)}")
     return _DTYPES[name]
 
 

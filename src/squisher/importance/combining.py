@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import NamingError, ScaleError, SquisherError, check_choice
+from ..errors import ArgumentError, NamingError, ScaleError, SquisherError, check_choice
 from ..names import align
 from ..storage.tensors import CHUNK, Computed, name_pattern
 from .checks import Checked
@@ -70,7 +70,8 @@ def without(importance: Importance, exclude: str | None) -> Importance:
     """Return an importance without the parameters in whose names a regular expression finds something.
 
     Raises:
-        NamingError: It is not a regular expression, or nothing is left.
+        ArgumentError: It is not a regular expression.
+        NamingError: Nothing is left.
     """
     pattern = name_pattern(exclude)
     if pattern is None:
@@ -171,9 +172,9 @@ def weights_of(importances: Sequence[Importance], weights: str | Sequence[float]
                 )
         return [float(count) for count in counts]
     if isinstance(weights, str):
-        raise SquisherError(f"weights is 'examples', 'equal' or one number each, not {weights!r}.")
+        raise ArgumentError(f"weights is 'examples', 'equal' or one number each, not {weights!r}.")
     if len(weights) != len(importances) or not all(math.isfinite(w) and w > 0 for w in weights):
-        raise SquisherError(f"combine needs {len(importances)} positive weights, but got {list(weights)}.")
+        raise ArgumentError(f"combine needs {len(importances)} positive weights, but got {list(weights)}.")
     return [float(w) for w in weights]
 
 

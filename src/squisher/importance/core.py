@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import __version__, ranks
 from ..errors import (
+    ArgumentError,
     FileError,
     NamingError,
     SquisherError,
@@ -212,7 +213,7 @@ class Importance(Mapping[str, Tensor]):
         if isinstance(factor, bool) or not isinstance(factor, (int, float)):
             return NotImplemented
         if not (math.isfinite(factor) and factor > 0):
-            raise SquisherError(f"An importance can be multiplied by a positive number, not by {factor}.")
+            raise ArgumentError(f"An importance can be multiplied by a positive number, not by {factor}.")
         return self._derive(factor=float(factor))
 
     __rmul__ = __mul__
@@ -221,14 +222,15 @@ class Importance(Mapping[str, Tensor]):
         if isinstance(divisor, bool) or not isinstance(divisor, (int, float)):
             return NotImplemented
         if not (math.isfinite(divisor) and divisor > 0):
-            raise SquisherError(f"An importance can be divided by a positive number, not by {divisor}.")
+            raise ArgumentError(f"An importance can be divided by a positive number, not by {divisor}.")
         return self._derive(factor=1.0 / divisor)
 
     def restrict(self, pattern: str | re.Pattern[str] | Callable[[str], bool]) -> Importance:
         """Keep only the parameters whose name the regular expression finds something in (or the function accepts).
 
         Raises:
-            NamingError: No name is left, or the pattern is not a regular expression.
+            ArgumentError: The pattern is not a regular expression.
+            NamingError: No name is left.
         """
         if callable(pattern):
             names = [name for name in self if pattern(name)]
@@ -364,7 +366,7 @@ class Importance(Mapping[str, Tensor]):
             path = path / FILE_NAME
         target = checked_dtype(dtype)
         if check_codec(codec) != "exact" and target is not None:
-            raise SquisherError(f"The codec {codec} has a type of its own: leave dtype out, or save exactly.")
+            raise ArgumentError(f"The codec {codec} has a type of its own: leave dtype out, or save exactly.")
         for name in self if target is None else ():
             checked_dtype(self.dtype(name))
         metadata = {**self.provenance.to_dict(), "created_with": f"torch-squisher {__version__}"}
@@ -436,4 +438,7 @@ def load(path: str | os.PathLike[str]) -> Importance:
         )
     if "kind" not in metadata or metadata["kind"] not in KINDS:
         raise FileError(f"{path} holds a {str(metadata.get('kind'))[:80]!r}, not an importance ({' or '.join(KINDS)}).")
-    return Importance(decoded(tensors, name), **metadata)
+    try:
+        return Importance(decoded(tensors, name), **metadata)
+    except ArgumentError as error:
+        raise FileError(f"The metadata of {path} cannot be right: {error}") from error

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import NamingError, SquisherError, check_choice
+from ..errors import ArgumentError, NamingError, check_choice
 from ..importance import Importance
 from ..names import align
 from ..quantize import Plan, Sensitivity
@@ -45,10 +45,10 @@ def export(importance: Importance, to: str, out: Path, model: Path | None = None
     """
     check_choice("format", to, FORMATS)
     if to != "squeezellm" and model is not None:
-        raise SquisherError(f"--model has no meaning for {to}; only squeezellm writes a model folder.")
+        raise ArgumentError(f"--model has no meaning for {to}; only squeezellm writes a model folder.")
     if to == "ota":
         if out.suffix != ".safetensors":
-            raise SquisherError(f"--out {out}: OTA's file is a .safetensors file, such as exp_avg_sq.safetensors.")
+            raise ArgumentError(f"--out {out}: OTA's file is a .safetensors file, such as exp_avg_sq.safetensors.")
         safetensors.save(out, importance, None)
         return f"{len(importance)} tensors; give it as preconditioner_path"
     if to == "bergson":
@@ -56,7 +56,7 @@ def export(importance: Importance, to: str, out: Path, model: Path | None = None
             torch.save(_optimizer_state(importance), folder / "optimizer.pt")
         return f"{len(importance)} states; give it as optimizer_state"
     if model is None:
-        raise SquisherError("squeezellm needs --model: the folder whose config and names the written one is to have.")
+        raise ArgumentError("squeezellm needs --model: the folder whose config and names the written one is to have.")
     squares = _Squares(importance, open_model(model).weights)
     write_model(out, squares, model, dtype=torch.float32)
     missing = f"; {len(squares.without)} tensors have no importance and are 0" if squares.without else ""
@@ -158,7 +158,7 @@ def tensor_types(plan: Plan) -> str:
     quantizers = plan.sensitivity.quantizers
     types = {b: q.name for b, q in quantizers.items()}
     if not all(re.fullmatch(r"q\d_[K0]", name) for name in types.values()):
-        raise SquisherError(
+        raise ArgumentError(
             "This plan is not for llama.cpp's types: measure with scheme='llama.cpp' (--scheme llama.cpp)."
         )
     widest: dict[str, int] = {}
@@ -176,7 +176,7 @@ def mlx_sensitivities(found: Sensitivity, low: int, high: int) -> list[list[Any]
     """
     for bits in (low, high):
         if bits not in found.quantizers:
-            raise SquisherError(f"mlx-lm chooses between {low} and {high} bits, but {bits} were not measured.")
+            raise ArgumentError(f"mlx-lm chooses between {low} and {high} bits, but {bits} were not measured.")
     return [
         [name.removesuffix(".weight"), (losses[low] - losses[high]) / (found.numel[name] / 1e6)]
         for name, losses in found.losses.items()

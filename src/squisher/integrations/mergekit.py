@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ..errors import FileError, SquisherError
+from ..errors import ArgumentError, FileError, SquisherError
 from ..importance import FILE_NAME, Importance, load, tied_in
 from ..merge import average, fisher
 from ..merge.inputs import graded, matched
@@ -86,6 +86,8 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
     with new_folder(out) as folder:  # called as it will be, because mergekit names the model after it
         try:
             run_merge(merge_config, str(folder), merge_options, config_source=source)
+        except ArgumentError as error:
+            raise SquisherError(f"{config}: {error}") from error
         except SquisherError:
             raise
         except (
@@ -131,7 +133,7 @@ def _options(given: Sequence[str]) -> Any:
     try:
         return read.main(["--quiet", *given], prog_name="mergekit-yaml", standalone_mode=False)
     except click.ClickException as error:
-        raise SquisherError(f"mergekit does not take these options: {error.format_message()}") from error
+        raise ArgumentError(f"mergekit does not take these options: {error.format_message()}") from error
 
 
 def _beside(value: Any, folder: Path, key: str = "") -> Any:

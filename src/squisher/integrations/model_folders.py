@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .. import __version__
-from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, check_choice
+from ..errors import ArgumentError, FileError, NamingError, NoAccumulatorError, SquisherError, check_choice
 from ..importance import FILE_NAME, Importance, load
 from ..importance.weights import check_weights
 from ..merge import Merged, average, fisher, ota, task_arithmetic, ubgm
@@ -221,12 +221,12 @@ def merge_folders(
     settings = _Settings(method, sizes, base_size, keep, scale, normalize, floor, missing, exclude, dtype)
     settings.check(importances, base_importance, coefficients)
     if importances and len(importances) != len(models):
-        raise SquisherError(
+        raise ArgumentError(
             f"There are {len(models)} models and {len(importances)} importances: give --importance once per model."
         )
     given = list(coefficients) if coefficients else [1.0] * len(models)
     if len(given) != len(models):
-        raise SquisherError(
+        raise ArgumentError(
             f"There are {len(models)} models and {len(given)} coefficients: give --coefficient once per model."
         )
     labels = [_label(path, name) for path, name in zip(models, short_paths(models), strict=True)]
@@ -290,8 +290,12 @@ class _Settings(NamedTuple):
         self, importances: Sequence[Path], base_importance: Path | None, coefficients: Sequence[float] | None
     ) -> None:
         """Refuse options that have no meaning for the method."""
+        weighted = self.method in _WEIGHTED
         unused = {
-            "--importance": bool(importances) and self.method not in _WEIGHTED,
+            "--importance": bool(importances) and not weighted,
+            "--scale": self.scale != "auto" and not weighted,
+            "--floor": self.floor != "relative" and not weighted,
+            "--missing": self.missing != "error" and not weighted,
             "--normalize": self.normalize is not None and self.method != "fisher",
             "--base-importance": base_importance is not None and self.method != "ubgm",
             "--size": bool(self.sizes) and self.method != "ubgm",
@@ -301,7 +305,7 @@ class _Settings(NamedTuple):
         }
         for option, wrong in unused.items():
             if wrong:
-                raise SquisherError(f"{option} has no meaning for {self.method}.")
+                raise ArgumentError(f"{option} has no meaning for {self.method}.")
 
     def merge(
         self,
@@ -319,7 +323,7 @@ class _Settings(NamedTuple):
         if self.method == "fisher":
             return fisher(models, importances, coefficients, normalize=self.normalize, floor=self.floor, **weighting)
         if base is None:
-            raise SquisherError(f"{self.method} needs --base: the model that the others started from.")
+            raise ArgumentError(f"{self.method} needs --base: the model that the others started from.")
         if self.method == "ubgm":
             size = 1.0 if self.base_size is None else self.base_size
             return ubgm(
@@ -362,7 +366,7 @@ def _open(
     if not any(adapted):
         opened = [open_model(path) for path in models]
         if base is not None and method not in _FROM_BASE:
-            raise SquisherError(f"--base has no meaning for {method} of whole models.")
+            raise ArgumentError(f"--base has no meaning for {method} of whole models.")
         start = None if base is None else open_model(base).weights
         return [m.weights for m in opened], opened[_first(coefficients)], start, None
     if not all(adapted):

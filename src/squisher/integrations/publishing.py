@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .. import __version__
-from ..errors import FileError, SquisherError
+from ..errors import ArgumentError, FileError
 from ..importance import FILE_NAME, Importance, load
 from ..importance.provenance import Codec
 from ..storage import hub
@@ -78,9 +78,9 @@ def prepare(file: Path, address: str) -> Publication:
     """
     target = hub.Address.read(address)
     if target.path.endswith((".safetensors", ".json")):
-        raise SquisherError(f"{target}: the file is called {FILE_NAME} there; give the repository, or a folder in it.")
+        raise ArgumentError(f"{target}: the file is called {FILE_NAME} there; give the repository, or a folder in it.")
     if hub.is_hub_id(file):
-        raise SquisherError(f"{hub.Address.read(file)} is published already: give a file on this machine.")
+        raise ArgumentError(f"{hub.Address.read(file)} is published already: give a file on this machine.")
     file = file / FILE_NAME if file.is_dir() else file
     importance = load(file)
     index = file if file.suffix == ".json" else file.with_name(f"{file.name}.index.json")

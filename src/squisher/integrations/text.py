@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..errors import FileError, SquisherError, check_positive, require
+from ..errors import ArgumentError, FileError, SquisherError, check_positive, require
 from ..recycle.naming.candidates import candidates_of_module
 from ..recycle.states import Candidate
 from ..storage.folders import Weights, open_weights
@@ -62,7 +62,7 @@ def load_text_model(
         AssertionError,
         NotImplementedError,
     ) as error:  # as torch says it, depending on how it was built
-        raise SquisherError(
+        raise ArgumentError(
             f"torch cannot use the device {device!r}: {str(error).split('. ')[0].rstrip('.')}. Take another one, such as cpu."
         ) from error
     if base is not None and not adapter:
@@ -296,7 +296,7 @@ def load_shards(folder: Path, config: Any, build: Callable[..., nn.Module], devi
         SquisherError: There is one process only, or the model cannot be loaded this way.
     """
     if ranks.is_alone():
-        raise SquisherError(
+        raise ArgumentError(
             "Shards need several processes: start them with torchrun --nproc-per-node N -m squisher fisher … --shard, or leave "
             "--shard out."
         )

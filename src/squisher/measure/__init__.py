@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..errors import NamingError, SquisherError, near
+from ..errors import ArgumentError, NamingError, SquisherError, near
 from ..guard import eager_original, refuse_batch_statistics
 from ..importance import Absence, Importance, Level, Naming, Reason, structure_hash
 from ..importance.weights import content_of
@@ -159,11 +159,11 @@ def fisher(
 
 def _check(model: Any, method: str, dtype: Any, max_examples: int | None) -> None:
     if method not in ("auto", "fast", "loop"):
-        raise SquisherError(f"method={method!r} is not known; expected 'auto', 'fast' or 'loop'.")
+        raise ArgumentError(f"method={method!r} is not known; expected 'auto', 'fast' or 'loop'.")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype == torch.float16:
-        raise SquisherError(f"dtype={dtype} cannot hold squared gradients; use torch.float32, float64 or bfloat16.")
+        raise ArgumentError(f"dtype={dtype} cannot hold squared gradients; use torch.float32, float64 or bfloat16.")
     if max_examples is not None and max_examples < 1:
-        raise SquisherError(f"max_examples={max_examples}: expected a positive number or None.")
+        raise ArgumentError(f"max_examples={max_examples}: expected a positive number or None.")
     if not isinstance(model, nn.Module):
         raise SquisherError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
 
@@ -181,7 +181,7 @@ def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParam
             try:
                 accept = {p.name for name, p in names.items() if re.search(wanted, name)}
             except re.error as error:
-                raise SquisherError(f"parameters={wanted!r} is not a regular expression: {error}.") from error
+                raise ArgumentError(f"parameters={wanted!r} is not a regular expression: {error}.") from error
         elif callable(wanted):
             accept = {p.name for p in live if wanted(p.name)}
         else:
@@ -276,28 +276,28 @@ def objective_for(
     _one_of("per", per, ("example", "batch"))
     if callable(likelihood):
         if labels != "data":
-            raise SquisherError(f"A function as likelihood knows its own labels; labels={labels!r} needs a named one.")
+            raise ArgumentError(f"A function as likelihood knows its own labels; labels={labels!r} needs a named one.")
         kind: str | Callable[[nn.Module, Any], Tensor] = likelihood
     else:
         kind = likelihood if likelihood != "auto" else _kind_of(model)
     if kind == "tokens" and labels == "exact":
-        raise SquisherError(
+        raise ArgumentError(
             "labels='exact' is not done for tokens (one backward pass per position and token of the vocabulary). Use "
             "labels='sampled': it estimates the same Fisher without bias."
         )
     if per == "batch" and labels == "exact":
-        raise SquisherError("per='batch' with labels='exact' has no meaning; use labels='sampled'.")
+        raise ArgumentError("per='batch' with labels='exact' has no meaning; use labels='sampled'.")
     units = ("sequence", "token") if kind == "tokens" else ("example",)
     unit = units[0] if unit is None else unit
     if unit not in units:
-        raise SquisherError(
+        raise ArgumentError(
             f"unit={unit!r} does not fit the likelihood {kind if isinstance(kind, str) else 'function'!r}; expected "
             f"{' or '.join(map(repr, units))}."
         )
     if per == "batch" and unit == "token":
-        raise SquisherError("per='batch' squares the gradient of a whole batch; unit='token' has no meaning there.")
+        raise ArgumentError("per='batch' squares the gradient of a whole batch; unit='token' has no meaning there.")
     if not isinstance(draws, int) or draws < 1 or (draws > 1 and labels != "sampled"):
-        raise SquisherError(
+        raise ArgumentError(
             f"draws={draws!r} with labels={labels!r}: expected a positive number, above 1 only with labels='sampled'."
         )
     return Objective(kind, labels, unit, draws, seed, _shift_of(model) if shift is None else shift)
@@ -305,7 +305,7 @@ def objective_for(
 
 def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise SquisherError(
+        raise ArgumentError(
             f"{name}={value!r} is not known; expected {', '.join(map(repr, allowed))}.{near(str(value), allowed)}"
         )
 

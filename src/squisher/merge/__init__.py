@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import SquisherError, check_choice
+from ..errors import ArgumentError, SquisherError, check_choice
 from .inputs import prepared
 from .lazy import Merged
 from .rules import Fisher, Grafting, Matching, Mean
@@ -115,7 +115,7 @@ def fisher(
         ScaleError: The importances have no common scale.
     """
     if normalize not in (None, "mean", "l2"):
-        raise SquisherError(f"normalize is mean or l2, or nothing, not {normalize!r}.")
+        raise ArgumentError(f"normalize is mean or l2, or nothing, not {normalize!r}.")
     importances = as_many("importance", importances, models)
     floors, adds = as_floors(floor, len(models))
     used, numbers = taking_part(models, coefficients)
@@ -173,7 +173,7 @@ def ubgm(
     if delta != "relative":
         (delta,) = as_numbers("delta", [as_number(delta)], 1, least=0.0)
     if base_importance is None and base_length:
-        raise SquisherError("ubgm needs the importance of the base too; without one, pass base_size=0.")
+        raise ArgumentError("ubgm needs the importance of the base too; without one, pass base_size=0.")
     used, alphas = taking_part(models, coefficients, [base])
     dropped = len(used) < len(models)
     models, importances = [models[k] for k in used], [importances[k] for k in used]
@@ -226,7 +226,7 @@ def ota(
     floors, adds = as_floors(floor, len(models))
     keeps = [as_number(k) for k in ([keep] * len(models) if isinstance(keep, (int, float)) else keep)]
     if len(keeps) != len(models) or not all(0 <= k <= 1 for k in keeps):
-        raise SquisherError(
+        raise ArgumentError(
             f"keep is a fraction from 0 to 1, one for all or one for each of {len(models)} models, not {keep!r}."
         )
     used, _ = taking_part(models, None, [base])
@@ -260,7 +260,7 @@ def taking_part(
     numbers = as_numbers("coefficient", coefficients, len(models), least=-math.inf if negative else 0.0)
     used = [k for k, number in enumerate(numbers) if number]
     if not used:
-        raise SquisherError("Every coefficient is 0, so that no model is left.")
+        raise ArgumentError("Every coefficient is 0, so that no model is left.")
     return used, [numbers[k] for k in used]
 
 
@@ -270,10 +270,10 @@ def as_numbers(what: str, values: Sequence[float] | None, count: int, *, least: 
         return [1.0] * count
     numbers = [as_number(value) for value in values]
     if len(numbers) != count:
-        raise SquisherError(f"There are {count} models and {len(numbers)} {what}s; give one per model.")
+        raise ArgumentError(f"There are {count} models and {len(numbers)} {what}s; give one per model.")
     for number in numbers:
         if not (number >= least and abs(number) < 1e30):
-            raise SquisherError(f"A {what} is a finite number{'' if least < 0 else ' and not negative'}, not {number}.")
+            raise ArgumentError(f"A {what} is a finite number{'' if least < 0 else ' and not negative'}, not {number}.")
     return numbers
 
 
@@ -282,7 +282,7 @@ def as_number(value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise SquisherError(f"A number is expected, not {value!r}.") from None
+        raise ArgumentError(f"A number is expected, not {value!r}.") from None
 
 
 def as_many(what: str, given: Sequence[Weights], models: Sequence[Weights]) -> list[Weights]:
@@ -290,7 +290,7 @@ def as_many(what: str, given: Sequence[Weights], models: Sequence[Weights]) -> l
     listed = isinstance(given, Sequence)
     if not listed or len(given) != len(models):
         count = len(given) if listed else 0 if given is None else 1
-        raise SquisherError(f"There are {len(models)} models and {count} {what}s; give a list with one per model.")
+        raise ArgumentError(f"There are {len(models)} models and {count} {what}s; give a list with one per model.")
     return list(given)
 
 

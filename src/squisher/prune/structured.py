@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import NamingError, SquisherError, check_choice, check_fraction, require
+from ..errors import ArgumentError, NamingError, SquisherError, check_choice, check_fraction, require
 from ..importance import checked
 from ..names import align, check_known, live_tensors
 from ..storage.tensors import name_pattern
@@ -77,12 +77,12 @@ def channels(
     check_score(score, importance, ("sqrt", "orthoreg"))
     check_fraction("sparsity", sparsity, "of channels to remove")
     if sparsity == 1:
-        raise SquisherError("A sparsity of 1 would remove every channel: it must be below 1.")
+        raise ArgumentError("A sparsity of 1 would remove every channel: it must be below 1.")
     check_choice("scope", scope, SCOPES)
     if score == "orthoreg" and gradients is None:
-        raise SquisherError("The score orthoreg needs gradients=, the mean gradient of the loss by parameter name.")
-    torch_pruning = require("torch_pruning", "prune", "prune.channels")
+        raise ArgumentError("The score orthoreg needs gradients=, the mean gradient of the loss by parameter name.")
     pattern = name_pattern(exclude)
+    torch_pruning = require("torch_pruning", "prune", "prune.channels")
     smaller = copy.deepcopy(model)
     values = gradients if score == "orthoreg" else None if importance is None else checked(importance)
     modules = dict(smaller.named_modules())

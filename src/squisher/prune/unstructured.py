@@ -17,7 +17,7 @@ import torch
 import torch.nn.utils.prune as torch_prune
 from torch import Tensor, nn
 
-from ..errors import SquisherError, check_choice, check_fraction
+from ..errors import ArgumentError, SquisherError, check_choice, check_fraction
 from ..importance import checked, tied_in
 from ..names import align, check_unquantized, live_parameters
 from ..order import Source, choose, per_source
@@ -80,7 +80,7 @@ def weights(
     check_score(score, importance)
     check_choice("scope", scope, SCOPES)
     if (sparsity is None) == (nm is None):
-        raise SquisherError("Give either a sparsity (0.75) or a pattern (nm='2:4'), not both and not neither.")
+        raise ArgumentError("Give either a sparsity (0.75) or a pattern (nm='2:4'), not both and not neither.")
     if sparsity is not None:
         check_fraction("sparsity", sparsity, "of weights to set to zero")
     owners: dict[str, list[tuple[nn.Module, str]]] = {}
@@ -312,7 +312,7 @@ def check_score(score: str, importance: object, more: tuple[str, ...] = ()) -> N
     """Refuse a score that does not exist, or one that needs an importance where there is none."""
     check_choice("score", score, (*SCORES, *more))
     if importance is None and score not in ("magnitude", "random", "orthoreg"):
-        raise SquisherError(f"The score {score} needs an importance; only magnitude and random do without one.")
+        raise ArgumentError(f"The score {score} needs an importance; only magnitude and random do without one.")
 
 
 class Scores(Computed):
@@ -385,7 +385,7 @@ def parse_pattern(pattern: str) -> tuple[int, int]:
     """
     found = re.fullmatch(r"(\d+):(\d+)", str(pattern).strip())
     if found is None or not 0 < int(found[1]) < int(found[2]) <= 64:
-        raise SquisherError(f"A pattern is written N:M with 0 < N < M ≤ 64, such as 2:4, not {pattern!r}.")
+        raise ArgumentError(f"A pattern is written N:M with 0 < N < M ≤ 64, such as 2:4, not {pattern!r}.")
     return int(found[1]), int(found[2])
 
 

@@ -12,12 +12,20 @@ from typing import Any
 
 from torch import nn
 
-from ..errors import FileError, NamingError, NoAccumulatorError, SquisherError, SquisherWarning
+from ..errors import (
+    ArgumentError,
+    FileError,
+    NamingError,
+    NoAccumulatorError,
+    SquisherError,
+    SquisherWarning,
+    check_fraction,
+)
 from ..importance import Absence, Importance, Naming, Reason, RunFacts
 from ..importance.weights import HASHED_BYTES, content_of
 from ..storage.folders import open_weights
 from ..storage.hub import fetch, is_hub_id
-from ..storage.tensors import LazyTensors
+from ..storage.tensors import LazyTensors, name_pattern
 from .assembly import assemble
 from .formats import read_source
 from .live import Tracked, from_optimizers, from_tracker, unwrapped
@@ -85,8 +93,12 @@ def extract(
         NoAccumulatorError: The optimizer keeps no average of the squared gradient, or has taken no step.
         NamingError: Nothing names the parameters, several answers fit, or the values contradict the only one.
         FileError: The source cannot be read safely, or holds no optimizer state.
+        ArgumentError: An argument has a value that it cannot have.
     """
     known = RunFacts(batch_size=batch_size, loss_reduction=loss_reduction, batch_tokens=batch_tokens, unit=unit)
+    name_pattern(trainable)
+    if beta2 is not None:
+        check_fraction("beta2", beta2, "of the average that a step keeps")
     if isinstance(source, (str, os.PathLike)):
         live = model if isinstance(model, nn.Module) else None
         options = Options(
@@ -172,7 +184,7 @@ def _usable(optimizers: Sequence[OptimizerState], options: Options) -> tuple[lis
         optimizers = [_one_of(optimizers, options.optimizer)]
     if options.optimizer_class is not None:
         if not rows_of_class(options.optimizer_class):
-            raise SquisherError(
+            raise ArgumentError(
                 f"{options.optimizer_class} is not an optimizer that is known (docs/formats.md lists them). Leave optimizer_class out where "
                 "the keys of the state tell."
             )

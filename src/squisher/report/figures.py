@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..analysis.agreement import Agreement
 from ..analysis.health import Health
-from ..errors import FileError, SquisherError
+from ..errors import ArgumentError, FileError, SquisherError
 from ..importance import Importance
 from .atlas import grid, place
 from .charts import (
@@ -169,7 +169,7 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     """
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
-        raise SquisherError(f"A picture is an .svg or a .png file; {path.name!r} is neither.")
+        raise ArgumentError(f"A picture is an .svg or a .png file; {path.name!r} is neither.")
     if not path.parent.is_dir():
         raise FileError(f"The folder {path.parent} for the picture does not exist.")
     if path.suffix.lower() == ".png":

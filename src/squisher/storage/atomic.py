@@ -29,7 +29,7 @@ try:
 except ImportError:  # a system without such locks: nothing is removed as a leftover there
     fcntl = None  # type: ignore[assignment]
 
-__all__ = ["PartialFile", "check_free", "check_target", "exclusive", "new_folder", "write_file"]
+__all__ = ["PartialFile", "check_free", "check_target", "claim", "exclusive", "new_folder", "write_file"]
 
 _PARTIAL = re.compile(r"\.(?P<name>.+)\.(?P<machine>[0-9a-f]{8})-[0-9a-f]{16}\.partial", re.DOTALL)
 _LONGEST_NAME = 200  # bytes; with what a partial name adds, below the 255 that file systems allow
@@ -130,7 +130,8 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
     check_target(out)
     target = out.resolve()
     with as_file_error(out), exclusive(target.parent):
-        _remove_left_over(target.parent, refuse=target)
+        _refuse_writers(target, [path for path in _remove_left_over(target.parent) if path.is_dir()])
+        check_target(out)  # another process may have made it before the lock was ours
         outer, handle = _new_partial_folder(target)
     inner = outer / target.name
     try:
@@ -147,6 +148,25 @@ def new_folder(out: str | os.PathLike[str]) -> Iterator[Path]:
         shutil.rmtree(outer, ignore_errors=True)
         if handle >= 0:
             os.close(handle)
+
+
+@contextmanager
+def claim(
+    out: str | os.PathLike[str], *, overwrite: bool = False, sources: Iterable[str | os.PathLike[str]] = ()
+) -> Iterator[None]:
+    """Check an output as `check_target` does, and keep other processes that claim it away until the block ends.
+
+    Raises:
+        FileError: It cannot or should not be written, or another process is writing it.
+    """
+    check_target(out, overwrite=overwrite, sources=sources)
+    target = Path(os.path.abspath(out))
+    with contextlib.ExitStack() as stack:
+        with as_file_error(Path(out)), exclusive(target.parent):
+            _refuse_writers(target, _remove_left_over(target.parent))
+            check_target(out, overwrite=overwrite, sources=sources)  # it may have been written before the lock was ours
+            stack.enter_context(PartialFile(target))
+        yield
 
 
 def check_target(
@@ -294,23 +314,26 @@ def _lock_new(handle: int, path: Path) -> bool:
         return False
 
 
-def _remove_left_over(folder: Path, refuse: Path | None = None) -> None:
-    """Remove what writers that are dead have left in a folder.
-
-    Args:
-        folder: Where to look; never below it.
-        refuse: A folder that only one writer may make at a time.
-
-    Raises:
-        FileError: Another process is making the folder `refuse`.
-    """
+def _remove_left_over(folder: Path) -> list[Path]:
+    """Remove what writers that are dead have left in a folder, never below it; return the partials of living ones."""
     with os.scandir(folder) as entries:
         found = [(Path(entry.path), match) for entry in entries if (match := _PARTIAL.fullmatch(entry.name))]
-    for path, match in found:
-        if _is_left_over(path, match["machine"] == _machine()):
-            continue
-        if refuse is not None and match["name"] == _short(refuse.name) and path.is_dir():
-            raise FileError(f"{refuse} is being written by another process: wait for it, or choose another name.")
+    return [path for path, match in found if not _is_left_over(path, match["machine"] == _machine())]
+
+
+def _refuse_writers(target: Path, partials: Iterable[Path]) -> None:
+    """Refuse to write what another process is writing.
+
+    Raises:
+        FileError: One of the partial files or folders is to become the target.
+    """
+    for path in partials:
+        match = _PARTIAL.fullmatch(path.name)
+        if match is not None and match["name"] == _short(target.name):
+            raise FileError(
+                f"{shown(str(target))} is being written by another process (its unfinished output is {path.name}): wait for it, or "
+                "choose another name."
+            )
 
 
 def _is_left_over(path: Path, same_machine: bool) -> bool:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from ..errors import FileError, SquisherError, require
+from ..errors import ArgumentError, FileError, SquisherError, require
 from .json_files import read_object
 
 __all__ = ["Address", "create", "fetch", "fetch_file", "fetch_model", "is_hub_id", "read_text", "upload"]
@@ -56,7 +56,7 @@ class Address(NamedTuple):
         text = os.fspath(source)
         match = _ID.fullmatch(_SCHEME.sub("", text)) if _SCHEME.match(text) else None
         if match is None or ".." in text:
-            raise SquisherError(
+            raise ArgumentError(
                 f"{_SCHEME.sub('hf://', text)} is not an address on the Hub: expected hf://owner/name[@revision][/file or folder]."
             )
         return cls(match["repo"], match["revision"], (match["path"] or "").strip("/"))

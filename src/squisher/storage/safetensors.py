@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import FileError, NamingError, SquisherError, SquisherWarning
+from ..errors import ArgumentError, FileError, NamingError, SquisherError, SquisherWarning
 from .atomic import PartialFile, as_file_error, check_free, check_not_read, exclusive, write_file
 from .byte_range import ByteRange, shown
 from .json_files import no_duplicates, parse_json, read_json
@@ -330,7 +330,7 @@ def save(
     """
     path = Path(path)
     if path.suffix != ".safetensors":
-        raise SquisherError(f"{path}: a file of named tensors ends in .safetensors; choose such a name.")
+        raise ArgumentError(f"{path}: a file of named tensors ends in .safetensors; choose such a name.")
     layout = {}
     for name in tensors:
         _check_name(name, f"Cannot write {path}")

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import NamingError, SquisherError, near
+from ..errors import ArgumentError, SquisherError, near
 from ..ranks import local_of, whole
 from .byte_range import ByteRange
 
@@ -87,12 +87,12 @@ def name_pattern(pattern: str | None) -> re.Pattern[str] | None:
     """Return a user's regular expression over parameter names.
 
     Raises:
-        NamingError: It is not a regular expression.
+        ArgumentError: It is not a regular expression.
     """
     try:
         return None if pattern is None else re.compile(pattern)
     except re.error as error:
-        raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
+        raise ArgumentError(f"{pattern!r} is not a regular expression: {error}.") from error
 
 
 @contextmanager

@@ -244,15 +244,8 @@ def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
 
 
 def matching(candidates: Sequence[Candidate], pattern: str) -> list[Candidate]:
-    """Return the candidates whose name, in the weight file or in the running model, a regular expression finds.
-
-    Raises:
-        NamingError: It is not a regular expression.
-    """
-    try:
-        search = re.compile(pattern).search
-    except re.error as error:
-        raise NamingError(f"{pattern!r} is not a regular expression: {error}.") from error
+    """Return the candidates whose name, in the weight file or in the running model, a regular expression finds."""
+    search = re.compile(pattern).search
     return [c for c in candidates if any(map(search, (c.name, c.live_name or c.name, *(p.name for p in c.slices))))]
 
 
