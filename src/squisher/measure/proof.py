@@ -330,16 +330,16 @@ def difference_of(model: nn.Module, own: Tensor, values: Tensor, n: int) -> str:
     finite = row.isfinite() & own.isfinite()
     if not bool(finite.any()):
         return ""
-    off, size = float((own - row)[finite].abs().max()), max(map(_largest_finite, values))
+    off, size = float((own - row)[finite].abs().max()), _largest_finite(values)
     return f"differ by {off:.1e} (the largest output is {size:.1e})" if off > tolerance * max(size, 1e-6) else ""
 
 
-def _largest_finite(row: Tensor) -> float:
-    """Return the largest finite magnitude; in one pass, and without a copy, where all are finite: logits may be most of the memory."""
-    low, high = torch.aminmax(row)
-    if not bool((high - low).isfinite()):
-        low, high = torch.aminmax(row.nan_to_num(0.0, 0.0, 0.0))
-    return max(-float(low), float(high))
+def _largest_finite(values: Tensor) -> float:
+    """Return the largest finite magnitude, without a copy: logits may be most of the memory."""
+    low, high = torch.aminmax(values)
+    if bool((high - low).isfinite()):
+        return max(-float(low), float(high))
+    return max(float(row.nan_to_num(0.0, 0.0, 0.0).abs().max()) for row in values)
 
 
 def _fits(model: nn.Module, objective: Objective, batch: Batch, values: Tensor, n: int) -> bool:
