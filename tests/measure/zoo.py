@@ -374,6 +374,19 @@ def _einsums():
     return Apply(forward, **weights, out=nn.Linear(5, 4)), (torch.randn(N, 3, 5), _labels())
 
 
+def _indexed():
+    """Rows of a parameter by their number: with repeats, from the end, along sequences."""
+
+    def forward(s, ids):
+        found = s.table[ids].mean(1) + s.table[ids[:, 0] - 9] + s.table.index_select(0, ids[:, 1])
+        return s.out(found + torch.index_select(s.table, dim=0, index=ids.flatten()).view(*ids.shape, -1).sum(1))
+
+    return Apply(forward, table=nn.Parameter(torch.randn(9, 5)), out=nn.Linear(5, 4)), (
+        torch.randint(0, 9, (N, 6)),
+        _labels(),
+    )
+
+
 def _cells():
     def forward(s, x):
         state, hidden = None, None
@@ -507,6 +520,7 @@ MODELS = {
     "relative bias": _relative_bias,
     "bare parameters": _bare,
     "einsums": _einsums,
+    "indexed": _indexed,
     "cells": _cells,
     "lstm": lambda: (Hidden(nn.LSTM), (torch.randn(N, 3, 5), _labels())),
     "gru": lambda: (Hidden(nn.GRU), (torch.randn(N, 3, 5), _labels())),

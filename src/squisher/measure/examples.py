@@ -466,6 +466,8 @@ def _index_select(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outp
     t = _first(args, kwargs)
     state, index = look(t), argument(args, kwargs, 2, "index", None)
     dim = argument(args, kwargs, 1, "dim", None) % t.dim()
+    if state is SHARED and dim == 0:  # a table, looked up for each example
+        return look(index)
     return state if isinstance(state, Examples) and state.dim != dim and look(index) is SHARED else UNKNOWN
 
 

@@ -1,4 +1,4 @@
-"""Embeddings: rows of a table, looked up."""
+"""Embeddings and indexing: rows of a table, looked up."""
 
 from __future__ import annotations
 
@@ -90,4 +90,20 @@ def _embedding(
         yield weight, Lookup(input, padding_idx)
 
 
-LOOKUP: dict[Any, Callable[..., Uses]] = {F.embedding: _embedding}
+def _rows(table: Tensor, index: Any) -> Uses:
+    """Rows of a table by their number: `table[index]`."""
+    if isinstance(index, Tensor) and index.dtype in (torch.long, torch.int) and index.dim() and table.dim() == 2:
+        yield table, Lookup(index.long() % table.shape[0])
+
+
+def _selected(input: Tensor, dim: int, index: Tensor) -> Uses:
+    if dim in (0, -input.dim()):
+        yield from _rows(input, index)
+
+
+LOOKUP: dict[Any, Callable[..., Uses]] = {
+    F.embedding: _embedding,
+    Tensor.__getitem__: _rows,
+    Tensor.index_select: _selected,
+    torch.index_select: _selected,
+}
