@@ -26,7 +26,7 @@ from .examples import (
     UNKNOWN,
     Examples,
     Look,
-    Rows,
+    Routed,
     State,
     broadcasts,
     replaced,
@@ -245,7 +245,7 @@ class Pass(Following):
         if name == "setitem":
             return self._set_item(func, args, states)
         kinds = states.values()
-        if name == "getitem" or any(isinstance(s, Rows) for s in kinds):
+        if name == "getitem" or any(isinstance(s, Routed) for s in kinds):
             routed = self._routed(func, name, args, kwargs, states)
             if routed is not None:
                 return routed
@@ -296,11 +296,11 @@ class Pass(Following):
             if state is not None:
                 return self._finish(func(*args), name, lambda _: (state, ""))
         rows = states.get(id(args[0])) if args else None
-        if not any(isinstance(s, Rows) for s in states.values()):
+        if not any(isinstance(s, Routed) for s in states.values()):
             return None
-        ends = ends_of(args, kwargs) if name in GROUPED and isinstance(rows, Rows) and not rows.dim else None
+        ends = ends_of(args, kwargs) if name in GROUPED and isinstance(rows, Routed) and not rows.dim else None
         weight = args[1] if ends is not None and torch.is_grad_enabled() and args[1].requires_grad else None
-        if weight is not None and isinstance(rows, Rows) and ends is not None:
+        if weight is not None and isinstance(rows, Routed) and ends is not None:
             leaf, transposed = behind_transpose(weight)
             rule = Grouped(args[0].detach(), ends, self._routes.owners[rows.owner], transposed)
             output = func(args[0], self._detach(weight), *args[2:], **kwargs)

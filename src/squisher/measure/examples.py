@@ -23,7 +23,7 @@ __all__ = [
     "Examples",
     "Look",
     "Other",
-    "Rows",
+    "Routed",
     "State",
     "argument",
     "broadcasts",
@@ -42,7 +42,7 @@ class Examples(NamedTuple):
     inner: int = 1
 
 
-class Rows(NamedTuple):
+class Routed(NamedTuple):
     """Dimension `dim` has rows of examples in any order and number; which ones, `routing.Routes` knows by this number."""
 
     dim: int
@@ -59,7 +59,7 @@ SHARED = Other("shared")
 """No row belongs to an example: parameters, buffers, constants, and what is made of them alone."""
 UNKNOWN = Other("unknown")
 
-State = Examples | Rows | Other
+State = Examples | Routed | Other
 
 
 def tensors_in(value: Any) -> list[Tensor]:
@@ -93,7 +93,7 @@ def replaced(value: Any, instead: Mapping[int, Tensor]) -> Any:
 
 # -- the operations -----------------------------------------------------------------------------------------------------------
 
-Rule = Callable[[str, tuple[Any, ...], dict[str, Any], Tensor, "Look"], State]
+Placement = Callable[[str, tuple[Any, ...], dict[str, Any], Tensor, "Look"], State]
 """(name, args, kwargs, output, look) -> where the examples are in the output."""
 
 
@@ -125,7 +125,7 @@ def state_after(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output
         output: one of the tensors it returned.
         look: the states of the arguments.
     """
-    rule = _RULES.get(name)
+    rule = _PLACEMENTS.get(name)
     if rule is None:
         return UNKNOWN
     try:
@@ -143,7 +143,11 @@ def state_after(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output
 
 def why_unknown(name: str) -> str:
     """Return the reason why rows cannot be followed through an operation."""
-    return f"{name} moves or mixes the rows of examples" if name in _RULES else f"{name} is an operation without a rule"
+    return (
+        f"{name} moves or mixes the rows of examples"
+        if name in _PLACEMENTS
+        else f"{name} is an operation without a rule"
+    )
 
 
 def broadcasts(
@@ -151,7 +155,7 @@ def broadcasts(
 ) -> tuple[tuple[int, ...] | None, State]:
     """Return the shape that the arguments are broadcast to, and where the examples will be in it; (None, UNKNOWN) for other operations."""
     tensors = tensors_in((args, kwargs))
-    rule = _RULES.get(name)
+    rule = _PLACEMENTS.get(name)
     if rule in (_pointwise, _where, _dropout):
         shapes = [tuple(t.shape) for t in tensors]
     elif rule is _matmul:
@@ -246,7 +250,7 @@ def _dims(value: Any, n: int) -> list[int]:
     return [int(v) % n for v in values]
 
 
-def _along(place: int, default: Any, names: tuple[str, ...] = ("dim", "axis", "dims")) -> Rule:
+def _along(place: int, default: Any, names: tuple[str, ...] = ("dim", "axis", "dims")) -> Placement:
     """Operations along some dimensions, which they keep, drop or sum over: not along the examples'."""
 
     def rule(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
@@ -580,11 +584,11 @@ _POINTWISE = """
 """
 
 
-def _each(names: str, rule: Rule) -> dict[str, Rule]:
-    return dict.fromkeys(names.split(), rule)
+def _each(names: str, placement: Placement) -> dict[str, Placement]:
+    return dict.fromkeys(names.split(), placement)
 
 
-_RULES: dict[str, Rule] = {
+_PLACEMENTS: dict[str, Placement] = {
     **_each(_POINTWISE, _pointwise),
     **dict.fromkeys(("to", "type_as"), _first_alone),
     **_each("reshape view flatten unflatten unsqueeze squeeze reshape_as view_as ravel", _same_order),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .examples import SHARED, UNKNOWN, Examples, Rows, State, argument, place_after, replaced, state_after, tensors_in
+from .examples import SHARED, UNKNOWN, Examples, Routed, State, argument, place_after, replaced, state_after, tensors_in
 from .rules import in_steps, multi_head_attention, supports
 
 __all__ = [
@@ -247,7 +247,7 @@ class Following:
         base = self._base_before(args, states)
         state: State = UNKNOWN
         parts = index if isinstance(index, tuple) else (index,)
-        known = not any(s is UNKNOWN or isinstance(s, Rows) for s in states.values())
+        known = not any(s is UNKNOWN or isinstance(s, Routed) for s in states.values())
         if known and not (isinstance(value, Tensor) and given is SHARED and value.requires_grad):
             state = self._state_of_target(target, before, parts, value, given, states)
         func(*args)

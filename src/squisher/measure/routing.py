@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .examples import UNKNOWN, Examples, Look, Rows, State, argument, state_after, tensors_in
+from .examples import UNKNOWN, Examples, Look, Routed, State, argument, state_after, tensors_in
 
 __all__ = ["GROUPED", "Routes", "behind_transpose", "ends_of"]
 
@@ -33,7 +33,7 @@ class Routes:
 
     def taken(self, t: Tensor, state: State, index: Any) -> State | None:
         """Return the state of `t[index]`, where that takes rows of examples by their number; otherwise None."""
-        if not isinstance(state, (Examples, Rows)) or state.dim or not isinstance(index, Tensor):
+        if not isinstance(state, (Examples, Routed)) or state.dim or not isinstance(index, Tensor):
             return None
         if index.dim() != 1 or index.dtype not in (torch.long, torch.int):
             return None
@@ -43,14 +43,14 @@ class Routes:
     def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, states: Any) -> State:
         """Return the state of the output of an operation on such rows: as if each were an example, if it keeps them apart."""
         if name in GROUPED:
-            return states[id(args[0])] if isinstance(states.get(id(args[0])), Rows) else UNKNOWN
-        found = {s.owner for s in states.values() if isinstance(s, Rows)}
+            return states[id(args[0])] if isinstance(states.get(id(args[0])), Routed) else UNKNOWN
+        found = {s.owner for s in states.values() if isinstance(s, Routed)}
         if len(found) != 1 or any(s is UNKNOWN or isinstance(s, Examples) for s in states.values()):
             return UNKNOWN
         (owner,) = found
-        single = {key: Examples(s.dim) if isinstance(s, Rows) else s for key, s in states.items()}
+        single = {key: Examples(s.dim) if isinstance(s, Routed) else s for key, s in states.items()}
         after = state_after(name, args, kwargs, output, Look(single, len(self.owners[owner])))
-        return Rows(after.dim, owner) if isinstance(after, Examples) and after.inner == 1 else UNKNOWN
+        return Routed(after.dim, owner) if isinstance(after, Examples) and after.inner == 1 else UNKNOWN
 
     def _state_of(self, owner: Tensor) -> State:
         inner, rest = divmod(len(owner), self.examples)
@@ -59,9 +59,9 @@ class Routes:
             return Examples(0, inner)
         for number, known in enumerate(self.owners):
             if known.shape == owner.shape and torch.equal(known, owner):
-                return Rows(0, number)
+                return Routed(0, number)
         self.owners.append(owner)
-        return Rows(0, len(self.owners) - 1)
+        return Routed(0, len(self.owners) - 1)
 
 
 def ends_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
