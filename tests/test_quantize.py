@@ -218,7 +218,7 @@ def test_lazy_files_give_the_same(model, tmp_path):
         ({"importance": {"even.wieght": torch.ones(6, 64)}}, "Did you mean 'even.weight'"),
         ({"importance": {"even.weight": torch.ones(6, 63)}}, "shape"),
         ({"importance": {"even.weight": -torch.ones(6, 64)}}, "negative"),
-        ({"weights": {"even.weight": torch.full((6, 64), float("nan"))}, "importance": {"even.weight": torch.ones(6, 64)}}, "nearest"),
+        ({"weights": {"even.weight": torch.full((6, 64), float("nan"))}, "importance": {"even.weight": torch.ones(6, 64)}}, "NaN"),
     ],
 )  # fmt: skip
 def test_what_is_refused(model, change, words):

@@ -28,6 +28,7 @@ from .storage.tensors import (
     chunks_of,
     dtype_of,
     name_pattern,
+    not_finite,
     numel_of,
     one_thread,
     shape_of,
@@ -215,9 +216,7 @@ def sensitivity(
                 if progress is not None:
                     progress(done, total)
             if not all(map(math.isfinite, sums.values())):
-                raise SquisherError(
-                    f"{name!r} has NaN or infinite values, which have no nearest value: take sound weights."
-                )
+                raise not_finite(name)
             losses[name] = sums
     shapes = {name: tuple(shape_of(weights, name)) for name in names}
     sizes = {name: {b: q.size(shape) for b, q in quantizers.items()} for name, shape in shapes.items()}

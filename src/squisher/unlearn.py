@@ -17,7 +17,7 @@ from .errors import check_positive
 from .importance import on_common_scale, tied_in
 from .names import align, check_unquantized
 from .order import TINY
-from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of
+from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of, is_finite, not_finite
 
 __all__ = ["Dampened", "dampen"]
 
@@ -86,6 +86,8 @@ class Dampened(Computed):
             yield from chunks_of(self._weights, name, size)
             return
         for weight, factor in zip(chunks_of(self._weights, name, size), self._factors(name, size), strict=True):
+            if not is_finite(weight):
+                raise not_finite(name)
             yield torch.where(factor == 1, weight, (weight * factor).to(weight.dtype))  # what stays, stays to the bit
 
     def counts(self) -> dict[str, tuple[int, int]]:

@@ -7,12 +7,11 @@ from itertools import islice
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import SquisherError, near
-from ..storage.tensors import CHUNK, Computed, buffer_for, chunks_of, dtype_of, shape_of
+from ..storage.tensors import CHUNK, Computed, buffer_for, chunks_of, dtype_of, is_finite, not_finite, shape_of
 from .inputs import Plan
 
 __all__ = ["Merged", "Rule"]
@@ -122,7 +121,7 @@ class Merged(Computed):
     def _merged(self, name: str, chunks: Sequence[Tensor]) -> Tensor:
         out = buffer_for(chunks[0].numel(), self.dtype(name))
         self._rule.fill(name, chunks, out)
-        if not _finite(out):
+        if not is_finite(out):
             raise self._not_finite(name)
         return out
 
@@ -133,7 +132,7 @@ class Merged(Computed):
         out = buffer_for(chunk.numel(), target)
         for to, block in zip(out.split(_BLOCK), chunk.split(_BLOCK), strict=True):
             to.copy_(block)
-        if target == torch.float16 and not _finite(out):
+        if target == torch.float16 and not is_finite(out):
             raise _beyond_float16(name)
         return out
 
@@ -164,24 +163,11 @@ class Merged(Computed):
 
     def _not_finite(self, name: str) -> SquisherError:
         for k, model in enumerate(self._models):
-            if any(not np.isfinite(chunk.double().numpy()).all() for chunk in chunks_of(model, name, 1 << 15)):
-                who = self._plan.who(k)
-                return SquisherError(
-                    f"{name!r} of {who} has NaN or infinite values: its training diverged, or its file is damaged. Take an earlier "
-                    "checkpoint of it, or leave the tensor out with exclude."
-                )
+            if not all(map(is_finite, chunks_of(model, name))):
+                return not_finite(name, self._plan.who(k))
         if self.dtype(name) == torch.float16:
             return _beyond_float16(name)
         return SquisherError(f"{name!r} overflows when it is merged: the coefficients are too large.")
-
-
-def _finite(chunk: Tensor) -> bool:
-    if chunk.dtype != torch.bfloat16:
-        return bool(np.isfinite(chunk.numpy()).all())
-    # numpy does not know the type. By their bits, NaN and infinity are beyond all numbers of their sign, and the negative ones
-    # are beyond the positive ones only without a sign bit.
-    bits = chunk.view(torch.int16).numpy()
-    return bool(bits.max() < 0x7F80 and bits.view(np.uint16).max() < 0xFF80)
 
 
 def _beyond_float16(name: str) -> SquisherError:

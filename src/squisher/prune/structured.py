@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, NamingError, SquisherError, check_choice, check_fraction, require
 from ..importance import checked
 from ..names import align, check_known, live_tensors
-from ..storage.tensors import name_pattern
+from ..storage.tensors import is_finite, name_pattern, not_finite
 from .hugging_face import heads_of
 from .unstructured import SCOPES, check_score
 
@@ -83,6 +83,9 @@ def channels(
         raise ArgumentError("The score orthoreg needs gradients=, the mean gradient of the loss by parameter name.")
     pattern = name_pattern(exclude)
     torch_pruning = require("torch_pruning", "prune", "prune.channels")
+    for name, parameter in model.named_parameters():
+        if not is_finite(parameter):
+            raise not_finite(name)
     smaller = copy.deepcopy(model)
     values = gradients if score == "orthoreg" else None if importance is None else checked(importance)
     modules = dict(smaller.named_modules())

@@ -27,7 +27,9 @@ from ..storage.tensors import (
     Progress,
     chunks_of,
     dtype_of,
+    is_finite,
     name_pattern,
+    not_finite,
     numel_of,
     shape_of,
     tied_names,
@@ -105,6 +107,8 @@ def weights(
         return pruned
     masks = {name: pruned.mask(name) for name in marks}
     for name, mask in masks.items():
+        if not is_finite(stored[name]):
+            raise not_finite(name)
         for module, attribute in owners[name]:
             tensor = getattr(module, attribute)
             torch_prune.custom_from_mask(module, attribute, mask.to(tensor.device))
@@ -127,6 +131,8 @@ class Pruned(Computed):
         weight = self._stored[name]
         if self._target(name) not in self._marks:
             return weight
+        if not is_finite(weight):
+            raise not_finite(name)
         return torch.where(self.mask(name).to(weight.device), weight, torch.zeros((), dtype=weight.dtype))
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
@@ -137,6 +143,8 @@ class Pruned(Computed):
             return
         kept = _recut(self._marks[target](), size)
         for chunk, mark in zip(chunks_of(self._stored, name, size), kept, strict=True):
+            if not is_finite(chunk):
+                raise not_finite(name)
             yield torch.where(mark, chunk, torch.zeros((), dtype=chunk.dtype))
 
     def mask(self, name: str) -> Tensor:

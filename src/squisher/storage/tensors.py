@@ -28,7 +28,7 @@ from .byte_range import ByteRange
 
 __all__ = [
     "CHUNK", "Block", "Blocks", "Computed", "FileTensor", "Joined", "LazyTensors", "Progress", "Slice", "TensorSource", "buffer_for",
-    "chunks_of", "dtype_of", "name_pattern", "numel_of", "one_thread", "shape_of", "tied_names",
+    "chunks_of", "dtype_of", "is_finite", "name_pattern", "not_finite", "numel_of", "one_thread", "shape_of", "tied_names",
 ]  # fmt: skip
 
 CHUNK = 1 << 18
@@ -93,6 +93,28 @@ def name_pattern(pattern: str | None) -> re.Pattern[str] | None:
         return None if pattern is None else re.compile(pattern)
     except re.error as error:
         raise ArgumentError(f"{pattern!r} is not a regular expression: {error}.") from error
+
+
+def is_finite(chunk: Tensor) -> bool:
+    """Return whether a tensor holds neither NaN nor infinite values."""
+    if not chunk.numel():
+        return True
+    if chunk.device.type != "cpu":
+        return bool(torch.isfinite(chunk).all())
+    if chunk.dtype != torch.bfloat16:
+        return bool(np.isfinite(chunk.detach().numpy()).all())
+    # numpy does not know the type. By their bits, NaN and infinity are beyond all numbers of their sign, and the negative ones
+    # are beyond the positive ones only without a sign bit.
+    bits = chunk.detach().view(torch.int16).numpy()
+    return bool(bits.max() < 0x7F80 and bits.view(np.uint16).max() < 0xFF80)
+
+
+def not_finite(name: str, called: str = "the model") -> SquisherError:
+    """Return the error for weights that cannot be calculated with."""
+    return SquisherError(
+        f"{name!r} of {called} has NaN or infinite values: its training diverged, or its file is damaged. Take an earlier "
+        "checkpoint of it, or leave the tensor out with exclude."
+    )
 
 
 @contextmanager
