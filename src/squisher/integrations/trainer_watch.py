@@ -118,7 +118,9 @@ class TrainerWatch:
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batches, items = original(*args, **kwargs)
         self.counts_items = items is not None
-        examples, tokens = [examples_in(b) for b in batches], [tokens_in(b, self._shifted) for b in batches]
+        # The tokens that the Trainer divides by: transformers 4 counted the first one of a row, which has no loss.
+        shifted = self._shifted and (items is None or hasattr(self.trainer, "_loss_shifts_labels"))
+        examples, tokens = [examples_in(b) for b in batches], [tokens_in(b, shifted) for b in batches]
         self.pending = over_processes(examples, tokens, self.trainer.args.device)
         return batches, items
 

@@ -295,7 +295,7 @@ def _tell_attention(model: nn.Module, heads: Mapping[nn.Module, int]) -> None:
         count = max(heads[child] for child in inside)
         width = max(cast(int, child.out_features) // heads[child] for child in inside)
         facts = {"num_heads": count, "n_heads": count, "num_attention_heads": count, "n_head": count}
-        facts |= {"all_head_size": count * width, "attention_head_size": width, "head_dim": width}
+        facts |= {"all_head_size": count * width, "dim": count * width, "attention_head_size": width, "head_dim": width}
         for attribute, value in facts.items():
             if isinstance(getattr(module, attribute, None), int):
                 setattr(module, attribute, value)

@@ -46,6 +46,11 @@ _ADAPTED = (
     "folder of the model that was adapted with --base-model DIR (base_model=...; its config.json is enough), or the "
     "names in the optimizer's order with --names."
 )
+_TRAINED = (
+    "Give the names in the optimizer's order with --names FILE (names=[...]), the model that was trained with --model, or, if parameters "
+    "were frozen, the weights that it started from with --base-model. The Trainer makes its optimizer itself: next time train with "
+    "squisher.integrations.transformers.SquisherCallback, which knows the names."
+)
 
 
 def is_trainer_folder(path: Path) -> bool:
@@ -81,7 +86,7 @@ def read_trainer(folder: Path, options: Options) -> Found:
     state = read_torch_file(file)
     if len(state.optimizers) != 1 or state.models:  # a script's file, with weights or several optimizers in it
         return with_model(state, options)
-    optimizer = state.optimizers[0]
+    optimizer = _without_originals(state.optimizers[0], folder)
     args = training_args(folder)
     counts = (step_of(entry.state, entry.group) for entry in optimizer.entries if entry.state)
     facts, assume_mean = facts_of(folder, args, next(counts, None))
@@ -108,9 +113,19 @@ def read_trainer(folder: Path, options: Options) -> Found:
         later=(others for others, _ in tiers),
         parameters=model.parameters,
         facts=replace(facts, tied=model.tied),
-        hint=_ADAPTED if alone else "",
+        hint=_ADAPTED if alone else _TRAINED if vouched else "",
         vouched=vouched,
     )
+
+
+def _without_originals(optimizer: OptimizerState, folder: Path) -> OptimizerState:
+    """Leave out what never had a gradient where the rest are as many as the adapter's tensors.
+
+    Before 0.6, PEFT gave the optimizer a classifier beside the copy of it that is trained and saved.
+    """
+    weights = open_weights(folder) if (folder / "adapter_config.json").is_file() else None
+    trained = [entry for entry in optimizer.entries if entry.state]
+    return optimizer if weights is None or len(trained) != len(weights.tensors) else replace(optimizer, entries=trained)
 
 
 def _tiers(optimizer: OptimizerState, folder: Path, options: Options) -> Iterator[tuple[Sources, Candidates]]:

@@ -199,7 +199,7 @@ def _null_laws(
     """Yield the laws over the channels of one fold: sparse rows of the null space, with coefficients of plus and minus one."""
     vectors: dict[int, dict[tuple[str, Reading], Tensor]] = defaultdict(dict)
     for name, weight in weights.items():
-        if name not in batches[0]:
+        if not all(name in batch for batch in batches):  # an expert that a batch left out
             continue
         products = [weight * batch[name] for batch in batches]
         for reading, channels in _readings(weight.shape, heads, fold):

@@ -368,7 +368,7 @@ def _nothing_fits(optimizer: OptimizerState, sources: Sequence[Source], settles:
         )
     if not sources:
         return f"{what}, and nothing in the source has them. {settles}"
-    tried = "; ".join(_described(*source) for source in sources)
+    tried = "; ".join(dict.fromkeys(_described(*source) for source in sources))
     return f"{what}, and no known convention proves them from what is at hand ({tried}). {settles}"
 
 
