@@ -47,7 +47,7 @@ def rewrite(folder: Path, change: Any) -> None:
 
 @pytest.mark.parametrize("variant", SHARDED)
 def test_values_names_and_steps(variant):
-    imp = extract(FIXTURES / "dcp" / variant, bias_correction=False)
+    imp = extract(FIXTURES / "dcp" / variant, bias_correction=False, in_order=True)
     check(imp, FIXTURES / "dcp" / variant / "reference.safetensors")
     assert imp.provenance.steps == {"min": 3, "max": 3}
     assert imp.provenance.optimizer["class"] == "AdamW"
@@ -76,7 +76,7 @@ def test_numbers_are_named_by_the_planner_not_by_the_shuffled_entries():
     shuffled = [key for key in metadata.state_dict_metadata if key.startswith("model.")]
     planned = [key for key in metadata.planner_data if key.startswith("model.")]
     assert shuffled != planned  # otherwise this test could not fail
-    imp = extract(folder, bias_correction=False)
+    imp = extract(folder, bias_correction=False, in_order=True)
     assert str(imp.provenance.naming).startswith("convention: the weights under 'model'")
     check(imp, folder / "reference.safetensors")
 
@@ -139,7 +139,7 @@ def layouts(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[st
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_layouts(tmp_path, layout):
     model, optimizer = trained()
-    imp = extract(save(layouts(model, optimizer)[layout], tmp_path / "c"), bias_correction=False)
+    imp = extract(save(layouts(model, optimizer)[layout], tmp_path / "c"), bias_correction=False, in_order=True)
     assert list(imp) == [name for name, _ in model.named_parameters()]
     for name, parameter in model.named_parameters():
         assert torch.equal(imp[name], optimizer.state[parameter]["exp_avg_sq"])
@@ -435,7 +435,7 @@ def test_what_is_not_needed_is_not_read(fsdp2):
 @pytest.mark.parametrize("variant", ["fsdp2_full", "zero_redundancy"])
 def test_full_files(variant):
     folder = FIXTURES / "dcp" / variant
-    check(extract(folder / "checkpoint.pt", bias_correction=False), folder / "reference.safetensors")
+    check(extract(folder / "checkpoint.pt", bias_correction=False, in_order=True), folder / "reference.safetensors")
 
 
 def test_the_share_of_one_fsdp2_rank_is_refused():
@@ -479,7 +479,7 @@ def test_two_processes(tmp_path):
         check(extract(tmp_path / variant, bias_correction=False), tmp_path / variant / "reference.safetensors")
     for variant in ("fsdp2_full", "zero_redundancy"):
         folder = tmp_path / variant
-        check(extract(folder / "checkpoint.pt", bias_correction=False), folder / "reference.safetensors")
+        check(extract(folder / "checkpoint.pt", bias_correction=False, in_order=True), folder / "reference.safetensors")
     check(extract(tmp_path / "fsdp2_raw", bias_correction=False), tmp_path / "fsdp2_raw" / "reference.safetensors")
     for variant in ("fsdp1_raw", "fsdp1_flat"):
         with pytest.raises(FileError, match="flat shards of FSDP1"):

@@ -132,6 +132,69 @@ def embeddings():
     return Net(embeddings_loss, users=nn.Embedding(40, WIDTH), items=nn.Embedding(40, WIDTH))
 
 
+def normed_loss(m):
+    x, y = batch()
+    for layer, norm in zip(m.layers, m.norms, strict=True):
+        x = torch.relu(norm(layer(x)))
+    return functional.cross_entropy(m.head(x), y)
+
+
+def normed():
+    norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(4))
+    return Net(normed_loss, layers=linears(4), norms=norms, head=nn.Linear(WIDTH, 5))
+
+
+def blocks_loss(m):
+    x, y = batch()
+    for block in m.blocks:
+        x = torch.relu(block(x))
+    return functional.cross_entropy(m.head(x), y)
+
+
+def blocks():
+    """Each layer beside its norm, so that biases and norms stand in turn among what is not decayed."""
+    pairs = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(4))
+    return Net(blocks_loss, blocks=pairs, head=nn.Linear(WIDTH, 5))
+
+
+def listed_apart(m):
+    """Two groups: matrices, then all biases before all norms."""
+    matrices, vectors = own(*(block[0] for block in m.blocks), m.head), own(*(block[1] for block in m.blocks))
+    return [
+        {"params": [p for p in matrices if p.ndim > 1]},
+        {"params": [*(p for p in matrices[:-1] if p.ndim == 1), *vectors, matrices[-1]], "weight_decay": 0.0},
+    ]
+
+
+def narrow_loss(m):
+    x, _ = batch(width=8)
+    h = torch.relu(m.fc(x))
+    mean, spread = m.mean(h), 0.1 * m.spread(h)
+    z = mean + torch.randn_like(mean) * spread.exp()
+    return functional.mse_loss(m.out(torch.relu(m.back(z))), x) + 0.05 * (mean**2 + spread.exp() - spread).mean()
+
+
+def narrow():
+    return Net(narrow_loss, **{name: nn.Linear(8, 8) for name in ("fc", "mean", "spread", "back", "out")})
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a change of rank 4 that begins at nought."""
+
+    def __init__(self):
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+def adapted():
+    return Net(stack_loss, layers=nn.ModuleList(Adapted() for _ in range(3)), head=nn.Linear(WIDTH, 5).requires_grad_(False))  # fmt: skip
+
+
 def own(*modules):
     return [p for module in modules for p in module.parameters()]
 
@@ -150,6 +213,19 @@ MISLEADING = {
     "the path up first": (unet, lambda m: own(m.inc, m.up1, m.up2, m.down1, m.down2, m.outc)),
     "heads sorted by name": (heads, lambda m: own(m.trunk, *(m.heads[k] for k in sorted(m.heads)))),
     "recurrent layers from the top": (recurrent, lambda m: [*recurrent_layers(m, "l1", "l0"), *own(m.head)]),
+    "norms from the top": (normed, lambda m: own(m.layers, *reversed(m.norms), m.head)),
+    "biases, then norms": (blocks, listed_apart),
+    "the spread before the mean": (narrow, lambda m: own(m.fc, m.spread, m.mean, m.back, m.out)),
+    "adapters from the top": (
+        adapted,
+        lambda m: [getattr(layer, name).weight for layer in reversed(m.layers) for name in ("lora_A", "lora_B")],
+    ),
+    "adapters from the top, A and B apart": (
+        adapted,
+        lambda m: [
+            {"params": [getattr(layer, name).weight for layer in reversed(m.layers)]} for name in ("lora_A", "lora_B")
+        ],
+    ),
     "items before users": (embeddings, lambda m: own(m.items, m.users)),
 }
 OPTIMIZERS = {
@@ -196,8 +272,20 @@ def test_another_order_is_refused_or_right(tmp_path, script, kind, steps):
     assert right(imp, model, optimizer)
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Adam with decay"])
+def test_the_biases_of_norms_before_their_weights(tmp_path, kind):
+    """A norm's weight and bias have one shape; their first moments tell them apart."""
+    torch.manual_seed(0)
+    model = normed()
+    turned = [p for norm in model.norms for p in (norm.bias, norm.weight)]
+    optimizer = OPTIMIZERS[kind]([*own(model.layers), *turned, *own(model.head)])
+    trained(model, optimizer, 30)
+    with pytest.raises(NamingError, match="contradict"):
+        squisher.extract(saved(tmp_path / "c.pt", model, optimizer))
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "Adam with decay", "RMSprop"])
-@pytest.mark.parametrize("make", [stack, pair, actor], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [stack, pair, actor, normed, blocks], ids=lambda make: make.__name__)
 def test_the_order_of_the_model_is_read(tmp_path, make, kind):
     torch.manual_seed(0)
     model = make()

@@ -210,6 +210,7 @@ class Lora(nn.Module):
         super().__init__()
         self.base = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
         self.lora_A, self.lora_B = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, WIDTH, bias=False)
+        nn.init.zeros_(self.lora_B.weight)
 
     def forward(self, x):
         return functional.relu(self.base(x) + self.lora_B(self.lora_A(x)))

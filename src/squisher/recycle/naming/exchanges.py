@@ -19,7 +19,7 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from statistics import NormalDist
 from typing import NamedTuple
 
@@ -27,19 +27,21 @@ import numpy as np
 
 from ..optimizers import step_of
 from .laws import Reading
-from .values import Array, Shape, Values, carried, certainty, concordance, independent
+from .values import Array, Shape, Values, carried, certainty, concordance, independent, ranks
 
 __all__ = ["AGAINST", "CLEARLY", "Exchange", "Parts", "compared_parts"]
 
 # From scripts made to mislead (benchmarks/naming_scripts.py); rates in docs/formats.md.
 AGAINST = 2.0  # by so much, after the price of having looked for it, must an exchange be likelier to contradict
 CLEARLY = 4.0  # and by so much to contradict an order that somebody vouches for
+NOISE = 0.5  # of the length of a random walk: so far may accidents move a sum of comparisons of v alone
+STEP = 3.0  # no longer is a step of that walk: larger changes are no accident
 FOR = 2.0  # by so much must the order proposed be likelier than an exchange, or nothing tells which of them is right
-WIDE, WIDE_PARTS = 24, 12  # channels from which on values may be expected to tell two layers, and whole parts or stacks
 SPREAD = 4.0  # standard deviations that a law, where it holds, is away from an accident
 MOST = 100.0  # of one law between neighbours, and less between others: none decides against all the rest
 NORM = 30.0  # that one law of a norm may count
 OF_V = 15.0  # that v carried from one layer to the next may count
+OF_NORM = 8.0  # that v of a norm beside a layer may count
 NEAR = 6  # matrices between which a law of the first moment is looked for
 CARRIED = 3  # and between which v is
 EMBEDDINGS = 2  # first matrices whose columns may be outputs, added to what every later layer adds to
@@ -85,7 +87,7 @@ class Parts(NamedTuple):
 
     Attributes:
         better: The likeliest exchange, or None without one to try; its gain is what the price of the search leaves.
-        untold: An exchange of wide parts beside each other that is nearly as likely as the proposal, or None.
+        untold: An exchange that a plausible script makes and that is nearly as likely as the proposal, or None.
     """
 
     better: Exchange | None = None
@@ -93,11 +95,11 @@ class Parts(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """An exchange: to each candidate the one whose entry it gets, the price of having looked for it, whether values may tell."""
+    """An exchange: to each candidate the one whose entry it gets, the price of having looked for it, whether a plausible script makes it."""
 
     to: dict[int, int]
     price: float
-    wide: bool = False
+    plausible: bool = False
 
 
 def compared_parts(values: Values, assignment: Assignment, proven: Collection[int] = ()) -> Parts:
@@ -122,12 +124,14 @@ def compared_parts(values: Values, assignment: Assignment, proven: Collection[in
         for move in _moves(values, usable)
         if not any(usable[c] in proven for c in move.to) and any(usable[c] >= 0 for c in move.to)
     ]
-    search = _Search(list(_terms(values, usable, _families(values, usable))))
+    noisy = not any(e >= 0 and values.has_moment(e) for e in usable.values())
+    search = _Search(list(_terms(values, usable, _families(values, usable))), noisy)
     gain, better = search.best(usable, moves)
     found = _exchange(values, usable, better, gain)
     if gain >= AGAINST:
         return Parts(found)
-    untold = max(((search.gain(usable, move), move) for move in moves if move.wide), key=lambda m: m[0], default=None)
+    likely = [(sum(search.change(usable, move)), move) for move in moves if move.plausible]
+    untold = max(likely, key=lambda m: m[0], default=None)
     if untold is not None and untold[0] > -FOR:
         return Parts(found, _exchange(values, usable, _moved(usable, untold[1]), untold[0]))
     stale = next((c for c in _stopped(values, usable) if search.support(usable, c) < FOR), None)
@@ -137,19 +141,14 @@ def compared_parts(values: Values, assignment: Assignment, proven: Collection[in
 
 
 def _stopped(values: Values, usable: Assignment) -> Iterator[int]:
-    """Yield the wide matrices whose state took fewer steps than others of its group: their module may have been replaced."""
+    """Yield the matrices whose state took fewer steps than others of its group: their module may have been replaced."""
     steps = {e: step_of(values.entries[e].state, values.entries[e].group) or 0 for e in usable.values() if e >= 0}
     last: dict[int, int] = defaultdict(int)
     for e, count in steps.items():
         last[values.entries[e].group_number] = max(last[values.entries[e].group_number], count)
     for c, e in usable.items():
         shape = values.candidates[c].shape
-        if (
-            e >= 0
-            and len(shape) > 1
-            and max(shape[:2]) >= WIDE_PARTS
-            and steps[e] < last[values.entries[e].group_number]
-        ):
+        if e >= 0 and len(shape) > 1 and steps[e] < last[values.entries[e].group_number]:
             yield c
 
 
@@ -168,7 +167,7 @@ def _exchange(values: Values, old: Assignment, new: Assignment, gain: float) -> 
 class _Search:
     """The terms of all laws, each weighed once for the same entries."""
 
-    def __init__(self, terms: Sequence[_Term]):
+    def __init__(self, terms: Sequence[_Term], noisy: bool):
         self.terms = terms
         self._of: dict[int, list[int]] = defaultdict(list)
         for k, term in enumerate(terms):
@@ -176,6 +175,7 @@ class _Search:
                 self._of[member].append(k)
         self._known: dict[tuple[int, tuple[int, ...]], float] = {}
         self._left = _EFFORT
+        self._noisy = noisy
 
     def best(self, start: Assignment, moves: Sequence[_Move]) -> tuple[float, Assignment]:
         """Return what the best assignment but the first gains over it, less its price, and that assignment."""
@@ -186,7 +186,8 @@ class _Search:
                 if self._left <= 0:
                     return found, better
                 if following != start:
-                    gain = reached + self._gain(current, following, move.to) - move.price
+                    change, accident = self.change(current, move)
+                    gain = reached + change - accident - move.price
                     if gain > found:
                         found, better = gain, following
             if found <= reached or found >= AGAINST:
@@ -198,20 +199,23 @@ class _Search:
         """Return by how much likelier the laws of one candidate's weight make its entry than an accident."""
         return sum(self._weight(k, assignment) for k in self._of[member] if member in self.terms[k].weights)
 
-    def gain(self, assignment: Assignment, move: _Move) -> float:
-        """Return by how much likelier one exchange is."""
-        return self._gain(assignment, _moved(assignment, move), move.to)
+    def change(self, old: Assignment, move: _Move) -> tuple[float, float]:
+        """Return by how much likelier one exchange is, and how much of that may be accident.
 
-    def _gain(self, old: Assignment, new: Assignment, changed: Mapping[int, int]) -> float:
-        terms = {k for member in changed for k in self._of[member]}
-        self._left -= len(terms)
-        return sum(self._weight(k, new) - self._weight(k, old) for k in terms)
+        Without first moments many weak comparisons add up: each may come out either way, like a step of a random walk.
+        """
+        new = _moved(old, move)
+        terms = {k for member in move.to for k in self._of[member]}
+        changes = [self._weight(k, new) - self._weight(k, old) for k in terms]
+        walk = math.sqrt(sum(min(abs(change), STEP) ** 2 for change in changes))
+        return sum(changes), NOISE * walk if self._noisy else 0.0
 
     def _weight(self, k: int, assignment: Assignment) -> float:
         entries = tuple(assignment[c] for c in self.terms[k].members)
         if min(entries) < 0:  # without a state
             return 0.0
         if (k, entries) not in self._known:
+            self._left -= 1
             self._known[k, entries] = self.terms[k].weigh(entries)
         return self._known[k, entries]
 
@@ -241,10 +245,10 @@ def _families(values: Values, usable: Assignment) -> list[list[list[int]]]:
 
 
 def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
-    """Yield the exchanges to try, those of parts with one parent first, those of vectors alone last."""
+    """Yield the exchanges to try, those that a plausible script makes first, those of vectors alone last."""
     families = _families(values, usable)
     near = [dict(move) for family in families if _whole(values, family[0]) for move in _orders(family)]
-    wide = [move for move in _in_all_layers(values, families) if _wide(values, move)]
+    plausible = [*_in_all_layers(values, usable, families), *_kinds_apart(values, usable)]
     far: list[dict[int, int]] = []
     parts: dict[str, list[int]] = defaultdict(list)
     for c in usable:
@@ -259,31 +263,74 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
             move = _swap(a, b)
             if not set(a) & set(b) and _whole(values, a) and move not in near:
                 far.append(move)
-    norms = [family for family in families if not _whole(values, family[0]) and len(family[0]) > 1]
-    matrices = {values.candidates[c].name for c in usable if len(values.candidates[c].shape) > 1}
-    is_bias = lambda c: re.sub("bias$", "weight", values.candidates[c].name) in matrices - {values.candidates[c].name}  # noqa: E731
-    vectors = [dict(move) for family in norms for move in _orders(family)]
+    vectors = [dict(move) for family in families if _is_norm(values, family[0]) for move in _orders(family)]
+    turned = {k: v for part in parts.values() if _is_norm(values, part) for k, v in _swap(part[:1], part[1:]).items()}
+    vectors += [turned] if turned else []
+    kind = _kinds(values, usable)
     for same in alike.values():
-        biases = [part for part in same if len(part) == 1 and is_bias(part[0])]
+        biases = [part for part in same if len(part) == 1 and kind.get(part[0]) == "bias"]
         vectors += [move for move in _orders(biases) if len(move) > 2]
-    yield from (_Move(move, math.log(len(near) + len(wide)), True) for move in wide)
-    yield from (_Move(move, math.log(len(near) + len(wide))) for move in near if move not in wide)
+    yield from (_Move(move, math.log(len(near) + len(plausible)), True) for move in plausible)
+    yield from (_Move(move, math.log(len(near) + len(plausible))) for move in near if move not in plausible)
     yield from (_Move(move, math.log(len(near) + len(far))) for move in far)
     # Seldom is a norm or a bias handed over in another place without its layer.
     yield from (_Move(move, math.log(len(near) + len(far) + len(vectors)) + VECTORS) for move in vectors)
 
 
-def _in_all_layers(values: Values, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[dict[int, int]]:
-    """Yield the orders of parts with one parent: where the parent is one of numbered layers, in all of them alike."""
+def _in_all_layers(
+    values: Values, usable: Assignment, families: Sequence[Sequence[Sequence[int]]]
+) -> Iterator[dict[int, int]]:
+    """Yield the orders of parts with one parent: where the parent is one of numbered layers, in all of them alike.
+
+    Norms count where they have a list of their own, side by side in the optimizer: between layers, nobody exchanges them alone.
+    """
     stacks: dict[tuple[str, ...], list[Sequence[Sequence[int]]]] = defaultdict(list)
     for family in families:
-        if _whole(values, family[0]):
+        entries = [usable[c] for part in family for c in part]
+        groups = {values.entries[e].group_number for e in entries}
+        parent = _words(values.candidates[family[0][0]].name)[:-2]
+        under = [c for c in usable if _words(values.candidates[c].name)[: len(parent)] == parent]
+        beside = max(entries) - min(entries) < len(entries) == len(under) and len(groups) == 1
+        if _whole(values, family[0]) or (beside and _is_norm(values, family[0])):
             stacks[tuple(re.sub(r"\d+(?=\..*\.)", "#", values.candidates[part[0]].name) for part in family)].append(
                 family
             )
     for same in stacks.values():
         for moves in zip(*(_orders(family) for family in same), strict=True):
-            yield {a: b for move in moves for a, b in move.items()}
+            both = {a: b for move in moves for a, b in move.items()}
+            cells = {
+                _words(values.candidates[c].name)[-2] for c in both if _RECURRENT.search(values.candidates[c].name)
+            }
+            if len(both) != 2 or len(cells) != 1:  # not the two weights of one recurrent cell
+                yield both
+
+
+def _kinds_apart(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
+    """Yield the orders of groups of vectors in which somebody listed biases and norms one after the other."""
+    kind, groups = _kinds(values, usable), defaultdict(list)
+    for c in sorted(usable, key=lambda c: usable[c]):
+        groups[values.entries[usable[c]].group_number].append(c)
+    shape = lambda c: values.candidates[c].shape  # noqa: E731
+    for first in (["bias"], ["weight", "shift"], ["weight"], ["bias", "shift"]):
+        move: dict[int, int] = {}
+        for own in groups.values():
+            listed = sorted(own, key=lambda c: kind.get(c) not in first)
+            if all(c in kind for c in own) and list(map(shape, own)) == list(map(shape, listed)):
+                move |= {a: b for a, b in zip(listed, own, strict=True) if a != b}
+        if len(move) > 3:  # of one norm and one bias, nobody makes lists
+            yield move
+
+
+def _kinds(values: Values, usable: Assignment) -> dict[int, str]:
+    """Return which vectors are the bias of a matrix, a norm's weight, or what a norm adds (its shift)."""
+    number = {values.candidates[c].name: c for c in usable}
+    kinds: dict[int, str] = {}
+    for name, c in number.items():
+        owner = number.get(re.sub("bias$", "weight", name), c)
+        if len(values.candidates[c].shape) == 1:
+            alone = "shift" if name.endswith("bias") else "weight"
+            kinds[c] = "bias" if len(values.candidates[owner].shape) > 1 else alone
+    return kinds
 
 
 def _orders(family: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
@@ -300,19 +347,18 @@ def _swap(a: Sequence[int], b: Sequence[int]) -> dict[int, int]:
     return dict(zip([*a, *b], [*b, *a], strict=True))
 
 
-def _wide(values: Values, parts: Collection[int]) -> bool:
-    """Whether values may be expected to tell parts apart: not the two weights of one cell, nor adapters of a small rank."""
-    members = [values.candidates[c] for c in parts if len(values.candidates[c].shape) > 1]
-    cells = {_words(c.name)[-2] for c in members if _RECURRENT.search(c.name)}
-    if len(members) == 2 and len(cells) == 1:
-        return False
-    width = max((min if "lora_" in c.name else max)(c.shape[:2]) for c in members)
-    return width >= (WIDE if len(members) == 2 else WIDE_PARTS)
-
-
 def _whole(values: Values, part: Sequence[int]) -> bool:
     """Whether a part has a matrix."""
     return any(len(values.candidates[c].shape) > 1 for c in part)
+
+
+def _is_norm(values: Values, part: Sequence[int]) -> bool:
+    """Whether a part is a weight and a bias of one length."""
+    return (
+        len(part) == 2
+        and not _whole(values, part)
+        and values.candidates[part[0]].shape == values.candidates[part[1]].shape
+    )
 
 
 # -- laws --------------------------------------------------------------------------------------------------------------------
@@ -346,7 +392,9 @@ def _terms(values: Values, usable: Assignment, families: Sequence[Sequence[Seque
                 continue
             # Nought where b alone is the next matrix. Which norm is meant, neither its weights near one tell nor its place.
             apart = abs(far - 1) + (len(b.members) > 1)
-            prior, most = (0.1, NORM) if a.kind == "norm" else (0.5 / (1 + apart), MOST / (1 + apart) ** 2)
+            prior, most = 0.5 / (1 + apart), MOST / (1 + apart) ** 2
+            if a.kind == "norm":
+                prior, most = 0.1 if _apart(values, a.first, b.first) else 0.3, NORM
             yield _law(values, a, b, prior, most)
         yield from (_still(values, c) for c in matrices if len(values.candidates[c].shape) > 2)
         if all(map(values.has_square, kept)):
@@ -357,6 +405,9 @@ def _terms(values: Values, usable: Assignment, families: Sequence[Sequence[Seque
             bias = number.get(values.candidates[c].name.replace("weight", "bias"), c)
             if bias != c and values.candidates[bias].shape == values.candidates[c].shape[:1] and len(usable) > 2:
                 yield _alike(values, (c, 0), (bias, 0), 0.8, OF_V)
+        yield from _of_norms(values, usable, matrices)
+        # Of an embedding the columns are outputs. Layers of a stack are none, however early they come.
+        tables = {c for c in matrices[:EMBEDDINGS] if not re.search(r"\d+\..*\.", values.candidates[c].name)}
         for c, d in itertools.permutations(matrices, 2):
             (rows, read), columns = values.candidates[c].shape[:2], values.candidates[d].shape[1]
             far = values.place[d] - values.place[c]
@@ -364,8 +415,10 @@ def _terms(values: Values, usable: Assignment, families: Sequence[Sequence[Seque
             if rows == columns >= UNITS and apart <= CARRIED:
                 yield from _carried_v(values, c, d, 0.5 / (1 + apart), OF_V / (1 + apart))
                 yield _alike(values, (c, 0), (d, 1), 0.5 / (1 + apart), OF_V / (1 + apart))
-            elif rows == columns >= UNITS and values.place[d] < EMBEDDINGS and far < 0:
+            elif rows == columns >= UNITS and d in tables and far < 0:
                 yield _alike(values, (c, 0), (d, 1), 0.3, OF_V / 2)
+            if read == columns >= UNITS and c in tables and 0 < far <= 2 and rows != values.candidates[d].shape[0]:
+                yield _back(values, (c, 1), d, 0.3 / far, OF_V / 2 / far)
             if read == columns >= UNITS and 0 < far <= CARRIED and _hidden_is_read(values, c, d):
                 yield _alike(values, (c, 1), (d, 1), 0.5 / far, OF_V / far)
 
@@ -415,25 +468,60 @@ def _law(values: Values, a: _Side, b: _Side, prior: float, most: float) -> _Term
 
 
 def _carried_v(values: Values, a: int, b: int, prior: float, most: float) -> Iterator[_Term]:
-    """Yield that the gradients of a's units follow from b's weights, and the activations that b reads from a's."""
+    """Yield that v of a's units follows from b's weights, v of what b reads from a's weights, and that the two balance.
 
-    def back(entries: Sequence[int]) -> float:
-        known, predicted = values.square(entries[0], 0), values.predicted(b, entries[1], 1)
-        return _likelier(certainty(float(known @ predicted), independent(known, predicted)), prior, most)
+    A unit that is seldom active has small gradients on both sides of it. Their ratio does not depend on that: it is what the
+    weights before the unit and those behind it say.
+    """
 
     def forth(entries: Sequence[int]) -> float:
-        known, predicted = values.square(entries[1], 1), values.predicted(a, entries[0], 0)
-        return _likelier(certainty(float(known @ predicted), independent(known, predicted)), prior, most)
+        return _agreement(values.square(entries[1], 1), values.predicted(a, entries[0], 0), prior, most)
 
-    yield from (_Term((a, b), back, (b,)), _Term((a, b), forth, (a,)))
+    def balanced(entries: Sequence[int]) -> float:
+        known = values.square(entries[1], 1) - values.square(entries[0], 0)
+        return _agreement(known, values.predicted(a, entries[0], 0) - values.predicted(b, entries[1], 1), prior, most)
+
+    yield from (_back(values, (a, 0), b, prior, most), _Term((a, b), forth, (a,)), _Term((a, b), balanced, (a, b)))
+
+
+def _back(values: Values, a: tuple[int, int], b: int, prior: float, most: float) -> _Term:
+    """Return that v over an axis of a follows from the weights and v of b, which reads it."""
+
+    def weigh(entries: Sequence[int]) -> float:
+        return _agreement(values.square(entries[0], a[1]), values.predicted(b, entries[1], 1), prior, most)
+
+    return _Term((a[0], b), weigh, (b,))
+
+
+def _of_norms(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[_Term]:
+    """Yield that v of a norm's weight and bias goes with the rows of the layer before it, or follows from the one behind."""
+    number = {values.candidates[c].name: c for c in usable}
+    for c in usable:
+        name, shape = values.candidates[c].name, values.candidates[c].shape
+        owner = number.get(re.sub("bias$", "weight", name), c)
+        if len(shape) != 1 or shape[0] < UNITS or len(values.candidates[owner].shape) != 1:
+            continue
+        for d in matrices:
+            apart = _apart(values, c, d)
+            prior, most = 0.3 / (1 + apart), OF_NORM / (1 + apart)
+            if apart <= CARRIED and values.candidates[d].shape[0] == shape[0]:
+                yield _alike(values, (c, 0), (d, 0), prior, most)
+            if apart <= CARRIED and values.candidates[d].shape[1] == shape[0]:
+                yield _back(values, (c, 0), d, prior, most)
+
+
+def _apart(values: Values, norm: int, matrix: int) -> int:
+    """Return how far a matrix is from a norm: not at all in a layer of the same number, or next to it."""
+    numbers = [re.findall(r"\d+", values.candidates[k].name) for k in (norm, matrix)]
+    far = values.place[matrix] - values.place[norm]
+    return 0 if numbers[0] and numbers[0] == numbers[1] else min(abs(far), abs(far + 1))
 
 
 def _alike(values: Values, a: tuple[int, int], b: tuple[int, int], prior: float, most: float) -> _Term:
     """Return that v goes alike over an axis of a and one of b: a unit that is seldom active, an input that both read."""
 
     def weigh(entries: Sequence[int]) -> float:
-        x, y = values.square(entries[0], a[1]), values.square(entries[1], b[1])
-        return _likelier(certainty(float(x @ y), independent(x, y)), prior, most)
+        return _agreement(values.square(entries[0], a[1]), values.square(entries[1], b[1]), prior, most)
 
     return _Term((a[0], b[0]), weigh, ())
 
@@ -469,6 +557,12 @@ def _come(values: Values, c: int) -> _Term:
         )
 
     return _Term((c,), weigh, (c,))
+
+
+def _agreement(x: Array, y: Array, prior: float, most: float) -> float:
+    """Return how much likelier a law between two vectors is than an accident, by the ranks of their channels."""
+    a, b = ranks(x), ranks(y)
+    return _likelier(certainty(float(a @ b), independent(a, b)), prior, most)
 
 
 def _likelier(z: float, prior: float, most: float) -> float:

@@ -419,5 +419,5 @@ def _untold(by: str, exchange: Exchange, settles: str) -> str:
     return (
         f"Nothing tells {exchange.name!r} from {exchange.other!r}: they have the same shapes, and the values fit both orders about "
         f"as well, so «{by}» is a guess. If each group of the optimizer keeps the order of model.parameters(), say so with "
-        f"--in-order (in_order=True). {settles}"
+        f"--in-order (in_order=True); the weights that training started from may decide (--base-model DIR). {settles}"
     )

@@ -18,7 +18,7 @@ from ..optimizers import identify, is_tensor, step_of, stored
 from ..states import Candidate, Entry
 from .laws import NO_HEADS, Heads, Reading
 
-__all__ = ["FEWEST", "Array", "Shape", "Values", "carried", "certainty", "concordance", "independent"]
+__all__ = ["FEWEST", "Array", "Shape", "Values", "carried", "certainty", "concordance", "independent", "ranks"]
 
 _ELEMENTS = 1 << 14  # of one tensor, for movement
 _WIDTH = 128  # of a row of it
@@ -32,7 +32,7 @@ Shape = tuple[int, ...]
 
 
 class _Carried(NamedTuple):
-    """Ranks over sampled channels: of each entry's own v, and of what a candidate's weight makes of an entry's v."""
+    """Logarithms over sampled channels: of each entry's own v, and of what a candidate's weight makes of an entry's v."""
 
     own: dict[int, Array]
     predicted: dict[tuple[int, int], Array]
@@ -172,12 +172,12 @@ class Values:
         return np.asarray(found[~np.isnan(found)])
 
     def square(self, entry: int, axis: int) -> Array:
-        """Return the mean of v over all axes but one, as ranks of norm one over the sampled channels."""
+        """Return the logarithm of the mean of v over all axes but one, for the sampled channels."""
         shape = self.entries[entry].shape or ()
         return self._carry(shape, axis).own[entry]
 
     def predicted(self, candidate: int, entry: int, axis: int) -> Array:
-        """Return the ranks of the sums of weight² · v over all axes but one, v as it is on average along that axis."""
+        """Return the logarithm of the sums of weight² · v over all axes but one, v as it is on average along that axis."""
         return self._carry(self.candidates[candidate].shape, axis).predicted[candidate, entry]
 
     def _carry(self, shape: Shape, axis: int) -> _Carried:
@@ -186,12 +186,12 @@ class Values:
             profiles: dict[int, Array] = {}
             for entry in (k for k, e in enumerate(self.entries) if e.shape == shape and e.state):
                 v = self._channels(_square(self.entries[entry]), axis)
-                own[entry], profiles[entry] = ranks(v.mean(1, dtype=np.float64)), v.mean(0)
+                own[entry], profiles[entry] = _logarithm(v.mean(1, dtype=np.float64)), v.mean(0)
             every = np.stack(list(profiles.values()), 1)
             predicted: dict[tuple[int, int], Array] = {}
             for candidate in self._weighty[shape]:
                 sums = np.square(self._channels(self.candidates[candidate].weight, axis)) @ every
-                predicted |= {(candidate, entry): ranks(s) for entry, s in zip(profiles, sums.T, strict=True)}
+                predicted |= {(candidate, entry): _logarithm(s) for entry, s in zip(profiles, sums.T, strict=True)}
             self._carried[shape, axis] = _Carried(own, predicted)
         return self._carried[shape, axis]
 
@@ -278,6 +278,10 @@ def _sample(source: Any) -> Array:
 
 def _square(entry: Entry) -> Any:
     return stored(identify(entry.state, entry.group).key, entry.state, entry.group)
+
+
+def _logarithm(x: Array) -> Array:
+    return np.asarray(np.log(np.maximum(x.astype(np.float64), 1e-300)))
 
 
 def ranks(x: Array) -> Array:
