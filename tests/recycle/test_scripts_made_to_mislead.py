@@ -272,20 +272,29 @@ def test_another_order_is_refused_or_right(tmp_path, script, kind, steps):
     assert right(imp, model, optimizer)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "Adam with decay"])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_biases_of_norms_before_their_weights(tmp_path, kind):
-    """A norm's weight and bias have one shape; their first moments tell them apart."""
+    """A norm's weight and bias have one shape; their first moments tell them apart, v does not."""
     torch.manual_seed(0)
     model = normed()
     turned = [p for norm in model.norms for p in (norm.bias, norm.weight)]
     optimizer = OPTIMIZERS[kind]([*own(model.layers), *turned, *own(model.head)])
     trained(model, optimizer, 30)
-    with pytest.raises(NamingError, match="contradict"):
+    with pytest.raises(NamingError, match="contradict" if "Adam" in kind else "contradict|Nothing tells"):
         squisher.extract(saved(tmp_path / "c.pt", model, optimizer))
 
 
+@pytest.mark.parametrize("kind", ["AdamW", "Adam with decay"])
+def test_a_list_of_norms_is_read(tmp_path, kind):
+    torch.manual_seed(0)
+    model = normed()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    trained(model, optimizer, 100)
+    assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "Adam with decay", "RMSprop"])
-@pytest.mark.parametrize("make", [stack, pair, actor, normed, blocks], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", [stack, pair, actor, blocks], ids=lambda make: make.__name__)
 def test_the_order_of_the_model_is_read(tmp_path, make, kind):
     torch.manual_seed(0)
     model = make()

@@ -249,6 +249,8 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
     families = _families(values, usable)
     near = [dict(move) for family in families if _whole(values, family[0]) for move in _orders(family)]
     plausible = [*_in_all_layers(values, usable, families), *_kinds_apart(values, usable)]
+    lists = [part for family in families if _is_list_of_norms(values, usable, family) for part in family]
+    plausible += [{a: b for part in lists for a, b in _swap(part[:1], part[1:]).items()}] if lists else []
     far: list[dict[int, int]] = []
     parts: dict[str, list[int]] = defaultdict(list)
     for c in usable:
@@ -264,8 +266,6 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
             if not set(a) & set(b) and _whole(values, a) and move not in near:
                 far.append(move)
     vectors = [dict(move) for family in families if _is_norm(values, family[0]) for move in _orders(family)]
-    turned = {k: v for part in parts.values() if _is_norm(values, part) for k, v in _swap(part[:1], part[1:]).items()}
-    vectors += [turned] if turned else []
     kind = _kinds(values, usable)
     for same in alike.values():
         biases = [part for part in same if len(part) == 1 and kind.get(part[0]) == "bias"]
@@ -282,16 +282,11 @@ def _in_all_layers(
 ) -> Iterator[dict[int, int]]:
     """Yield the orders of parts with one parent: where the parent is one of numbered layers, in all of them alike.
 
-    Norms count where they have a list of their own, side by side in the optimizer: between layers, nobody exchanges them alone.
+    Norms count where they have a list of their own: between layers, nobody exchanges them alone.
     """
     stacks: dict[tuple[str, ...], list[Sequence[Sequence[int]]]] = defaultdict(list)
     for family in families:
-        entries = [usable[c] for part in family for c in part]
-        groups = {values.entries[e].group_number for e in entries}
-        parent = _words(values.candidates[family[0][0]].name)[:-2]
-        under = [c for c in usable if _words(values.candidates[c].name)[: len(parent)] == parent]
-        beside = max(entries) - min(entries) < len(entries) == len(under) and len(groups) == 1
-        if _whole(values, family[0]) or (beside and _is_norm(values, family[0])):
+        if _whole(values, family[0]) or _is_list_of_norms(values, usable, family):
             stacks[tuple(re.sub(r"\d+(?=\..*\.)", "#", values.candidates[part[0]].name) for part in family)].append(
                 family
             )
@@ -359,6 +354,15 @@ def _is_norm(values: Values, part: Sequence[int]) -> bool:
         and not _whole(values, part)
         and values.candidates[part[0]].shape == values.candidates[part[1]].shape
     )
+
+
+def _is_list_of_norms(values: Values, usable: Assignment, family: Sequence[Sequence[int]]) -> bool:
+    """Whether parts are norms that their parent lists alone, and that stand side by side in one group of the optimizer."""
+    parent = _words(values.candidates[family[0][0]].name)[:-2]
+    under = [c for c in usable if _words(values.candidates[c].name)[: len(parent)] == parent]
+    entries = [usable[c] for c in under]
+    beside = max(entries) - min(entries) < len(entries) == sum(map(len, family))
+    return beside and _is_norm(values, family[0]) and len({values.entries[e].group_number for e in entries}) == 1
 
 
 # -- laws --------------------------------------------------------------------------------------------------------------------
