@@ -301,3 +301,16 @@ def test_asking_for_names_reads_nothing():
     assert len(merged) == 2
     with pytest.raises(KeyError, match="no tensor named 'd'"):
         merged.shape("d")
+
+
+def test_a_base_without_the_prefix_of_the_models_is_named():
+    models = [{"bert.layer.weight": torch.ones(4), "head": torch.ones(1)} for _ in range(2)]
+    with pytest.raises(NamingError, match="in the base: 'bert.layer.weight'.*'layer.weight'"):
+        merge.task_arithmetic({"layer.weight": torch.ones(4)}, models)
+
+
+def test_models_that_share_too_little_together_are_refused():
+    tensors = {name: torch.ones(4) for name in "abc"}
+    models = [tensors] + [{n: t for n, t in tensors.items() if n != name} for name in "ab"]
+    with pytest.raises(NamingError, match="Only 4 of 12 values.*'a', 'b'"):
+        merge.average(models)

@@ -224,8 +224,16 @@ class EWCCallback(Consolidator, SquisherCallback):
         **more: As for `SquisherCallback`.
     """
 
-    def __init__(self, ewc: EWC, path: str | os.PathLike[str] | None = None, **more: Any) -> None:
-        super().__init__(ewc, path, **more)
+    def __init__(
+        self,
+        ewc: EWC,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        pull: str | None = None,
+        track: bool | None = None,
+        **more: Any,
+    ) -> None:
+        super().__init__(ewc, path, pull=pull, track=track, **more)
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
         """Check that this is the module whose parameters are protected."""

@@ -234,8 +234,8 @@ def merge_folders(
     models = [hub.fetch_model(path) if hub.is_hub_id(path) else path for path in models]
     base = hub.fetch_model(base) if base is not None and hub.is_hub_id(base) else base
     opened, first, base_weights, space = _open(method, models, base, coefficients=given)
-    imps = [_importance(path, importances, k) for k, path in enumerate(models)] if method in _WEIGHTED else []
     of_base = _base_importance(base, base_importance, base_size) if method == "ubgm" else None
+    imps = [_importance(path, importances, k) for k, path in enumerate(models)] if method in _WEIGHTED else []
     if imps:
         check_weights(imps, opened, labels, any_weights)
     if of_base is not None and base_weights is not None:

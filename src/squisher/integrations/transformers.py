@@ -265,9 +265,7 @@ class EWCCallback(Consolidator, SquisherCallback):
         pull: `"plain"` or `"adam"`: use `ewc.pull_` in this metric instead of the penalty's gradient.
         track: False leaves the tracker out and records the optimizer's state. Without `pull` that includes the square of the
             penalty's gradient: from task to task such importances may grow without bound. By default True without `pull`.
-        at_end_only: Write `squisher.safetensors` once, into `output_dir`, when training ends.
-        loss_reduction: As for `SquisherCallback`.
-        codec: As for `SquisherCallback`.
+        **more: `at_end_only`, `loss_reduction` and `codec`, as for `SquisherCallback`.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **more: Any) -> None:

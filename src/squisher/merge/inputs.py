@@ -305,11 +305,12 @@ def plan(
         else:
             kept[name] = _why_not(models, name, numbers)
             unasked.append(name)
+    weights = [n for n in (*merged, *kept, *copied) if kept.get(n) != "excluded" and dtype_of(first, n) not in _MARKS]
     for k, other in enumerate(others, 1):
         pair = _who(0, numbers), _who(k, numbers)
         check_unquantized(other, merged, pair[1])
         _check_packed(first, other, copied, pair)
-        _check_overlap(first, other, merged, copied, kept, pair)
+        _check_overlap(first, other, weights, pair)
         lost = _only_there(first, other, pattern, pair)
         if lost and k < len(numbers):  # a base may have a head of its own
             warnings.warn(
@@ -318,6 +319,12 @@ def plan(
                 SquisherWarning,
                 stacklevel=4,
             )
+    total, together = (sum(numel_of(first, name) for name in names) for names in (weights, merged))
+    if 2 * together < total or (weights and not merged):
+        raise NamingError(
+            f"Only {together:,} of {total:,} values are in all models with one shape; {_list(unasked or weights)}, for example, not. Merge "
+            "models of one network, or exclude what does not belong."
+        )
     if not merged:
         raise NamingError(f"No tensor is left to merge: {exclude!r} excludes all of them.")
     if unasked:
@@ -383,28 +390,23 @@ def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequenc
 
 
 def _check_overlap(
-    first: Mapping[str, Tensor],
-    other: Mapping[str, Tensor],
-    merged: Sequence[str],
-    copied: Sequence[str],
-    kept: Mapping[str, str],
-    pair: tuple[str, str],
+    first: Mapping[str, Tensor], other: Mapping[str, Tensor], weights: Sequence[str], pair: tuple[str, str]
 ) -> None:
-    """Refuse models of which less than half would be merged: names that do not match must not pass as heads."""
-    weights = [n for n in (*merged, *kept, *copied) if kept.get(n) != "excluded" and dtype_of(first, n) not in _MARKS]
+    """Refuse a model that has less than half of the first one's weights: names that do not match must not pass as heads."""
     total = sum(numel_of(first, name) for name in weights)
-    shared = sum(numel_of(first, name) for name in merged if name in other)
-    if 2 * shared >= total and (merged or not weights):
+    alike = {name for name in weights if name in other and shape_of(other, name) == shape_of(first, name)}
+    found = sum(numel_of(first, name) for name in alike if dtype_of(first, name) in FLOATS)
+    if 2 * found >= total and (found or not weights):
         return
     who, partner = pair
     lost = next((name for name in weights if name not in other), None)
     if lost is None:
         raise NamingError(
-            f"Only {shared:,} of {total:,} values of {who} can be merged with {partner}; the others have a type that no weights "
+            f"Only {found:,} of {total:,} values of {who} can be merged with {partner}; the others have a type that no weights "
             "have, or another shape. Quantised models cannot be merged."
         )
     raise NamingError(
-        f"Only {shared:,} of {total:,} values of {who} have a partner of the same name in {partner}: {lost!r}, for example, is "
+        f"Only {found:,} of {total:,} values of {who} have a partner of the same name in {partner}: {lost!r}, for example, is "
         f"not there.{near(lost, other)} Models are merged by name; rename the tensors, or exclude what does not belong."
     )
 
