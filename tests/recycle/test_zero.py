@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from squisher.errors import FileError, NoAccumulatorError, ScaleError, SquisherError
 from squisher.importance import Importance
@@ -684,3 +684,23 @@ def test_a_layer_that_two_stages_share(tmp_path):
     imp = extract(folder, beta2=0.95)
     assert set(imp) == {*first, *second}
     torch.testing.assert_close(imp[next(iter(tied))], first[next(iter(tied))] / (1 - 0.95**10))
+
+
+def test_pythia_under_the_names_of_its_published_weights(tmp_path):
+    published = {
+        "0.word_embeddings.weight": "gpt_neox.embed_in.weight",
+        "2.attention.dense.weight": "gpt_neox.layers.0.attention.dense.weight",
+        "3.attention.dense.weight": "gpt_neox.layers.1.attention.dense.weight",
+        "5.norm.bias": "gpt_neox.final_layer_norm.bias",
+        "6.final_linear.weight": "embed_out.weight",
+    }
+    shapes = {name: (3,) if name.endswith("bias") else (5, 3) for name in published}
+    moments = neox(tmp_path / "global_step12", 2, 2, shapes)
+    weights = {hf: torch.zeros(shapes[name]) for name, hf in published.items()}
+    (tmp_path / "pythia").mkdir()
+    save_file(weights, tmp_path / "pythia" / "model.safetensors")
+    imp = extract(tmp_path / "global_step12", model=tmp_path / "pythia", beta2=0.95)
+    assert set(imp) == set(weights)
+    for name, moment in moments.items():
+        torch.testing.assert_close(imp[published[name]], moment / (1 - 0.95**10))
+        assert imp.provenance.live_names[published[name]] == name

@@ -155,7 +155,7 @@ _REFUSED: tuple[Accumulator, ...] = (
     row("Shampoo", "pre_cond", refusal="keeps matrices, not a value per weight", classes="Shampoo ScalableShampoo"),
     row("Shampoo", "pre_cond_0", refusal="keeps matrices, not a value per weight", classes=""),
     row("Distributed Shampoo", "block_0", classes="DistributedShampoo",
-          refusal="keeps its grafting accumulator in blocks of reshaped parameters, and how they were cut is not in the file"),
+          refusal="keeps its grafting accumulator in blocks of reshaped parameters, which are not put together here"),
     row("Kron", "momentum_buffer Q", refusal="keeps matrices, not a value per weight"),
     row("Adan", "exp_avg_diff", refusal="averages the square of g + (1−β₂)·(g − previous g), not of g"),
     row("Adan", "m v n prev_grad", refusal="averages the square of g + (1−β₂)·(g − previous g), not of g"),
