@@ -1,6 +1,7 @@
 """Files that torch.save wrote, in the wrappings that training scripts make."""
 
 import argparse
+import itertools
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 import squisher
 from squisher.errors import FileError, NamingError, NoAccumulatorError
+from squisher.importance.weights import content_of
 
 
 class Net(nn.Module):
@@ -382,3 +384,45 @@ def test_the_adamw_beside_a_muon(tmp_path):
     assert set(imp.provenance.absent) == {"0.weight", "1.weight"}
     with pytest.raises(NoAccumulatorError, match="Muon"):
         squisher.extract(tmp_path / "both.pt", optimizer=0)
+
+
+def _trained(*sizes):
+    layers = [m for a, b in itertools.pairwise(sizes) for m in (nn.Linear(a, b), nn.ReLU())]
+    model = nn.Sequential(*layers[:-1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(16, sizes[0])).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("names", [False, True])
+def test_two_networks_with_the_same_names_keep_their_own_shapes_and_hashes(tmp_path, which, names):
+    torch.manual_seed(0)
+    generator, critic = _trained(8, 40, 40, 16), _trained(16, 40, 40, 1)
+    saved = {"generator": generator[0].state_dict(), "critic": critic[0].state_dict()}
+    saved |= {"g_optimizer": generator[1].state_dict(), "c_optimizer": critic[1].state_dict()}
+    torch.save(saved, tmp_path / "gan.pt")
+    model, optimizer = (generator, critic)[which]
+    given = [n for n, _ in model.named_parameters()] if names else None
+    found = squisher.extract(tmp_path / "gan.pt", optimizer=which, names=given, in_order=True, bias_correction=False)
+    assert not found.provenance.absent
+    for name, p in model.named_parameters():
+        assert torch.equal(found[name], optimizer.state[p]["exp_avg_sq"])
+    assert found.provenance.model["content"] == content_of(model.state_dict())
+
+
+def test_a_group_for_each_parameter_in_the_order_of_the_model(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
+    optimizer = torch.optim.RMSprop([{"params": [p]} for p in model.parameters()])
+    model(torch.randn(5, 6)).square().sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    with pytest.raises(NamingError, match="--in-order"):
+        squisher.extract(tmp_path / "c.pt")
+    found = squisher.extract(tmp_path / "c.pt", in_order=True, bias_correction=False)
+    for name, p in model.named_parameters():
+        assert torch.equal(found[name], optimizer.state[p]["square_avg"])

@@ -25,7 +25,7 @@ from ..importance import Absence, Importance, Naming, Reason, RunFacts
 from ..importance.weights import HASHED_BYTES, content_of
 from ..storage.folders import open_weights
 from ..storage.hub import fetch, is_hub_id
-from ..storage.tensors import LazyTensors, name_pattern
+from ..storage.tensors import LazyTensors, TensorSource, name_pattern
 from .assembly import assemble
 from .formats import read_source
 from .live import Tracked, from_optimizers, from_tracker, unwrapped
@@ -35,7 +35,7 @@ from .naming.hf_rules import trainer_rules
 from .naming.solver import RULES, resolve
 from .optimizers import GIVEN_BETA2, rows_of_class
 from .optimizers.quantized import check_precision
-from .states import Found, FusedSlice, Named, OptimizerState, Options, check_usable
+from .states import Candidate, Found, FusedSlice, Named, OptimizerState, Options, check_usable
 
 __all__ = ["extract"]
 
@@ -84,7 +84,7 @@ def extract(
         hash_weights: Record the hash of every weight, not only of the smallest ones. Hashes show later whether an importance
             belongs to a model. Of a live model, the weights are copied to the CPU for it.
         in_order: Say that each of the optimizer's groups keeps the order of `model.parameters()`, where parts of one shape
-            leave that open and the values do not tell.
+            leave that open and the values do not tell; if every parameter has a group of its own, that the groups do.
 
     Returns:
         An importance of kind `squisher`. From a file it is lazy: nothing is read until it is asked for.
@@ -115,9 +115,10 @@ def extract(
         path = fetch(source) if is_hub_id(source) else Path(source)
         found = _with_what_is_known(read_source(path, options), live, options)
         states, unusable = _usable(found.optimizers, options)
-        named, naming = _named(states, found, None if names is None else given_names(names), options)
-        importance = _assembled(named, naming, found, known, unusable, bias_correction)
-        return _with_content(importance, options.model or path, None if hash_weights else HASHED_BYTES)
+        named, naming, own = _named(states, found, None if names is None else given_names(names), options)
+        importance = _assembled(named, naming, replace(found, parameters=own), known, unusable, bias_correction)
+        weights = _weights_of(own, found, options.model or path)
+        return _with_content(importance, weights, None if hash_weights else HASHED_BYTES)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
             raise SquisherError(f"{option} is for files; a live optimizer's names are found by identity in the model.")
@@ -204,8 +205,10 @@ def _usable(optimizers: Sequence[OptimizerState], options: Options) -> tuple[lis
 
 def _named(
     optimizers: Sequence[OptimizerState], found: Found, given: Sequence[str] | None, options: Options
-) -> tuple[list[Named], dict[str, Naming]]:
-    """Return every parameter's state under its name, and how each name was found.
+) -> tuple[list[Named], dict[str, Naming], list[Candidate]]:
+    """Return every parameter's state under its name, how each name was found, and all parameters of the model.
+
+    Several networks may have the same names (generator, critic): then the parameters are those of the network that was found.
 
     Raises:
         NamingError: Nothing names the parameters, or two optimizers have the same name.
@@ -216,8 +219,11 @@ def _named(
     said = {} if options.beta2 is None else {GIVEN_BETA2: options.beta2}
     named: list[Named] = []
     naming: dict[str, Naming] = {}
+    parameters = {c.name: c for c in found.parameters}
     for one in optimizers:
         models = found.models if one.models is None or options.named else one.models
+        if options.in_order and set(one.group_sizes) == {1}:  # a group for each parameter: the groups are in order
+            one = replace(one, entries=[replace(entry, group_number=0) for entry in one.entries])
         try:
             vouched = options.in_order or found.vouched
             solution = resolve(one, models, given, rules, found.later, found.hint, found.laws, vouched)
@@ -237,7 +243,19 @@ def _named(
                 )
             naming[name] = how
             named.append((name, replace(entry, group={**entry.group, **said}) if said else entry, one.class_name))
-    return named, naming
+        if _networks(found):
+            parameters.update({c.name: c for c in solution.parameters})
+    return named, naming, list(parameters.values())
+
+
+def _networks(found: Found) -> bool:
+    """Return whether a source holds several networks with the same names."""
+    every: dict[str, Candidate] = {}
+    for _, listed in found.models:
+        if any(c.name in every and every[c.name].weight is not c.weight for c in listed):
+            return True
+        every.update({c.name: c for c in listed})
+    return False
 
 
 def _assembled(
@@ -296,15 +314,20 @@ def _assembled(
     return assemble(states, facts, shapes, bias_correction=bias_correction)
 
 
-def _with_content(importance: Importance, path: Path, limit: int | None) -> Importance:
-    """Record the hashes of the weights beside a state, where there are any."""
+def _weights_of(own: Sequence[Candidate], found: Found, path: Path) -> Mapping[str, TensorSource]:
+    """Return the weights beside a state, unread, where there are any; of several networks, those of the one that was found."""
+    if _networks(found):
+        return {c.name: c.weight for c in own if c.weight is not None}
     try:
         weights = open_weights(path)
     except SquisherError:  # a state without weights; whatever else is wrong has been said
-        return importance
-    if weights is None:
-        return importance
-    content = content_of(LazyTensors(weights.tensors), importance, limit)
+        return {}
+    return {} if weights is None else weights.tensors
+
+
+def _with_content(importance: Importance, weights: Mapping[str, TensorSource], limit: int | None) -> Importance:
+    """Record the hashes of the weights."""
+    content = content_of(LazyTensors(weights), importance, limit)
     record = importance.provenance.model or {}
     return importance.with_provenance(model={**record, "content": content}) if content else importance
 

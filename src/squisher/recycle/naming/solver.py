@@ -30,10 +30,11 @@ Source = tuple[str, Sequence[Candidate]]
 
 
 class Solution(NamedTuple):
-    """Names in the optimizer's order, and how each was found."""
+    """Names in the optimizer's order, how each was found, and the parameters of the model that they were found in, if in one."""
 
     names: list[str]
     how: list[Naming]
+    parameters: Sequence[Candidate] = ()
 
 
 def resolve(
@@ -102,6 +103,7 @@ class _Tier:
         self.rules = rules
         self.laws = laws
         self.answers: dict[tuple[str, ...], str] = {}
+        self.parameters: dict[tuple[str, ...], Sequence[Candidate]] = {}
         self.open = False
         self.untold = ""
         self._weighed: Evidence | None = None
@@ -136,7 +138,9 @@ class _Tier:
         self.open |= bool(found.found) and not found.complete
 
     def _key(self, way: Sequence[int], candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        return tuple(candidates[k].name for k in way)
+        names = tuple(candidates[k].name for k in way)
+        self.parameters.setdefault(names, candidates)
+        return names
 
     @property
     def evidence(self) -> Evidence:
@@ -196,7 +200,8 @@ class _Tier:
         proven = _proven(self.optimizer, self.sources, self.evidence)
         margin = min(self.evidence.margins.values(), default=None)
         convention, proof = Naming(Level.CONVENTION, by), Naming(Level.PROVEN, f"{self.evidence.by}; {by}", margin)
-        return Solution(list(names), [proof if k in proven else convention for k in range(len(names))])
+        how = [proof if k in proven else convention for k in range(len(names))]
+        return Solution(list(names), how, self.parameters[tuple(names)])
 
 
 def _weighed(optimizer: OptimizerState, sources: Sequence[Source], laws: Callable[[], Sequence[Law]]) -> Evidence:
@@ -270,7 +275,7 @@ def _checked_given(
             f"{', '.join(map(str, optimizer.group_sizes))}). Give one name each, in the optimizer's order."
         )
     no_duplicates(given, "among the given ones")
-    known = {c.name: c for _, candidates in sources for c in candidates}
+    known = _network_of(optimizer, given, sources)
     check_known(given, {c.live_name or c.name for c in known.values()} | known.keys())
     for k, (name, entry) in enumerate(zip(given, optimizer.entries, strict=True)):
         c = known.get(name)
@@ -286,7 +291,17 @@ def _checked_given(
     better, _ = _parts(evidence, given)
     if better is not None and better.gain >= CLEARLY:
         raise NamingError(_other_parts(_GIVEN, better, GIVE_OTHERS))
-    return Solution(list(given), [Naming(Level.GIVEN)] * len(given))
+    return Solution(list(given), [Naming(Level.GIVEN)] * len(given), list(known.values()))
+
+
+def _network_of(optimizer: OptimizerState, names: Sequence[str], sources: Sequence[Source]) -> dict[str, Candidate]:
+    """Return the parameters by name; of several networks with the same names (generator, critic), of the first that these fit."""
+    for _, candidates in sources:
+        known = {c.name: c for c in candidates}
+        shapes = [entry.shape for entry in optimizer.entries]
+        if all(n in known and shape in (None, known[n].shape) for n, shape in zip(names, shapes, strict=True)):
+            return known
+    return {c.name: c for _, candidates in sources for c in candidates}
 
 
 # -- conventions -------------------------------------------------------------------------------------------------------
@@ -385,9 +400,14 @@ def _several_fit(optimizer: OptimizerState, tier: _Tier, settles: str) -> str:
     frozen = (
         "If some parameters were not trained, say which were with --trainable REGEX (trainable=...). " if spare else ""
     )
+    single = set(optimizer.group_sizes) == {1}
+    groups = (
+        "If the groups, one for each parameter, are in the order of model.parameters(), say so with --in-order "
+        "(in_order=True). "
+    )
     return (
         "Several assignments fit the optimizer's groups and shapes, and the values do not decide between them: parameter "
-        f"{k} is {first[k]!r} by «{how_first}» and {second[k]!r} by «{how_second}». {frozen}The weights that training "
+        f"{k} is {first[k]!r} by «{how_first}» and {second[k]!r} by «{how_second}». {frozen}{groups if single else ''}The weights that training "
         f"started from may decide: give them with --base-model DIR (base_model=...). {settles}"
     )
 
