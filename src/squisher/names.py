@@ -173,7 +173,7 @@ def check_unquantized(weights: Mapping[str, Tensor], names: Iterable[str], calle
 
 def pattern_of(name: str) -> str:
     """Return a regular expression for one name that can be copied from a message into Python and into a shell alike."""
-    return "^" + re.sub(r"[\\^$*+?{}\[\]|()]", r"\\\g<0>", name) + "$"  # a dot stands for itself well enough
+    return "^" + re.sub(r"[\\^$*+?{}\[\]|()]", r"\\\g<0>", name) + "$"  # a dot is left as it is: it matches itself
 
 
 def live_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -341,7 +341,7 @@ class _Patched(Computed):
         start = 0
         for chunk in chunks_of(self._base, name, size):
             digest.add(chunk)
-            if late is not None:  # one chunk late: the last one is yielded only if the base is the right one
+            if late is not None:  # yielded one chunk late, so that the last one comes only if the base is the right one
                 yield late
             late = changes(chunk, start)
             start += chunk.numel()

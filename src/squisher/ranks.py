@@ -162,7 +162,7 @@ def agree_on(error: BaseException | None, tensors: Iterable[Tensor]) -> None:
         except Exception as raised:
             if number == len(groups) - 1:
                 raise
-            error = raised  # the other groups get it too, before it is raised
+            error = raised  # pass it on to the other groups before raising it
     if error is not None:
         raise error
 

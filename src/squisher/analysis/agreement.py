@@ -152,7 +152,7 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress
     whole = pair
     if exact:
         in_memory = pair.in_memory()
-        whole = in_memory.joined()  # one tensor, because thousands of small ones take their time
+        whole = in_memory.joined()  # one tensor: thousands of small ones are slow
         spearman, median_ratio, rows = _exactly(in_memory, whole)
     else:
         spearman, median_ratio, rows = _streamed(pair)
@@ -193,7 +193,7 @@ def _streamed(pair: Pair) -> tuple[float, float, list[Row]]:
     large: dict[str, Rounded] = {}
     for name in pair.names:
         rounded = Rounded()
-        if pair.numels[name] <= EXACT_LIMIT:  # kept in memory: its ranks and its overlap need no second reading
+        if pair.numels[name] <= EXACT_LIMIT:  # small enough to keep, so that ranks and overlap need no second reading
             small = Pair({name: joined(pair.chunks(0, name))}, {name: joined(pair.chunks(1, name))})
             rounded.count(small.both(name))
             rounded.cross(small.both(name))
@@ -251,7 +251,7 @@ class Pair:
         self.only_b = [name for name in b if name not in a]
         self.numels = {name: math.prod(self.sides[0].shape(name)) for name in self.names}
         self.numel = sum(self.numels.values())
-        self.passes = 1  # that will be made over both, for the progress
+        self.passes = 1  # passes over both importances in all, for the progress
         self._done = 0
         self._progress = progress
 
@@ -265,7 +265,7 @@ class Pair:
                 self._progress(self._done, work)
 
     def sources(self, side: int, names: Sequence[str] | None = None) -> dict[str, Source]:
-        """Return one side, or some names of it, to be read again and again."""
+        """Return one of the two importances, or some of its names, as sources that can be read several times."""
         return {name: partial(self.chunks, side, name) for name in names or self.names}
 
     def both(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:

@@ -89,7 +89,9 @@ class EWC:
         self._parameters, self._aliases = live_tensors(model)
         self._weight: dict[str, Tensor] = {}  # A
         self._centre: dict[str, Tensor] = {}  # θ̄
-        self._constant = 0.0  # what the sum over tasks has beyond the parabola around θ̄, without ½·strength
+        self._constant = (
+            0.0  # the constant by which the sum over tasks differs from the parabola around θ̄, without ½·strength
+        )
         self._scale: _Scale | None = None
         self._steps = StepsTaken()
 
@@ -133,7 +135,9 @@ class EWC:
                 new_weight[name], new_centre[name] = together, torch.addcmul(centre, share, gap)
             new_weight[name] = new_weight[name].to(self._dtype)
         for name in self._weight:
-            if self.online is not None and name not in names:  # what this task does not know fades like the others
+            if (
+                self.online is not None and name not in names
+            ):  # parameters without an importance in this task fade like the others
                 new_weight[name] = self._weight[name] * self.online
         self._warn_if_exploding(total, importance)
         self._weight, self._centre, self._constant = new_weight, new_centre, constant
@@ -156,7 +160,7 @@ class EWC:
         call `penalty()` inside `torch.no_grad()`.
         """
         for parameter, weight, centre in self._held():
-            if not parameter.requires_grad:  # with a gradient, even of zeros, an optimizer would let its weights decay
+            if not parameter.requires_grad:  # a gradient of zeros would make an optimizer apply weight decay
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -234,7 +238,7 @@ class EWC:
     def strength_like(
         self, fisher: Mapping[str, Tensor] | None, strength: float, optimizer: torch.optim.Optimizer | None = None
     ) -> float:
-        """Return the strength at which the last task's importance weighs what `strength` makes a Fisher of it weigh.
+        """Return the strength that gives the last task's importance the weight that `strength` gives its Fisher.
 
         Args:
             fisher: A Fisher of the last task over the same parameters, from a few hundred inputs. None: `strength` suits the

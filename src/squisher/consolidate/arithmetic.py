@@ -28,7 +28,7 @@ BLOCK = 1 << 16
 
 
 class Energy(torch.autograd.Function):
-    """Σ weight·(parameter − centre)², keeping nothing for the backward pass that is not there anyway."""
+    """Σ weight·(parameter − centre)², whose backward pass needs no tensors beyond these three."""
 
     @staticmethod
     def forward(parameter: Tensor, weight: Tensor, centre: Tensor) -> Tensor:
@@ -86,7 +86,7 @@ def in_blocks(*tensors: Tensor) -> bool:
 
 
 METRICS = ("plain", "adam")
-_PULLED = 1 << 15  # elements at a time on a CPU: what is computed between stays in the cache
+_PULLED = 1 << 15  # elements at a time on a CPU, so that intermediate results stay in the cache
 _TOGETHER = 1 << 25  # elements of one multi-tensor call: bounds what it allocates
 
 
@@ -199,7 +199,7 @@ def _batches(pulls: Sequence[Pull]) -> list[list[Pull]]:
 
 
 class StepsTaken:
-    """Knows whether an optimizer took a step since it was last asked.
+    """Tell whether an optimizer has taken a step since the last question.
 
     A `GradScaler` that finds infinite gradients leaves the optimizer's step out, and then nothing is to be pulled either.
     """

@@ -32,7 +32,7 @@ def check_all(tensors: Mapping[str, Tensor]) -> None:
 
 
 class Checked(Computed):
-    """A plain mapping whose values are checked as they are read, as an importance checks its own."""
+    """A plain mapping whose values are checked as they are read, as those of an importance are."""
 
     def __getitem__(self, name: str) -> Tensor:
         values = self._like[name]

@@ -78,7 +78,7 @@ class Importance(Mapping[str, Tensor]):
         if isinstance(tensors, dict):
             tensors = {name: tensor.detach() for name, tensor in tensors_only(tensors)}
             check_all(tensors)
-            # Taken over with another importance's provenance, its sums would speak for values that they are not of.
+            # The sums of another importance's provenance are not the sums of these values.
             provenance = {key: value for key, value in provenance.items() if key not in ("sum", "sum_of_squares")}
         self._tensors = tensors
         self._names = dict.fromkeys(tensors)  # in order, and quick to look into

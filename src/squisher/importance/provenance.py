@@ -1,6 +1,6 @@
 """What an importance says about itself (the JSON in its file, a frozen dataclass in Python), and the scale that follows.
 
-Part of it is how the file keeps its values, and what that cost them.
+That includes the codec of the file and the error that it made.
 """
 
 from __future__ import annotations

@@ -83,16 +83,14 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
         _check(merge_config)
     merge_options = _options(options)
     _find(merge_config, merge_options.transformers_cache)
-    with new_folder(out) as folder:  # called as it will be, because mergekit names the model after it
+    with new_folder(out) as folder:  # it has its final name, because mergekit names the model after the folder
         try:
             run_merge(merge_config, str(folder), merge_options, config_source=source)
         except ArgumentError as error:
             raise SquisherError(f"{config}: {error}") from error
         except SquisherError:
             raise
-        except (
-            Exception
-        ) as error:  # of several libraries: mergekit asks the Hub about every folder that could be a model's name
+        except Exception as error:  # errors of several libraries: mergekit asks the Hub about every folder that could be a model's name
             cause = error.__cause__ if isinstance(error.__cause__, SquisherError) else error
             raise SquisherError(f"mergekit could not merge: {' '.join(str(cause).split())}") from error
 

@@ -138,7 +138,7 @@ class Report:
     adapters: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything that is there."""
+        """Return the fields that are not empty."""
         return {key: value for key, value in vars(self).items() if value not in (None, [], {})}
 
     def card(self) -> str:
@@ -343,7 +343,7 @@ class _Settings(NamedTuple):
         return task_arithmetic(base, models, coefficients, **common)
 
     def shown(self) -> dict[str, Any]:
-        """Return what a report says of it: what is not the default."""
+        """Return the settings that are not the default, for a report."""
         weighted = self.method in _WEIGHTED
         options = {
             "scale": self.scale if weighted and self.scale != "auto" else None,

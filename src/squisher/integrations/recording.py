@@ -118,11 +118,11 @@ class Recorder(Events):
             self._checked = True
 
     def _facts(self) -> tuple[RunFacts, float]:
-        """Return what is known about the run, and by which factor gradients were larger than its loss says."""
+        """Return what is known about the run, and how many times larger gradients were than its loss reduction says."""
         raise NotImplementedError
 
     def _pollution(self) -> list[Pollution]:
-        """Return what else than the data's gradient is squared."""
+        """Return what is squared besides the gradient of the data."""
         raise NotImplementedError
 
     def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
@@ -456,7 +456,7 @@ def _ints(counts: Sequence[Tensor | int | None]) -> list[int | None]:
 
 
 def loss_factor(*, divides: bool, accumulation: int, processes: int) -> int:
-    """Return by which factor a gradient is larger than the gradient of the mean over a whole step.
+    """Return how many times larger a gradient is than the gradient of the mean over a whole step.
 
     The Trainer of transformers leaves it to the model to divide by the number of items in all micro-batches of all processes,
     and undoes the averages over both. A model that takes that number and ignores it (many heads take any argument) divides by

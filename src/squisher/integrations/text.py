@@ -61,7 +61,7 @@ def load_text_model(
         RuntimeError,
         AssertionError,
         NotImplementedError,
-    ) as error:  # as torch says it, depending on how it was built
+    ) as error:  # which of them depends on how torch was built
         raise ArgumentError(
             f"torch cannot use the device {device!r}: {str(error).split('. ')[0].rstrip('.')}. Take another one, such as cpu."
         ) from error
@@ -94,7 +94,7 @@ def load_text_model(
         raise SquisherError(f"The tokenizer of {path} has no token to pad with; set its pad_token.")
     if task == "language modelling":
         tokenizer.padding_side = (
-            "right"  # on the left, absolute positions would depend on how long the others of a batch are
+            "right"  # with padding on the left, absolute positions would depend on the longest example of the batch
         )
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id

@@ -45,7 +45,7 @@ class TrainerWatch:
         """Wrap the Trainer's methods.
 
         Args:
-            trainer: A `transformers.Trainer`, or one that is made of it.
+            trainer: A `transformers.Trainer` or a subclass.
             on_optimizer: Called with a new optimizer and the model, before a checkpoint is loaded into the optimizer.
             on_gradients: Called once per step with gradients complete: accumulated, reduced, unscaled, not clipped.
             extra_logs: Called when the loss is logged; what it returns is logged beside it.

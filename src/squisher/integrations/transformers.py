@@ -1,4 +1,4 @@
-"""Callbacks for the Trainer of transformers and those made of it (TRL's): record the importance, EWC, training under a mask.
+"""Callbacks for the Trainer of transformers and its subclasses (TRL's): record the importance, EWC, training under a mask.
 
     SquisherCallback().attach(trainer)
     EWCCallback(ewc).attach(trainer)
@@ -326,7 +326,7 @@ def batch_size(args: Any, local_batch: int | None) -> int | None:
 
 
 def loss_of(watch: Any, model: Any) -> tuple[str | None, str | None, float]:
-    """Return how the loss is reduced, what it is a mean of, and by how much gradients are larger than that says.
+    """Return how the loss is reduced, what it is a mean of, and how many times larger gradients are than that implies.
 
     Args:
         watch: A `TrainerWatch` that has seen a step.

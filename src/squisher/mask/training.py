@@ -71,7 +71,7 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
     removers: list[Callable[[], None]] = []
     for kept in frozen:
         masked = masking_hook(kept)
-        masked(kept.parameter)  # for a gradient that came before the hook
+        masked(kept.parameter)  # a gradient may have been accumulated before the hook was there
         hook = kept.parameter.register_post_accumulate_grad_hook(masked)
         removers.append(hook.remove)
     steps = _Restoring([kept for kept in frozen if id(kept.parameter) in trained])
@@ -200,7 +200,7 @@ class _Compact:
         self._hooks = []
         for kept in every:
             masked = masking_hook(kept)
-            masked(kept.parameter)  # for a gradient that came before the hook
+            masked(kept.parameter)  # a gradient may have been accumulated before the hook was there
             if not kept.whole:
                 self._hooks.append(kept.parameter.register_post_accumulate_grad_hook(masked))
 

@@ -46,7 +46,7 @@ class Graded(Computed):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Add to an error whose values are bad; errors of files name the file already."""
+        """Add to an error which importance it is about; errors of files name the file already."""
         try:
             yield
         except SquisherError as error:
@@ -414,7 +414,7 @@ def _check_overlap(
 def _only_there(
     first: Mapping[str, Tensor], other: Mapping[str, Tensor], pattern: re.Pattern[str] | None, pair: tuple[str, str]
 ) -> list[str]:
-    """Return the weights that the first model does not have; refuse a model that they are more than half of."""
+    """Return the weights that the first model does not have; refuse a model if they are more than half of it."""
     new = [name for name in other if name not in first and not (pattern is not None and pattern.search(name))]
     new = [name for name in new if dtype_of(other, name) in FLOATS and not _BUFFER.search(name)]
     if new:

@@ -29,7 +29,7 @@ _SAFE = (1e-30, 1e30)  # factors and floors within it leave float32 room on both
 
 @dataclass(frozen=True)
 class Mean:
-    """The first one and the others' differences to it, times their factors."""
+    """The first model plus the differences of the others from it, times their factors."""
 
     models: list[Weights]
     factors: list[float]
@@ -378,7 +378,7 @@ def _in_blocks(
 
 def _weigh(importance: Tensor, term: Term, out: Tensor, careful: bool) -> None:
     values = _as(importance, out)
-    if careful:  # what float32 holds only as a denormal says nothing
+    if careful:  # denormals count as 0
         values = torch.where(values < TINY, 0.0, values)
     if term.factor != 1.0:
         values = torch.mul(values, term.factor, out=out)

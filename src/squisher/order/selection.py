@@ -369,7 +369,7 @@ class Choice:
             for number, select in enumerate(rounds):
                 if number == 0:
                     chosen = select(flat)
-                else:  # a later round saw only what the earlier ones left
+                else:  # a later round has seen only the scores that earlier rounds left
                     chosen[~chosen] = select(flat[~chosen])
             yield flat, chosen
 
@@ -431,7 +431,7 @@ def choose(
     for name in rest:
         choice._add(name, kth, before)
         before += ties.get(name, 0)
-    choice._sources = dict(sources)  # what is read from now on is not part of choosing
+    choice._sources = dict(sources)  # reading the marks later is not part of choosing
     return choice
 
 

@@ -63,7 +63,7 @@ class Rounded:
             self.totals = (self.totals[0] + total(x), self.totals[1] + total(y))
 
     def include(self, other: Rounded) -> None:
-        """Add what another one has counted."""
+        """Add the counts of another instance."""
         self._counts += other._counts
         self.totals = (self.totals[0] + other.totals[0], self.totals[1] + other.totals[1])
 
@@ -242,7 +242,7 @@ def _fine(sources: Mapping[str, Source], bins: set[int]) -> dict[int, tuple[Keys
         chosen = slot >= 0
         waiting_keys.append(slot[chosen] * DIGITS + (keys[chosen] & 0xFFFF).astype(np.int64))
         waiting += waiting_keys[-1].size
-        if waiting > counts.size:  # counting costs as much as the counts are long
+        if waiting > counts.size:  # the cost of counting grows with the number of counters
             counts += np.bincount(np.concatenate(waiting_keys), minlength=counts.size)
             waiting_keys.clear()
             waiting = 0

@@ -91,7 +91,7 @@ def channels(
     modules = dict(smaller.named_modules())
     if heads is None:
         heads = heads_of(model)
-        if len(set(heads.values())) > 1:  # its search for dependencies does not come to an end
+        if len(set(heads.values())) > 1:  # Torch-Pruning's search for dependencies would not end
             raise SquisherError(
                 "Torch-Pruning cannot follow grouped keys and values (num_key_value_heads below num_attention_heads): prune single "
                 "weights with prune.weights instead."

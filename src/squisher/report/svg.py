@@ -377,7 +377,7 @@ def _room(categories: Sequence[str]) -> float:
 
 
 def _margin(categories: Sequence[str]) -> float:
-    """Return the room on the left, which the first of the slanted names needs more of than the ticks."""
+    """Return the room on the left: the first slanted name needs more than the ticks do."""
     return max(58.0, 12 + 4.9 * min(22, len(categories[0])) if categories else 0.0)
 
 

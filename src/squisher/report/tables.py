@@ -139,7 +139,7 @@ def _findings(diagnoses: Sequence[Diagnosis]) -> list[RenderableType]:
 def _list(known: Sequence[tuple[str, str]]) -> Table:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")  # a path is of no use without its end
+    grid.add_column(overflow="fold")  # the end of a path says most
     for label, value in known:
         if value:
             grid.add_row(Text(label, style="dim"), Text(value))

@@ -70,7 +70,7 @@ class PartialFile:
         return self
 
     def write(self, data: bytes | memoryview) -> None:
-        """Write all of the bytes: one call of the system may write fewer, and the next one then says why."""
+        """Write all of the bytes; a single call of the system may write fewer, and the next call then raises the reason."""
         view = memoryview(data)
         done = 0
         while done < len(view):
@@ -85,7 +85,7 @@ class PartialFile:
         with as_file_error(self.path):
             check_not_read(self.path)
             os.fsync(self.file.fileno())
-            if fcntl is None:  # where a lock is no reason to keep it open, an open file cannot be renamed
+            if fcntl is None:  # systems without these locks (Windows) do not rename open files
                 self.file.close()
             os.replace(self._partial, self.path)
             self._pending = False
@@ -172,7 +172,7 @@ def claim(
 def check_target(
     out: str | os.PathLike[str], *, overwrite: bool = False, sources: Iterable[str | os.PathLike[str]] = ()
 ) -> None:
-    """Refuse before hours of work an output that could not, or should not, be written after them.
+    """Refuse an output that cannot or should not be written, before hours of work instead of after them.
 
     Args:
         out: A file or a folder to make.
@@ -211,7 +211,7 @@ def check_not_read(path: Path) -> None:
 
 
 def check_free(folder: Path, needed: int) -> None:
-    """Refuse before hours of work what would not fit afterwards.
+    """Refuse an output that would not fit on the disk, before hours of work instead of after them.
 
     Raises:
         FileError: The disk has less room.

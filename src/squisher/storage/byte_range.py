@@ -22,7 +22,7 @@ from ..errors import FileError
 
 __all__ = ["ByteRange", "FileStamp", "is_being_read", "shown"]
 
-_YOUNG = 2_000_000_000  # nanoseconds: more than the clock of any file system that is in use leaves out
+_YOUNG = 2_000_000_000  # nanoseconds: coarser than the clock of any file system in use
 _HEAD = 1 << 16
 
 
@@ -80,7 +80,7 @@ def is_being_read(path: str | os.PathLike[str]) -> bool:
         return False
     if not any(stamp.is_of(info) for stamp in list(_stamps)):
         return False
-    gc.collect()  # what only a cycle holds is not in use
+    gc.collect()  # objects that only a reference cycle keeps are not in use
     return any(stamp.is_of(info) for stamp in list(_stamps))
 
 
@@ -113,7 +113,7 @@ class ByteRange:
         """
         name = os.fspath(path)
         try:
-            kind = os.stat(name).st_mode  # first: to open a pipe is to wait for its writer
+            kind = os.stat(name).st_mode  # before opening: opening a pipe would wait for its writer
             if stat.S_ISDIR(kind):
                 raise FileError(f"{name} is a folder; a file was expected.")
             if not stat.S_ISREG(kind):
@@ -131,7 +131,7 @@ class ByteRange:
 
     @property
     def label(self) -> str:
-        """How messages call it."""
+        """Its name in messages."""
         return f"{self.path} ({self.inner})" if self.inner else self.path
 
     def part(self, offset: int, length: int, inner: str = "") -> ByteRange:

@@ -102,7 +102,7 @@ def _torch_weights(path: Path) -> Mapping[str, TensorSource]:
 def _torch_shards(index: Path) -> Weights:
     weight_map, _ = safetensors.read_index(index)
     tensors: dict[str, TensorSource] = {}
-    for shard in sorted(set(weight_map.values())):  # numbered, and each holds the next parameters of the module
+    for shard in sorted(set(weight_map.values())):  # their numbers follow the order of the parameters
         tensors.update(_torch_weights(index.parent / shard))
     safetensors.check_promised(index, weight_map, tensors)
     return Weights(index.name, tensors, True)
@@ -222,7 +222,7 @@ _AT_ONCE = 2 * CHUNK  # handing a chunk over costs as much as merging a tenth of
 
 
 class Ahead(Computed):
-    """Some names of a mapping, to be asked for in order; in any other order it is only slower.
+    """Some names of a mapping, read ahead in the order given; any other order works too, only slower.
 
     Another thread reads and computes, the caller's has only to write: long calls that leave the interpreter alone. With more
     threads they would wait for one another. The bytes are the same as without threads; memory is bounded by a few chunks.

@@ -24,7 +24,7 @@ __all__ = ["Address", "create", "fetch", "fetch_file", "fetch_model", "is_hub_id
 
 _SCHEME = re.compile(r"hf:/{1,2}(?!/)")  # pathlib makes one slash of two
 _ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>[\w./-]+))?/?")
-# The state is wanted, not the weights: they are as large, and names are proven from the config.
+# Only the optimizer state: weights are as large, and names are proven from the config.
 _WEIGHTS = re.compile(
     r"(^|/)(model|pytorch_model|tf_model|flax_model|diffusion_pytorch_model|consolidated)[\w.-]*\.(safetensors|bin|h5|msgpack|pth)$"
     r"|\.(gguf|onnx|ot|mlmodel)$"

@@ -267,16 +267,18 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return names that are another name's very tensor: `{alias: first name}`.
+    """Return the names that share a tensor with an earlier name: `{alias: first name}`.
 
     In memory, tensors that share address and shape; in files, those that share their bytes. A mapping that computes its tensors
     knows it itself, in its attribute `tied`.
     """
     if not isinstance(tensors, LazyTensors) and callable(getattr(tensors, "chunks", None)):
-        return dict(getattr(tensors, "tied", {}))  # each tensor is new when asked for, and an address may come twice
+        return dict(
+            getattr(tensors, "tied", {})
+        )  # lazy tensors are new objects each time, and their addresses may repeat
     first: dict[Any, str] = {}
     tied = {}
-    alive = []  # as long as it is, no other tensor can get its address
+    alive = []  # kept alive, so that no other tensor gets its address
     for name in tensors:
         if not numel_of(tensors, name):
             continue

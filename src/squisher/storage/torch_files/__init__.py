@@ -298,7 +298,7 @@ ENCRYPTED = 1 | 1 << 6 | 1 << 13
 UNKNOWN32 = 0xFFFFFFFF
 MAX_COMMENT = 65535
 MAX_DIRECTORY = 1 << 28  # bytes
-MAX_ENTRIES = 500_000  # of a state that the pickle machine would still read; each takes some microseconds
+MAX_ENTRIES = 500_000  # more than a state has that the pickle machine would still read; each takes some microseconds
 MAX_INFLATED = 1 << 24
 
 

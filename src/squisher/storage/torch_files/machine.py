@@ -199,7 +199,7 @@ class Machine:
             if builder is not None and not kwargs:
                 return builder(self, *args)
             return Record(function.name, args, kwargs)
-        if isinstance(function, (Record, StorageType)):  # a result that is called in turn stays as inert as it was
+        if isinstance(function, (Record, StorageType)):  # calling a record gives another record
             return Record("(call)", (function, args), kwargs)
         self.fail(f"a call of something of the type {type(function).__name__}")
 
