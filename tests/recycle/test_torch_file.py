@@ -414,6 +414,16 @@ def test_two_networks_with_the_same_names_keep_their_own_shapes_and_hashes(tmp_p
     assert found.provenance.model["content"] == content_of(model.state_dict())
 
 
+def test_of_a_model_and_its_moving_average_no_hash_is_kept(tmp_path):
+    torch.manual_seed(0)
+    model, optimizer = _trained(8, 40, 16)
+    average = {name: t * 0.9 for name, t in model.state_dict().items()}
+    torch.save({"ema": average, "model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    found = squisher.extract(tmp_path / "c.pt", in_order=True)
+    assert set(found) == set(average)
+    assert "content" not in found.provenance.model
+
+
 def test_a_group_for_each_parameter_in_the_order_of_the_model(tmp_path):
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))

@@ -55,6 +55,7 @@ def _show_version(wanted: bool) -> None:
 
 @app.callback()
 def _main(
+    context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     version: Annotated[
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and leave.")
@@ -62,6 +63,7 @@ def _main(
 ) -> None:
     global _debug
     _debug = debug
+    context.call_on_close(_claims.close)
 
 
 def main() -> None:
@@ -78,8 +80,6 @@ def main() -> None:
             raise
         typer.echo(_unexpected(error), err=True)
         sys.exit(1)
-    finally:
-        _claims.close()
 
 
 def _unexpected(error: Exception) -> str:

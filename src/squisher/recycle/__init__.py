@@ -315,9 +315,15 @@ def _assembled(
 
 
 def _weights_of(own: Sequence[Candidate], found: Found, path: Path) -> Mapping[str, TensorSource]:
-    """Return the weights beside a state, unread, where there are any; of several networks, those of the one that was found."""
+    """Return the weights beside a state, unread, where there are any.
+
+    Of several networks with the same names, those of the network that was found; none, if another one has its shapes, too (a moving
+    average, a target): nothing says which of them was trained.
+    """
     if _networks(found):
-        return {c.name: c.weight for c in own if c.weight is not None}
+        shapes = {c.name: c.shape for c in own}
+        alike = sum(shapes == {c.name: c.shape for c in listed} for _, listed in found.models)
+        return {c.name: c.weight for c in own if c.weight is not None} if alike < 2 else {}
     try:
         weights = open_weights(path)
     except SquisherError:  # a state without weights; whatever else is wrong has been said
