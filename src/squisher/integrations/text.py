@@ -372,8 +372,10 @@ def _names(model: nn.Module) -> dict[int, list[str]]:
 
 def _shard(model: nn.Module) -> None:
     """Shard every element of the outermost lists of modules (the layers) on its own, and the rest together."""
-    from torch.distributed.fsdp import fully_shard
-
+    try:
+        from torch.distributed.fsdp import fully_shard
+    except ImportError as error:
+        raise SquisherError(f"--shard needs torch 2.6 or newer, but this is torch {torch.__version__}.") from error
     inside: set[int] = set()
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and id(module) not in inside:
