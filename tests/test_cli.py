@@ -151,3 +151,15 @@ def test_version_and_help_without_torch():
     assert run_process("--version").stdout.strip() == f"squisher {squisher.__version__}"
     for command in ("extract", "inspect", "compare"):
         assert "Example: squisher" in run(command, "--help").stdout
+
+
+def test_a_checkpoint_is_asked_for_only_where_none_is_beside(tmp_path):
+    from squisher.cli.extract import _has_earlier
+
+    for name in ("checkpoint-9", "checkpoint-30", "checkpoint-best"):
+        (tmp_path / name).mkdir()
+    earlier = {
+        name: _has_earlier(str(tmp_path / name))
+        for name in ("checkpoint-9", "checkpoint-30", "checkpoint-best", "x.pt")
+    }
+    assert earlier == {"checkpoint-9": False, "checkpoint-30": True, "checkpoint-best": False, "x.pt": False}

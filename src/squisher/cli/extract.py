@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
@@ -104,12 +104,28 @@ def extract(
             }
         )
         return
-    shell.console().print(_extracted(importance, target, base_model is not None), highlight=False, soft_wrap=True)
+    known = _Known(base_model is not None, _has_earlier(source))
+    shell.console().print(_extracted(importance, target, known), highlight=False, soft_wrap=True)
     if published is not None:
         typer.echo(f"Published: {published}")
 
 
-def _extracted(importance: Importance, target: Path, with_base: bool) -> str:
+class _Known(NamedTuple):
+    """Which weights from before were at hand to prove names by."""
+
+    base: bool
+    earlier: bool
+
+
+def _has_earlier(source: str) -> bool:
+    """Return whether a Trainer's `checkpoint-N` lies beside one with a lower number."""
+    folder = Path(source).absolute()
+    numbers = {path: path.name.removeprefix("checkpoint-") for path in (folder, *folder.parent.glob("checkpoint-*"))}
+    steps = {path: int(number) for path, number in numbers.items() if number.isdecimal() and path.is_dir()}
+    return folder in steps and min(steps.values()) < steps[folder]
+
+
+def _extracted(importance: Importance, target: Path, known: _Known) -> str:
     p = importance.provenance
     optimizer = p.optimizer or {}
     names = list({g.get("class"): None for g in optimizer.get("groups", [])} or {optimizer.get("class"): None})
@@ -121,7 +137,7 @@ def _extracted(importance: Importance, target: Path, with_base: bool) -> str:
         else ", of steps that are not recorded"
     )
     classes = " and ".join(str(optimizer.get("class") or n) for n in names)
-    lines = [f"{target}: {len(importance)} tensors of {classes}{after}.", *_named(importance, with_base)]
+    lines = [f"{target}: {len(importance)} tensors of {classes}{after}.", *_named(importance, known)]
     if p.absent:
         example, why = next(iter(p.absent.items()))
         lines.append(f"{len(p.absent)} parameters have no importance, for example {example!r} ({why}).")
@@ -131,7 +147,7 @@ def _extracted(importance: Importance, target: Path, with_base: bool) -> str:
     return "\n".join(lines)
 
 
-def _named(importance: Importance, with_base: bool) -> list[str]:
+def _named(importance: Importance, known: _Known) -> list[str]:
     """Say how names were found, the surest first, and what may prove those that rest on order and shapes alone."""
     from ..importance import Level
 
@@ -153,7 +169,7 @@ def _named(importance: Importance, with_base: bool) -> list[str]:
             lines.append(f"Names proven by the values: {count} ({by}{behind}).")
         elif count and level == Level.CONVENTION:
             lines.append(
-                f"Names by convention: {count} ({by}). They rest on order and shapes alone. {_what_proves(importance, with_base)}"
+                f"Names by convention: {count} ({by}). They rest on order and shapes alone. {_what_proves(importance, known)}"
             )
         elif count:
             what = "recorded in the source" if level == Level.RECORDED else "given"
@@ -161,16 +177,17 @@ def _named(importance: Importance, with_base: bool) -> list[str]:
     return lines
 
 
-def _what_proves(importance: Importance, with_base: bool) -> str:
+def _what_proves(importance: Importance, known: _Known) -> str:
     p = importance.provenance
     groups = (p.optimizer or {}).get("groups") or [p.optimizer or {}]
     if all(group.get("key") in _WITHOUT_FIRST_MOMENT for group in groups):
         return "Without first moments no weights can prove them: compare the order with your script, or give it with --names."
-    sources = [] if with_base else ["the weights that training started from (--base-model)"]
-    sources.append("an earlier checkpoint beside this one")
-    if not (p.model or {}).get("content"):
-        sources.insert(0, "the model (--model)")
-    return f"What may prove them: {' or '.join(sources)}."
+    sources = [] if (p.model or {}).get("content") else ["the model (--model)"]
+    if not known.base:
+        sources.append("the weights that training started from (--base-model)")
+    if not known.earlier:
+        sources.append("an earlier checkpoint beside this one")
+    return f"What may prove them: {' or '.join(sources)}." if sources else "The weights from before did not prove them."
 
 
 _WITHOUT_FIRST_MOMENT = ("square_avg", "sum", "variance", "row_var col_var", "exp_avg_sq_row exp_avg_sq_col")
