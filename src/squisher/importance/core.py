@@ -26,6 +26,7 @@ from ..errors import (
     check_choice,
     near,
 )
+from ..order import spearman, top_overlap
 from ..storage import hub, safetensors
 from ..storage.codecs import CODECS, Encoded, check_codec, decoded
 from ..storage.tensors import CHUNK, Progress, chunks_of, dtype_of, name_pattern, numel_of, shape_of
@@ -381,7 +382,7 @@ class Importance(Mapping[str, Tensor]):
             measured = None
             if kept is not None and codec != "exact":
                 tensors = encoded = Encoded(tensors, codec)
-                measured = kept.widest(encoded), partial(kept.measured, encoded)
+                measured = _longest_error(kept, encoded), partial(_error_of, kept, encoded)
             safetensors.save(
                 path,
                 tensors,
@@ -442,3 +443,40 @@ def load(path: str | os.PathLike[str]) -> Importance:
         return Importance(decoded(tensors, name), **metadata)
     except ArgumentError as error:
         raise FileError(f"The metadata of {path} cannot be right: {error}") from error
+
+
+_OVERLAPS = (0.005, 0.1, 0.5)
+
+
+def _longest_error(codec: Codec, encoded: Encoded) -> dict[str, Any]:
+    """Return metadata whose JSON is at least as long as the JSON of `_error_of`."""
+    error = {
+        "spearman": safetensors.WIDEST,
+        "overlap": {str(size): safetensors.WIDEST for size in _OVERLAPS},
+        "scale": safetensors.WIDEST,
+        "entries": 10**18,
+    }
+    each = dict.fromkeys(encoded.sources, safetensors.WIDEST)
+    return {"codec": {**codec.plain(), **error}, "sum": each, "sum_of_squares": each}
+
+
+def _error_of(codec: Codec, encoded: Encoded) -> dict[str, Any]:
+    """Return the error and the sums of what has been encoded and written, as metadata."""
+    before, after = encoded.sample()
+    total = math.fsum(encoded.totals.values())
+    error = {
+        "spearman": _digits(spearman(before, after)),
+        "overlap": {
+            str(size): _digits(top_overlap(before, after, max(1, math.floor(size * before.numel()))))
+            for size in _OVERLAPS
+        },
+        "scale": _digits(math.fsum(both[0] for both in encoded.sums.values()) / total) if total else None,
+        "entries": before.numel(),
+    }
+    found = {key: one for key, one in error.items() if one is not None}
+    sums = [{name: safetensors.rounded([both[k]]) for name, both in encoded.sums.items()} for k in (0, 1)]
+    return {"codec": {**codec.plain(), **found}, "sum": sums[0], "sum_of_squares": sums[1]}
+
+
+def _digits(value: float) -> float | None:
+    return float(f"{value:.6g}") if math.isfinite(value) else None

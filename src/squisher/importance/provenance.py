@@ -5,18 +5,12 @@ That includes the codec of the file and the error that it made.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import FileError, ScaleError, SquisherError, check_choice, check_positive
-from ..order import spearman, top_overlap
-from ..storage.safetensors import WIDEST, rounded
 from .facts import UNITS, Absence, Naming, Pollution, RunFacts
-
-if TYPE_CHECKING:
-    from ..storage.codecs import Encoded
 
 __all__ = ["KINDS", "Codec", "Provenance", "fisher_factor", "scale_differences"]
 
@@ -238,9 +232,6 @@ def scale_differences(provenances: Sequence[Provenance]) -> list[str]:
     return found
 
 
-_OVERLAPS = (0.005, 0.1, 0.5)
-
-
 @dataclass(frozen=True)
 class Codec:
     """How values are kept, and how far the decoded ones are from what they were.
@@ -287,35 +278,3 @@ class Codec:
         """Return how values are kept that were kept like this before; None for what was always exact."""
         before = self.before + ((self.name,) if self.name != "exact" else ())
         return None if name == "exact" and not before else Codec(name, before=before)
-
-    def widest(self, encoded: Encoded) -> dict[str, Any]:
-        """Return metadata whose JSON is at least as long as the JSON of `measured`."""
-        error = {
-            "spearman": WIDEST,
-            "overlap": {str(size): WIDEST for size in _OVERLAPS},
-            "scale": WIDEST,
-            "entries": 10**18,
-        }
-        each = dict.fromkeys(encoded.sources, WIDEST)
-        return {"codec": {**self.plain(), **error}, "sum": each, "sum_of_squares": each}
-
-    def measured(self, encoded: Encoded) -> dict[str, Any]:
-        """Return the error and the sums of what has been encoded and written, as metadata."""
-        before, after = encoded.sample()
-        total = math.fsum(encoded.totals.values())
-        error = {
-            "spearman": _known(spearman(before, after)),
-            "overlap": {
-                str(size): _known(top_overlap(before, after, max(1, math.floor(size * before.numel()))))
-                for size in _OVERLAPS
-            },
-            "scale": _known(math.fsum(both[0] for both in encoded.sums.values()) / total) if total else None,
-            "entries": before.numel(),
-        }
-        found = {key: one for key, one in error.items() if one is not None}
-        sums = [{name: rounded([both[k]]) for name, both in encoded.sums.items()} for k in (0, 1)]
-        return {"codec": {**self.plain(), **found}, "sum": sums[0], "sum_of_squares": sums[1]}
-
-
-def _known(value: float) -> float | None:
-    return float(f"{value:.6g}") if math.isfinite(value) else None

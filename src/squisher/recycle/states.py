@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import NoAccumulatorError
-from ..importance import RunFacts
+from ..importance.facts import RunFacts
 from ..storage.tensors import TensorSource
 from .naming.laws import Law
 from .optimizers import TABLE, identify, is_tensor, stored

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...errors import FileError
-from ...importance import RunFacts
+from ...importance.facts import RunFacts
 from ...storage.folders import Weights, open_weights
 from ..naming.candidates import matching
 from ..states import Candidate, Found, OptimizerState, Options

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...errors import FileError, NamingError
-from ...importance import RunFacts
+from ...importance.facts import RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import CHUNK, Block, Blocks, TensorSource
 from ...storage.torch_files import Record, StoredTensor, Verified, read, unpickle

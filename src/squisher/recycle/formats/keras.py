@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...errors import FileError, NoAccumulatorError
-from ...importance import Pollution, RunFacts, Spoiler
+from ...importance.facts import Pollution, RunFacts, Spoiler
 from ...storage.byte_range import ByteRange
 from ...storage.json_files import parse_json
 from ...storage.torch_files import zip_entries

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
-from ...importance import Pollution, RunFacts, Spoiler
+from ...importance.facts import Pollution, RunFacts, Spoiler
 from ...storage.torch_files import read
 from ..states import Entry, Found, OptimizerState, Options
 from .dcp import Checkpoint

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NoAccumulatorError
-from ...importance import Pollution, RunFacts, Spoiler
+from ...importance.facts import Pollution, RunFacts, Spoiler
 from ..optimizers import Factored
 from ..states import Entry, Found, OptimizerState, Options
 from .jax_files import is_msgpack, is_orbax, read_msgpack, read_orbax

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
-from ...importance import Pollution, RunFacts
+from ...importance.facts import Pollution, RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.json_files import parse_json
 from ...storage.torch_files import read, zip_entries

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NamingError
-from ...importance import RunFacts
+from ...importance.facts import RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import LazyTensors, TensorSource, tied_names
 from ...storage.torch_files import Record, StoredTensor, find_weights, is_in_backward, is_optimizer, read, walk

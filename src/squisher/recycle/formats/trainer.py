@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NamingError
-from ...importance import Pollution, RunFacts, Spoiler
+from ...importance.facts import Pollution, RunFacts, Spoiler
 from ...storage.folders import Weights, has_weights, open_weights
 from ...storage.json_files import read_json, read_object
 from ...storage.torch_files import Record, read

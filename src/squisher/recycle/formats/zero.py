@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...errors import FileError
-from ...importance import Pollution, RunFacts
+from ...importance.facts import Pollution, RunFacts
 from ...storage.tensors import Joined
 from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..optimizers import step_of

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError
-from ...importance import Pollution, Spoiler
+from ...importance.facts import Pollution, Spoiler
 from ...storage.tensors import Joined, Slice
 from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..naming.candidates import clean_names

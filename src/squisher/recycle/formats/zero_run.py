@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import FileError, NoAccumulatorError
-from ...importance import Absence, Pollution, Reason, RunFacts
+from ...importance.facts import Absence, Pollution, Reason, RunFacts
 from ...storage.torch_files import Record, StoredTensor, read
 from ..naming.candidates import clean_names, recorded_name
 from ..states import Candidate

@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ...errors import NamingError
-from ...importance import Level, Naming
+from ...importance.facts import Level, Naming
 from ..states import Candidate, OptimizerState
 from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
 from .evidence import Evidence, weigh

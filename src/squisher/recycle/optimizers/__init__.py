@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...errors import NoAccumulatorError
-from ...importance import Pollution, Spoiler
+from ...importance.facts import Pollution, Spoiler
 from ...storage.tensors import TensorSource
 from .table import TABLE, TRACK, Accumulator, Group, says_decoupled
 

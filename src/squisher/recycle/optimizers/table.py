@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...importance import Pollution, Spoiler
+from ...importance.facts import Pollution, Spoiler
 
 __all__ = ["TABLE", "TRACK", "Accumulator", "Group", "says_decoupled"]
 
