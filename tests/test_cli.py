@@ -35,7 +35,7 @@ def test_extract_inspect_compare(checkpoint, tmp_path):
     assert "4 tensors of Adam after 30 steps" in done.stdout
     assert "L2 weight decay 0.01" in done.stdout
     assert done.stdout.count("registration order") == 1
-    assert "order and shapes" in done.stdout
+    assert "every shape occurs once" in done.stdout
     assert "--base-model" in done.stdout
     assert "--model)" not in done.stdout.replace("--base-model)", "")
     imp = squisher.load(out)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import torch
 from safetensors.torch import save_file
 
-from squisher.recycle.naming.frozen import by_evidence
+from squisher.recycle.naming.candidates import by_evidence
 from squisher.recycle.states import Candidate, FusedSlice
 from squisher.storage.folders import open_weights
 

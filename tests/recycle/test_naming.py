@@ -45,7 +45,9 @@ def test_recorded_names_win_and_lose_their_wrappers():
 def test_registration_order_in_one_group():
     found = resolve(optimizer([(4, 3), (4,), (2, 4), (2,)]), model(*MLP))
     assert found.names == ["a.weight", "a.bias", "b.weight", "b.bias"]
-    assert {str(one) for one in found.how} == {"convention: the model, registration order in one group"}
+    assert {str(one) for one in found.how} == {
+        "convention: the model, registration order in one group; every shape occurs once"
+    }
 
 
 def test_two_groups_by_dimension_in_either_order():

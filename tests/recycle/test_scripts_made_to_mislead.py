@@ -337,6 +337,25 @@ def test_a_module_that_was_replaced_after_the_optimizer_was_made(tmp_path, kind)
         squisher.extract(saved(tmp_path / "c.pt", model, optimizer))
 
 
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_moving_average_beside_the_weights_vouches_for_nothing(tmp_path, kind, turned):
+    """Two networks have the same names: what either says of the order counts."""
+    torch.manual_seed(0)
+    model = stack()
+    optimizer = OPTIMIZERS[kind](own(*(reversed(model.layers) if turned else model.layers), model.head))
+    trained(model, optimizer, 30)
+    average = {name: value.clone() for name, value in model.state_dict().items()}
+    trained(model, optimizer, 5)
+    path = tmp_path / "c.pt"
+    torch.save({"model": model.state_dict(), "ema": average, "optimizer": optimizer.state_dict()}, path)
+    if turned:
+        with pytest.raises(NamingError):
+            squisher.extract(path)
+    else:
+        assert right(squisher.extract(path, bias_correction=False), model, optimizer)
+
+
 @pytest.mark.parametrize("order", [(2, 0, 1), (0, 1, 2)])
 def test_matrices_norms_and_biases_in_three_groups(tmp_path, order):
     """As YOLO's scripts do: a norm's weight and bias have one shape, but all of a kind are in one group."""

@@ -148,7 +148,7 @@ def _extracted(importance: Importance, target: Path, known: _Known) -> str:
 
 
 def _named(importance: Importance, known: _Known) -> list[str]:
-    """Say how names were found, the surest first, and what may prove those that rest on order and shapes alone."""
+    """Say how names were found, the surest first, and what may prove those that rest on a convention."""
     from ..importance import Level
 
     p = importance.provenance
@@ -168,8 +168,11 @@ def _named(importance: Importance, known: _Known) -> list[str]:
             behind = f", the next best answer at least {min(margins):.2f} in correlation behind" if margins else ""
             lines.append(f"Names proven by the values: {count} ({by}{behind}).")
         elif count and level == Level.CONVENTION:
+            shapes = {importance.shape(name) for names in ways.values() for name in names}
+            once = "; every shape occurs once, so no other order of these parameters fits"
             lines.append(
-                f"Names by convention: {count} ({by}). They rest on order and shapes alone. {_what_proves(importance, known)}"
+                f"Names by convention: {count} ({by}). They rest on order and shapes"
+                f"{once if len(shapes) == len(importance) else ''}. {_what_proves(importance, known)}"
             )
         elif count:
             what = "recorded in the source" if level == Level.RECORDED else "given"

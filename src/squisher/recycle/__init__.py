@@ -29,10 +29,9 @@ from ..storage.tensors import LazyTensors, TensorSource, name_pattern
 from .assembly import assemble
 from .formats import read_source
 from .live import Tracked, from_optimizers, from_tracker, unwrapped
-from .naming.candidates import candidates_of_module, given_names, matching
-from .naming.frozen import with_earlier
-from .naming.hf_rules import trainer_rules
-from .naming.solver import RULES, resolve
+from .naming.candidates import candidates_of_module, given_names, matching, with_earlier
+from .naming.conventions import RULES, trainer_rules
+from .naming.solver import resolve
 from .optimizers import GIVEN_BETA2, rows_of_class
 from .optimizers.quantized import check_precision
 from .states import Candidate, Found, FusedSlice, Named, OptimizerState, Options, check_usable

@@ -16,8 +16,8 @@ from ...storage.json_files import read_object
 from ..naming.candidates import Candidates, candidates_of_module, surplus
 from ..naming.hf_model import MissingPackage, built_by, meta_model
 from ..naming.laws import Law, derived_laws
+from ..naming.orders import in_file_order, in_order_of_version_4
 from ..naming.partitions import sorted_as_text
-from ..naming.transformers4 import in_file_order, in_order_of_version_4
 from ..states import Candidate, Found, OptimizerState, Options
 from .hugging_face_names import in_hugging_face_names
 from .torch_file import candidates_of

@@ -14,11 +14,10 @@ from ...importance.facts import Pollution, RunFacts, Spoiler
 from ...storage.folders import Weights, has_weights, open_weights
 from ...storage.json_files import read_json, read_object
 from ...storage.torch_files import Record, read
-from ..naming.adapters import adapter_orders
-from ..naming.candidates import Candidates, candidates_of_module, loose
-from ..naming.frozen import by_evidence, with_earlier
+from ..naming.candidates import Candidates, by_evidence, candidates_of_module, loose, with_earlier
+from ..naming.conventions import galore_rule
 from ..naming.hf_model import MissingPackage, adapted_model, built_by, meta_model
-from ..naming.hf_rules import galore_rule
+from ..naming.orders import adapter_orders
 from ..optimizers import step_of
 from ..states import Candidate, Found, OptimizerState, Options
 from .model_source import laws_of, model_candidates, pinned, sorted_by_name, with_model

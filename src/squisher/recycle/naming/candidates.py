@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 import warnings
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +21,13 @@ from ...errors import FileError, NamingError, SquisherWarning
 from ...names import LiveParameter, adapter_file_name, live_parameters
 from ...storage.folders import Weights
 from ...storage.json_files import parse_json
-from ...storage.tensors import TensorSource
+from ...storage.tensors import CHUNK, TensorSource
 from ..states import Candidate, FusedSlice
 
 __all__ = [
     "GIVE_OTHERS",
     "Candidates",
+    "by_evidence",
     "candidates_of_module",
     "check_known",
     "clean_names",
@@ -34,6 +37,7 @@ __all__ = [
     "no_duplicates",
     "recorded_name",
     "surplus",
+    "with_earlier",
 ]
 
 GIVE_OTHERS = "Give the names in the optimizer's order, which is that of its groups."
@@ -216,6 +220,75 @@ class _ViewsOnly(TorchDispatchMode):
         if func is torch.ops.aten.clone.default:
             return torch.ops.aten.alias.default(args[0])
         return func(*args, **(kwargs or {}))
+
+
+# -- other weights of the model: what differs was trained, what is bit-equal was frozen ---------------------------------------
+
+
+def with_earlier(candidates: Sequence[Candidate], before: Weights) -> list[Candidate]:
+    """Return the candidates with their values at an earlier moment, unread.
+
+    Args:
+        candidates: The model's parameters in registration order.
+        before: Weights of the same model from that moment.
+    """
+    bare = _without_prefix(before.tensors)
+    known = [c.slices or c.before is not None for c in candidates]
+    return [
+        c if there else replace(c, before=_earlier(c.name, c.shape, before, bare))
+        for c, there in zip(candidates, known, strict=True)
+    ]
+
+
+def by_evidence(candidates: Sequence[Candidate], after: Weights, before: Weights) -> list[list[Candidate]]:
+    """Candidates for a model of which some parameters were frozen: first the likely ones, then all.
+
+    What differs between the two sets of weights is required. What is bit-equal is left out at first; it comes back in the
+    second list, since a trained parameter stays as it was if no gradient reached it or its steps were too small to count.
+
+    Args:
+        candidates: The model's parameters in registration order.
+        after: The checkpoint's own weights.
+        before: Weights of the same model from another moment.
+    """
+    bare = _without_prefix(before.tensors)
+    marked = []
+    for c in candidates:
+        names = [fused.name for fused in c.slices] or [c.name]
+        verdicts = [_changed(name, after, before, bare) for name in names]
+        changed = True if True in verdicts else None if None in verdicts else False
+        earlier = None if c.slices else _earlier(c.name, c.shape, before, bare)
+        marked.append((replace(c, required=changed is True, before=c.before or earlier), changed))
+    likely = [c for c, changed in marked if changed is not False]
+    return [likely, [c for c, _ in marked]]
+
+
+def _without_prefix(tensors: Mapping[str, TensorSource]) -> dict[str, TensorSource]:
+    """Return the tensors under their names without the first part, where that leaves every name its own."""
+    known = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if "." in name}
+    return known if len(known) == sum("." in name for name in tensors) else {}
+
+
+def _earlier(
+    name: str, shape: tuple[int, ...], before: Weights, bare: Mapping[str, TensorSource]
+) -> TensorSource | None:
+    """Return the tensor of the other weights; a bare encoder's names lack the prefix that a model with a head gives them."""
+    old = before.tensors.get(name) or before.tensors.get(name.partition(".")[2]) or bare.get(name)
+    return old if old is not None and tuple(old.shape) == shape else None
+
+
+def _changed(name: str, after: Weights, before: Weights, bare: Mapping[str, TensorSource]) -> bool | None:
+    """Whether a tensor differs; None where it is not in both with the same shape."""
+    new = after.tensors.get(name)
+    old = None if new is None else _earlier(name, tuple(new.shape), before, bare)
+    if new is None or old is None:
+        return None
+    numel = math.prod(new.shape)
+    for start in range(0, numel, CHUNK):
+        stop = min(start + CHUNK, numel)
+        if not torch.equal(new.read_flat(start, stop), old.read_flat(start, stop).to(new.dtype)):
+            return True
+    return False
 
 
 # -- names that somebody wrote down -----------------------------------------------------------------------------------------

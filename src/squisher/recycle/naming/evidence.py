@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 
 import numpy as np
@@ -22,7 +22,10 @@ from ..states import Candidate, Entry
 from .laws import NO_HEADS, Law, Reading
 from .values import FEWEST, Array, Values, carried, certainty, concordance
 
-__all__ = ["Evidence", "weigh"]
+__all__ = ["Evidence", "Source", "weigh"]
+
+Source = tuple[str, Sequence[Candidate]]
+"""Where names may come from: a label, and the model's parameters in registration order."""
 
 # From a simulation of wrong assignments on real runs (benchmarks/naming_rates.py); rates in docs/formats.md.
 AGREE = 0.8  # a pair obeys a law: its channel sums are equal to within a few percent of their variance
@@ -45,13 +48,13 @@ class Evidence:
         names: Entry to name.
         margins: Entry to the distance of the second best answer, in correlation.
         by: What told them, for people.
-        values: What was read for it.
+        values: What was read for it, of each network that has these names.
     """
 
     names: Mapping[int, str] = field(default_factory=dict)
     margins: Mapping[int, float] = field(default_factory=dict)
     by: str = ""
-    values: Values | None = field(default=None, compare=False, repr=False)
+    values: Sequence[Values] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -66,15 +69,25 @@ class _Vote:
 
 
 def weigh(
-    candidates: Sequence[Candidate], entries: Sequence[Entry], derived: Callable[[], Sequence[Law]] = tuple
+    sources: Sequence[Source], entries: Sequence[Entry], derived: Callable[[], Sequence[Law]] = tuple
 ) -> Evidence:
-    """Return what the values say about who is who.
+    """Return what the values say about who is who; of several networks with the same names, the clearest.
 
     Args:
-        candidates: The parameters of the model; those whose weight is not at hand say nothing.
+        sources: The parameters of the model by where they come from; those whose weight is not at hand say nothing.
         entries: What the optimizer keeps.
         derived: Returns the laws of the model's own structure, where they are known.
     """
+    every: dict[str, Candidate] = {}
+    for _, own in sources:
+        if any(
+            c.name in every and every[c.name].weight is not c.weight for c in own
+        ):  # generator, critic, moving average
+            each = [weigh([source], entries, derived) for source in sources]
+            clearest = max(each, key=lambda evidence: len(evidence.names))
+            return replace(clearest, values=[values for evidence in each for values in evidence.values])
+        every.update({c.name: c for c in own})
+    candidates = list(every.values())
     values = Values(candidates, entries)
     copies = _copies(values)
     laws = [vote for vote in _by_laws(values) if vote.candidate not in copies]
@@ -87,7 +100,7 @@ def weigh(
         {entry: candidates[vote.candidate].name for entry, vote in agreed.items()},
         {entry: vote.margin for entry, vote in agreed.items()},
         " and ".join(kinds),
-        values,
+        [values],
     )
 
 
@@ -189,9 +202,11 @@ def _norms(values: Values) -> Iterator[_Side]:
         groups = [e.group_number for e in values.entries]
         entries = [(k, k + 1) for k in range(len(fits) - 1) if fits[k] and fits[k + 1] and groups[k] == groups[k + 1]]
         if candidates and entries:
-            weights = values.sums([(w,) for w, _ in candidates], [(e,) for e, _ in entries], 0)
-            biases = values.sums([(b,) for _, b in candidates], [(e,) for _, e in entries], 0)
-            yield _Side(shape[0], 0, candidates, entries, weights + biases)
+            table = values.read(shape, Reading(0), NO_HEADS)
+            weights, biases = ([values.row(both[k]) for both in candidates] for k in (0, 1))
+            first, second = ([values.column(both[k]) for both in entries] for k in (0, 1))
+            sums = table[:, weights][:, :, first] + table[:, biases][:, :, second]
+            yield _Side(shape[0], 0, candidates, entries, sums)
 
 
 def _best_pair(left: _Side, a: int, right: _Side, b: int, agreement: Array) -> Iterator[_Vote]:

@@ -248,7 +248,9 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
     """Yield the exchanges to try, those that a plausible script makes first, those of vectors alone last."""
     families = _families(values, usable)
     near = [dict(move) for family in families if _whole(values, family[0]) for move in _orders(family)]
-    plausible = [*_in_all_layers(values, usable, families), *_kinds_apart(values, usable)]
+    # Norms count where they have a list of their own: between layers, nobody exchanges them alone.
+    doubtful = [f for f in families if _whole(values, f[0]) or _is_list_of_norms(values, usable, f)]
+    plausible = [*_in_all_layers(values, doubtful), *_kinds_apart(values, usable)]
     lists = [part for family in families if _is_list_of_norms(values, usable, family) for part in family]
     plausible += [{a: b for part in lists for a, b in _swap(part[:1], part[1:]).items()}] if lists else []
     far: list[dict[int, int]] = []
@@ -265,7 +267,8 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
             move = _swap(a, b)
             if not set(a) & set(b) and _whole(values, a) and move not in near:
                 far.append(move)
-    vectors = [dict(move) for family in families if _is_norm(values, family[0]) for move in _orders(family)]
+    norms = [family for family in families if _is_norm(values, family[0])]
+    vectors = [*_in_all_layers(values, norms), *(dict(move) for family in norms for move in _orders(family))]
     kind = _kinds(values, usable)
     for same in alike.values():
         biases = [part for part in same if len(part) == 1 and kind.get(part[0]) == "bias"]
@@ -277,19 +280,11 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
     yield from (_Move(move, math.log(len(near) + len(far) + len(vectors)) + VECTORS) for move in vectors)
 
 
-def _in_all_layers(
-    values: Values, usable: Assignment, families: Sequence[Sequence[Sequence[int]]]
-) -> Iterator[dict[int, int]]:
-    """Yield the orders of parts with one parent: where the parent is one of numbered layers, in all of them alike.
-
-    Norms count where they have a list of their own: between layers, nobody exchanges them alone.
-    """
+def _in_all_layers(values: Values, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[dict[int, int]]:
+    """Yield the orders of parts with one parent: where the parent is one of numbered layers, in all of them alike."""
     stacks: dict[tuple[str, ...], list[Sequence[Sequence[int]]]] = defaultdict(list)
     for family in families:
-        if _whole(values, family[0]) or _is_list_of_norms(values, usable, family):
-            stacks[tuple(re.sub(r"\d+(?=\..*\.)", "#", values.candidates[part[0]].name) for part in family)].append(
-                family
-            )
+        stacks[tuple(re.sub(r"\d+(?=\..*\.)", "#", values.candidates[part[0]].name) for part in family)].append(family)
     for same in stacks.values():
         for moves in zip(*(_orders(family) for family in same), strict=True):
             both = {a: b for move in moves for a, b in move.items()}

@@ -10,23 +10,20 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from ...errors import NamingError
 from ...importance.facts import Level, Naming
 from ..states import Candidate, OptimizerState
 from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
-from .evidence import Evidence, weigh
+from .conventions import RULES, Rule, divisions
+from .evidence import Evidence, Source, weigh
 from .exchanges import AGAINST, CLEARLY, Exchange, Parts, compared_parts
 from .laws import Law
 from .partitions import sorted_as_text, ways
 
-__all__ = ["RULES", "Rule", "Solution", "resolve"]
-
-Source = tuple[str, Sequence[Candidate]]
+__all__ = ["Solution", "resolve"]
 
 
 class Solution(NamedTuple):
@@ -69,167 +66,116 @@ def resolve(
     recorded = [entry.name for entry in optimizer.entries]
     if recorded and all(name is not None for name in recorded):
         return _recorded(optimizer, [name for name in recorded if name is not None], sources)
-    tried: list[_Tier] = []
+    several_fit, parts_untold = "", ""
     for tier in itertools.chain([sources], later):
-        tried.append(_Tier(optimizer, tier, rules or RULES, laws, settles, vouched))
-        solution = tried[-1].solution()
-        if solution is not None:
-            return solution
-    untold = [one.untold for one in tried if one.untold]
-    if untold:
-        raise NamingError(untold[0])
-    open_tier = next((tier for tier in tried if tier.answers), None)
-    if open_tier is None:
-        raise NamingError(_nothing_fits(optimizer, sources, settles))
-    raise NamingError(_several_fit(optimizer, open_tier, settles))
+        proposed, several = _proposed(optimizer, tier, {})
+        if not proposed:
+            continue
+        evidence = weigh(tier, optimizer.entries, laws)
+        answer = next(iter(proposed.items())) if not several else None
+        if several and evidence.names:
+            left, several = _proposed(optimizer, tier, evidence.names)
+            answer = next(iter(left.items())) if len(left) == 1 and not several else None
+        if answer is None:
+            answer, found = _by_convention(optimizer, tier, rules or RULES)
+            proposed = {**found, **proposed}
+        if answer is None:
+            several_fit = several_fit or _several_fit(optimizer, proposed, tier, settles)
+            continue
+        untold = _untold_parts(*answer, evidence, vouched, settles)
+        if not untold:
+            return _with_levels(optimizer, tier, evidence, *answer)
+        parts_untold = parts_untold or untold
+    raise NamingError(parts_untold or several_fit or _nothing_fits(optimizer, sources, settles))
 
 
-class _Tier:
-    """Sources that count alike, and the answers that they allow."""
+def _proposed(
+    optimizer: OptimizerState, sources: Sequence[Source], said: Mapping[int, str]
+) -> tuple[dict[tuple[str, ...], str], bool]:
+    """Return the answers whose shapes fit, each with how it was found, and whether there are several.
 
-    def __init__(
-        self,
-        optimizer: OptimizerState,
-        sources: Sequence[Source],
-        rules: Sequence[tuple[str, Rule]],
-        laws: Callable[[], Sequence[Law]],
-        settles: str,
-        vouched: bool,
-    ):
-        self.optimizer = optimizer
-        self.vouched = vouched
-        self.settles = settles
-        self.sources = sources
-        self.rules = rules
-        self.laws = laws
-        self.answers: dict[tuple[str, ...], str] = {}
-        self.parameters: dict[tuple[str, ...], Sequence[Candidate]] = {}
-        self.open = False
-        self.untold = ""
-        self._weighed: Evidence | None = None
-        for label, candidates in sources:
-            self._propose(label, candidates, {}, self.answers)
-
-    def solution(self) -> Solution | None:
-        """Return the one answer, or None if there is none or several are left.
-
-        Raises:
-            NamingError: The values contradict the only answer.
-        """
-        if not self.answers:
-            return None
-        only = next(iter(self.answers.items())) if len(self.answers) == 1 and not self.open else None
-        decided = only or self._decided() or self._by_rule()
-        return self._levels(*decided) if decided is not None and self._stands(*decided) else None
-
-    def _propose(
-        self, label: str, candidates: Sequence[Candidate], fixed: Mapping[int, int], answers: dict[tuple[str, ...], str]
-    ) -> None:
+    Args:
+        optimizer: Its entries in its own order.
+        sources: Where names may come from.
+        said: Entries whose name the values tell.
+    """
+    answers: dict[tuple[str, ...], str] = {}
+    several = False
+    count = len(optimizer.group_sizes)
+    order = "in one group" if count == 1 else f"inside each of {count} groups"
+    for label, candidates in sources:
+        numbers = {c.name: k for k, c in enumerate(candidates)}
+        if any(name not in numbers for name in said.values()):
+            continue
         if sorted_as_text([c.live_name or c.name for c in candidates]):
-            candidates = _by_shape(self.optimizer, candidates)
-            label = f"{label}, in which every shape occurs once"
-        found = ways(self.optimizer, candidates, fixed)
-        count = len(self.optimizer.group_sizes)
-        order = "in one group" if count == 1 else f"inside each of {count} groups"
-        for way in found.found:
-            # Entries without a state have no shape: which of several names such a one gets is of no consequence.
-            only = ", the only division that fits" if count > 1 and found.complete else ""
-            answers.setdefault(self._key(way, candidates), f"{label}, registration order {order}{only}")
-        self.open |= bool(found.found) and not found.complete
-
-    def _key(self, way: Sequence[int], candidates: Sequence[Candidate]) -> tuple[str, ...]:
-        names = tuple(candidates[k].name for k in way)
-        self.parameters.setdefault(names, candidates)
-        return names
-
-    @property
-    def evidence(self) -> Evidence:
-        """What the values say, weighed once."""
-        if self._weighed is None:
-            self._weighed = _weighed(self.optimizer, self.sources, self.laws)
-        return self._weighed
-
-    def _stands(self, names: Sequence[str], by: str) -> bool:
-        """Return whether an answer may be given: False where the values do not tell parts of one shape apart."""
-        wrong = [entry for entry, name in self.evidence.names.items() if names[entry] != name]
-        if wrong:
-            raise NamingError(_contradicted(names, by, self.evidence, wrong, self.settles))
-        better, untold = _parts(self.evidence, names)
-        if better is not None and better.gain >= (CLEARLY if self.vouched else AGAINST):
-            raise NamingError(_other_parts(by, better, self.settles))
-        if untold is not None and not self.vouched:
-            self.untold = _untold(by, untold, self.settles)
-        return not self.untold
-
-    def _decided(self) -> tuple[tuple[str, ...], str] | None:
-        """Return the answer that the values leave, if they leave one."""
-        said = self.evidence.names
-        if not said:
-            return None
-        left: dict[tuple[str, ...], str] = {}
-        self.open = False
-        for label, candidates in self.sources:
+            candidates = _by_shape(optimizer, candidates)
             numbers = {c.name: k for k, c in enumerate(candidates)}
-            if all(name in numbers for name in said.values()):
-                fixed = {entry: numbers[name] for entry, name in said.items()}
-                self._propose(label, candidates, fixed, left)
-        if len(left) != 1 or self.open:
-            self.open = True
-            return None
-        (answer,) = left.items()
-        return answer
-
-    def _by_rule(self) -> tuple[tuple[str, ...], str] | None:
-        """Return the answer of the conventions, where one fits to the last parameter and no plain order of the groups does."""
-        found: dict[tuple[str, ...], str] = {}
-        for label, candidates in self.sources:
-            for by, way in _one_after_the_other(self.optimizer, candidates):
-                found.setdefault(self._key(way, candidates), f"{label}, {by}")
-        plain = len(found)
-        for label, candidates in self.sources:
-            for by, way in _conventional(self.optimizer, candidates, self.rules):
-                found.setdefault(self._key(way, candidates), f"{label}, {by}")
-        if len(found) != 1 or plain:
-            self.answers = {**found, **self.answers}
-            return None
-        (answer,) = found.items()
-        return answer
-
-    def _levels(self, names: Sequence[str], by: str) -> Solution:
-        """Return the answer, with what the values say about each name of it."""
-        proven = _proven(self.optimizer, self.sources, self.evidence)
-        margin = min(self.evidence.margins.values(), default=None)
-        convention, proof = Naming(Level.CONVENTION, by), Naming(Level.PROVEN, f"{self.evidence.by}; {by}", margin)
-        how = [proof if k in proven else convention for k in range(len(names))]
-        return Solution(list(names), how, self.parameters[tuple(names)])
+        found = ways(optimizer, candidates, {entry: numbers[name] for entry, name in said.items() if name in numbers})
+        only = ", the only division that fits" if count > 1 and found.complete else ""
+        for way in found.found:
+            answers.setdefault(tuple(candidates[k].name for k in way), f"{label}, registration order {order}{only}")
+        several |= bool(found.found) and not found.complete
+    return answers, several or len(answers) > 1
 
 
-def _weighed(optimizer: OptimizerState, sources: Sequence[Source], laws: Callable[[], Sequence[Law]]) -> Evidence:
-    """Return what the values say; of several networks with the same names (generator, critic, moving average), the clearest."""
-    every: dict[str, Candidate] = {}
-    for _, candidates in sources:
-        if any(c.name in every and every[c.name].weight is not c.weight for c in candidates):
-            each = [weigh(own, optimizer.entries, laws) for _, own in sources]
-            return replace(max(each, key=lambda evidence: len(evidence.names)), values=None)
-        every.update({c.name: c for c in candidates})
-    return weigh(list(every.values()), optimizer.entries, laws)
+def _by_convention(
+    optimizer: OptimizerState, sources: Sequence[Source], rules: Sequence[tuple[str, Rule]]
+) -> tuple[tuple[tuple[str, ...], str] | None, dict[tuple[str, ...], str]]:
+    """Return the answer of the conventions, where one fits to the last parameter and no plain order does, and all they allow."""
+    found: dict[tuple[str, ...], str] = {}
+    plain = False
+    for label, candidates in sources:
+        for by, way, is_convention in divisions(optimizer, candidates, rules):
+            found.setdefault(tuple(candidates[k].name for k in way), f"{label}, {by}")
+            plain |= not is_convention
+    return (next(iter(found.items())) if len(found) == 1 and not plain else None), found
+
+
+def _untold_parts(names: Sequence[str], by: str, evidence: Evidence, vouched: bool, settles: str) -> str:
+    """Return why an answer may not be given, since values do not tell parts of one shape apart; empty if it may.
+
+    Raises:
+        NamingError: The values contradict it.
+    """
+    wrong = [entry for entry, name in evidence.names.items() if names[entry] != name]
+    if wrong:
+        raise NamingError(_contradicted(names, by, evidence, wrong, settles))
+    better, untold = _parts(evidence, names)
+    if better is not None and better.gain >= (CLEARLY if vouched else AGAINST):
+        raise NamingError(_other_parts(by, better, settles))
+    return "" if untold is None or vouched else _untold(by, untold, settles)
+
+
+def _with_levels(
+    optimizer: OptimizerState, sources: Sequence[Source], evidence: Evidence, names: Sequence[str], by: str
+) -> Solution:
+    """Return an answer, with what the values say about each name of it."""
+    shapes = list({c.name: c.shape for _, candidates in sources for c in candidates}.values())
+    alone = {k for k, entry in enumerate(optimizer.entries) if entry.shape and shapes.count(entry.shape) == 1}
+    proven = alone | set(evidence.names) if evidence.names else set()
+    if len(alone) == len(names):
+        by = f"{by}; every shape occurs once"
+    convention = Naming(Level.CONVENTION, by)
+    proof = Naming(Level.PROVEN, f"{evidence.by}; {by}", min(evidence.margins.values(), default=None))
+    how = [proof if k in proven else convention for k in range(len(names))]
+    return Solution(list(names), how, list(_network_of(optimizer, names, sources).values()))
 
 
 def _parts(evidence: Evidence, names: Sequence[str]) -> Parts:
-    """Return what the values say of exchanged parts; of several networks with the same names, or without an order, nothing."""
-    if evidence.values is None or sorted_as_text([c.live_name or c.name for c in evidence.values.candidates]):
-        return Parts()
-    number = {c.name: k for k, c in enumerate(evidence.values.candidates)}
-    return compared_parts(evidence.values, {number[n]: k for k, n in enumerate(names) if n in number}, evidence.names)
-
-
-def _proven(optimizer: OptimizerState, sources: Sequence[Source], evidence: Evidence) -> set[int]:
-    """Return the entries that the values prove, and with them those whose shape no other parameter has."""
-    if not evidence.names:
-        return set()
-    shapes = list({c.name: c.shape for _, candidates in sources for c in candidates}.values())
-    alone = {k for k, entry in enumerate(optimizer.entries) if entry.shape and shapes.count(entry.shape) == 1}
-    return alone | set(evidence.names)
+    """Return what the values say of exchanged parts; of several networks with the same names, what the friendliest says."""
+    found = []
+    for values in evidence.values:
+        if sorted_as_text(
+            [c.live_name or c.name for c in values.candidates]
+        ):  # without an order there is none to doubt
+            return Parts()
+        number = {c.name: k for k, c in enumerate(values.candidates)}
+        assignment = {number[n]: k for k, n in enumerate(names) if n in number}
+        fits = all(values.entries[e].shape in (None, values.candidates[c].shape) for c, e in assignment.items())
+        if (fits and len(assignment) == len(names)) or len(evidence.values) == 1:
+            found.append(compared_parts(values, assignment, evidence.names))
+    doubts = lambda p: (p.better is not None and p.better.gain >= AGAINST, p.untold is not None)  # noqa: E731
+    return min(found, key=doubts, default=Parts())
 
 
 def _by_shape(optimizer: OptimizerState, candidates: Sequence[Candidate]) -> list[Candidate]:
@@ -284,7 +230,7 @@ def _checked_given(
                 f"The given names contradict the file: parameter {k} of the optimizer has the shape {entry.shape}, but "
                 f"{name!r} has {c.shape}. {GIVE_OTHERS}"
             )
-    evidence = _weighed(optimizer, sources, laws)
+    evidence = weigh(sources, optimizer.entries, laws)
     wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
     if wrong:
         raise NamingError(_contradicted(given, _GIVEN, evidence, wrong, GIVE_OTHERS))
@@ -302,56 +248,6 @@ def _network_of(optimizer: OptimizerState, names: Sequence[str], sources: Sequen
         if all(n in known and shape in (None, known[n].shape) for n, shape in zip(names, shapes, strict=True)):
             return known
     return {c.name: c for _, candidates in sources for c in candidates}
-
-
-# -- conventions -------------------------------------------------------------------------------------------------------
-
-Rule = Callable[[Candidate], "int | None"]
-"""The group that a convention puts a parameter into; None if it cannot tell from what is known of the parameter."""
-
-RULES: list[tuple[str, Rule]] = [
-    ("weights of two or more dimensions first", lambda c: 0 if len(c.shape) >= 2 else 1),
-    ("weights of fewer than two dimensions first", lambda c: 1 if len(c.shape) >= 2 else 0),
-    ("no decay for biases", lambda c: 1 if c.name.endswith("bias") else 0),
-    (
-        "no decay for biases and LayerNorm.weight",
-        lambda c: 1 if "bias" in c.name or "LayerNorm.weight" in c.name else 0,
-    ),
-    ("no decay for biases and norms", lambda c: 1 if re.search(r"bias|norm|(^|\.)ln_", c.name.lower()) else 0),
-]
-
-
-def _conventional(
-    optimizer: OptimizerState, candidates: Sequence[Candidate], rules: Sequence[tuple[str, Rule]]
-) -> Iterable[tuple[str, list[int]]]:
-    """Yield the divisions into two or three groups by conventions that leave out nobody."""
-    sizes, numbers = optimizer.group_sizes, list(range(len(candidates)))
-    proposals = [(label, [rule(c) for c in candidates]) for label, rule in rules] if len(sizes) == 2 else []
-    if len(sizes) == 3:  # as YOLO's scripts do
-        kinds = [0 if len(c.shape) >= 2 else 2 if c.name.endswith("bias") else 1 for c in candidates]
-        orders = itertools.permutations(range(3))
-        proposals = [("matrices, norms and biases apart", [order[kind] for kind in kinds]) for order in orders]
-    for label, chosen in proposals:
-        if [chosen.count(k) for k in range(len(sizes))] == sizes:
-            way = sorted(numbers, key=lambda k: chosen[k] or 0)
-            if _fits(optimizer, candidates, way):
-                yield label, way
-
-
-def _one_after_the_other(optimizer: OptimizerState, candidates: Sequence[Candidate]) -> Iterable[tuple[str, list[int]]]:
-    """Yield the plain orders of two groups: no convention, but as likely as one, so that they cast doubt on it."""
-    if len(optimizer.group_sizes) != 2:
-        return
-    numbers, second = list(range(len(candidates))), optimizer.group_sizes[1]
-    plain = ("one group after the other", numbers), ("the second group first", [*numbers[second:], *numbers[:second]])
-    yield from ((label, way) for label, way in plain if _fits(optimizer, candidates, way))
-
-
-def _fits(optimizer: OptimizerState, candidates: Sequence[Candidate], way: Sequence[int]) -> bool:
-    shapes = [entry.shape for entry in optimizer.entries]
-    if len(way) != len(shapes):
-        return False
-    return all(shape in (None, candidates[k].shape) for shape, k in zip(shapes, way, strict=True))
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------
@@ -393,10 +289,16 @@ def _described(label: str, candidates: Sequence[Candidate]) -> str:
     return f"{label}: {len(candidates)} parameters"
 
 
-def _several_fit(optimizer: OptimizerState, tier: _Tier, settles: str) -> str:
-    (first, how_first), (second, how_second) = list(tier.answers.items())[:2]
+def _several_fit(
+    optimizer: OptimizerState, answers: Mapping[tuple[str, ...], str], sources: Sequence[Source], settles: str
+) -> str:
+    if len(answers) == 1:
+        return (
+            f"There are too many ways to divide the parameters into the optimizer's groups to try them all. {settles}"
+        )
+    (first, how_first), (second, how_second) = list(answers.items())[:2]
     k = next(k for k, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
-    spare = len({c.name for _, candidates in tier.sources for c in candidates}) > len(optimizer.entries)
+    spare = len({c.name for _, candidates in sources for c in candidates}) > len(optimizer.entries)
     frozen = (
         "If some parameters were not trained, say which were with --trainable REGEX (trainable=...). " if spare else ""
     )

@@ -107,25 +107,36 @@ class Values:
             self._profiles[entry] = np.log(np.maximum(v, 1e-30))
         return self._profiles[entry]
 
-    def sums(
-        self, candidates: Sequence[tuple[int]], entries: Sequence[tuple[int]], axis: int, sets: Array | None = None
-    ) -> Array:
-        """Return Σ weight · first moment over all axes but one: channel, candidate, entry.
+    def read(self, shape: Shape, reading: Reading, heads: Heads, most: int | None = None) -> Array:
+        """Return Σ weight · first moment over all axes but one, of all candidates with all entries of a shape.
 
         Args:
-            candidates: Numbers of candidates of one shape.
-            entries: Numbers of entries of that shape.
-            axis: The axis whose channels are kept apart.
-            sets: Channels to sum into one, one set a row; by default each of the sampled channels alone.
+            shape: Of the candidates and the entries.
+            reading: The axis whose channels are kept apart, and which of them are summed into one.
+            heads: How attention divides that axis.
+            most: Sums to take at most.
+
+        Returns:
+            Channel, candidate, entry.
         """
-        chosen = None if sets is None else sets.reshape(-1)
-        weights = np.stack([self._channels(self.candidates[k].weight, axis, chosen) for (k,) in candidates], 1)
-        moments = np.stack([self._channels(self.entries[k].state["exp_avg"], axis, chosen) for (k,) in entries], 2)
-        sums = np.asarray(np.matmul(weights, moments), dtype=np.float64)
-        decay = np.array([self._decay(k) for (k,) in entries])
-        if decay.any():
-            sums -= np.square(weights, dtype=np.float64).sum(-1)[:, :, None] * decay
-        return sums if sets is None else sums.reshape(*sets.shape, *sums.shape[1:]).sum(1)
+        most = most or self.channels
+        key = (shape, reading, most)
+        if key not in self._read:
+            sets = reading.channels(shape[reading.axis], heads)
+            if sets is None:
+                raise ValueError(f"{reading} does not fit {shape}.")
+            sets = sets[_chosen(len(sets), most)]
+            chosen, axis, entries = sets.reshape(-1), reading.axis, list(self._moving[shape])
+            weights = np.stack(
+                [self._channels(self.candidates[k].weight, axis, chosen) for k in self._weighty[shape]], 1
+            )
+            moments = np.stack([self._channels(self.entries[k].state["exp_avg"], axis, chosen) for k in entries], 2)
+            sums = np.asarray(np.matmul(weights, moments), dtype=np.float64)
+            decay = np.array([self._decay(k) for k in entries])
+            if decay.any():
+                sums -= np.square(weights, dtype=np.float64).sum(-1)[:, :, None] * decay
+            self._read[key] = sums.reshape(*sets.shape, *sums.shape[1:]).sum(1)
+        return self._read[key]
 
     def _decay(self, entry: int) -> float:
         """Return the part of the weight that a first moment contains, where the decay is part of the gradient."""
@@ -136,18 +147,6 @@ class Values:
         steps = step_of(state, group)
         return float(decay) * (1 - float(betas[0]) ** (steps or 1000))
 
-    def read(self, shape: Shape, reading: Reading, heads: Heads, most: int | None = None) -> Array:
-        """Return the channel sums of one reading, of all candidates with all entries of a shape: channel, candidate, entry."""
-        most = most or self.channels
-        key = (shape, reading, most)
-        if key not in self._read:
-            sets = reading.channels(shape[reading.axis], heads)
-            if sets is None:
-                raise ValueError(f"{reading} does not fit {shape}.")
-            candidates, entries = [(k,) for k in self._weighty[shape]], [(k,) for k in self._moving[shape]]
-            self._read[key] = self.sums(candidates, entries, reading.axis, sets[_chosen(len(sets), most)])
-        return self._read[key]
-
     def together(self, candidate: int, entry: int, reading: Reading) -> Array:
         """Return the channel sums of one weight with one first moment."""
         table = self.read(self.candidates[candidate].shape, reading, NO_HEADS)
@@ -156,6 +155,10 @@ class Values:
     def row(self, candidate: int) -> int:
         """Return a candidate's place among those of its shape."""
         return self._weighty[self.candidates[candidate].shape][candidate]
+
+    def column(self, entry: int) -> int:
+        """Return an entry's place among those of its shape that keep a first moment."""
+        return self._moving[self.entries[entry].shape or ()][entry]
 
     def still(self, candidate: int, entry: int) -> Array:
         """Return the square of each row's sum of weight times first moment, relative to what an accident would give."""

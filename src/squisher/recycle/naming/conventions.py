@@ -1,15 +1,64 @@
-"""How the Hugging Face Trainer has divided parameters into decayed (group 0) and not decayed ones (group 1) over the years."""
+"""Conventions that divide parameters into groups: everybody's decay and no decay, and the Hugging Face Trainer's over the years."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from ..states import Candidate
-from .solver import Rule
+from ..states import Candidate, OptimizerState
 
-__all__ = ["galore_rule", "trainer_rules"]
+__all__ = ["RULES", "Rule", "divisions", "galore_rule", "trainer_rules"]
+
+Rule = Callable[[Candidate], "int | None"]
+"""The group that a convention puts a parameter into; None if it cannot tell from what is known of the parameter."""
+
+RULES: list[tuple[str, Rule]] = [
+    ("weights of two or more dimensions first", lambda c: 0 if len(c.shape) >= 2 else 1),
+    ("weights of fewer than two dimensions first", lambda c: 1 if len(c.shape) >= 2 else 0),
+    ("no decay for biases", lambda c: 1 if c.name.endswith("bias") else 0),
+    (
+        "no decay for biases and LayerNorm.weight",
+        lambda c: 1 if "bias" in c.name or "LayerNorm.weight" in c.name else 0,
+    ),
+    ("no decay for biases and norms", lambda c: 1 if re.search(r"bias|norm|(^|\.)ln_", c.name.lower()) else 0),
+]
+
+
+def divisions(
+    optimizer: OptimizerState, candidates: Sequence[Candidate], rules: Sequence[tuple[str, Rule]]
+) -> Iterable[tuple[str, list[int], bool]]:
+    """Yield the divisions into two or three groups: by plain orders of the groups, then by conventions that leave out nobody.
+
+    A plain order is no convention, but as likely as one, so that it casts doubt on it. Each division comes with its label and
+    whether it is by a convention.
+    """
+    sizes, numbers = optimizer.group_sizes, list(range(len(candidates)))
+    if len(sizes) == 2:
+        turned = [*numbers[sizes[1] :], *numbers[: sizes[1]]]
+        for label, way in (("one group after the other", numbers), ("the second group first", turned)):
+            if _fits(optimizer, candidates, way):
+                yield label, way, False
+    proposals = [(label, [rule(c) for c in candidates]) for label, rule in rules] if len(sizes) == 2 else []
+    if len(sizes) == 3:  # as YOLO's scripts do
+        kinds = [0 if len(c.shape) >= 2 else 2 if c.name.endswith("bias") else 1 for c in candidates]
+        orders = itertools.permutations(range(3))
+        proposals = [("matrices, norms and biases apart", [order[kind] for kind in kinds]) for order in orders]
+    for label, chosen in proposals:
+        if [chosen.count(k) for k in range(len(sizes))] == sizes:
+            way = sorted(numbers, key=lambda k: chosen[k] or 0)
+            if _fits(optimizer, candidates, way):
+                yield label, way, True
+
+
+def _fits(optimizer: OptimizerState, candidates: Sequence[Candidate], way: Sequence[int]) -> bool:
+    shapes = [entry.shape for entry in optimizer.entries]
+    if len(way) != len(shapes):
+        return False
+    return all(shape in (None, candidates[k].shape) for shape, k in zip(shapes, way, strict=True))
+
+
+# -- the Trainer ----------------------------------------------------------------------------------------------------------
 
 _LAYER_NORM = "torch.nn.modules.normalization.LayerNorm"
 _LINEAR = "torch.nn.modules.linear.Linear"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import squisher
-from squisher.recycle.naming.hf_rules import galore_rule, trainer_rules
+from squisher.recycle.naming.conventions import galore_rule, trainer_rules
 from squisher.recycle.states import Candidate
 
 
