@@ -195,6 +195,12 @@ def adapted():
     return Net(stack_loss, layers=nn.ModuleList(Adapted() for _ in range(3)), head=nn.Linear(WIDTH, 5).requires_grad_(False))  # fmt: skip
 
 
+def weight_normed():
+    """Each layer's weight in two: a gain a row, and directions."""
+    layers = nn.ModuleList(nn.utils.parametrizations.weight_norm(layer) for layer in linears(3))
+    return Net(stack_loss, layers=layers, head=nn.Linear(WIDTH, 5))
+
+
 def own(*modules):
     return [p for module in modules for p in module.parameters()]
 
@@ -285,9 +291,10 @@ def test_the_biases_of_norms_before_their_weights(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam with decay"])
-def test_a_list_of_norms_is_read(tmp_path, kind):
+@pytest.mark.parametrize("make", [normed, weight_normed], ids=lambda make: make.__name__)
+def test_lists_of_norms_and_weight_norm_are_read(tmp_path, make, kind):
     torch.manual_seed(0)
-    model = normed()
+    model = make()
     optimizer = OPTIMIZERS[kind](model.parameters())
     trained(model, optimizer, 100)
     assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)

@@ -265,7 +265,9 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
     for same in alike.values():
         for a, b in itertools.combinations(same, 2):
             move = _swap(a, b)
-            if not set(a) & set(b) and _whole(values, a) and move not in near:
+            # The gains of weight norm, one a row, obey no law of their own.
+            rows = any(len(values.candidates[c].shape) > 1 and math.prod(values.candidates[c].shape[1:]) > 1 for c in a)
+            if not set(a) & set(b) and rows and move not in near:
                 far.append(move)
     norms = [family for family in families if _is_norm(values, family[0])]
     vectors = [*_in_all_layers(values, norms), *(dict(move) for family in norms for move in _orders(family))]
