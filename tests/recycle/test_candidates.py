@@ -104,3 +104,20 @@ def test_copies_are_traced_to_what_they_were_cut_from():
     assert first.untyped_storage()._cdata == whole.untyped_storage()._cdata
     assert (cut.storage_offset(), tuple(cut.shape), cut.is_contiguous()) == (27, (3, 3), True)
     assert not turned.is_contiguous()
+
+
+def test_parts_like_model_may_stand_elsewhere_in_the_file():
+    """transformers 4 saved LLaVA as `language_model.model.layers`, and runs it as `model.language_model.layers`."""
+    model = nn.ModuleDict({"model": nn.ModuleDict({"language_model": nn.Linear(2, 3), "tower": nn.Linear(3, 4)})})
+    names = [
+        "language_model.model.weight",
+        "language_model.model.bias",
+        "tower.vision_model.weight",
+        "tower.vision_model.bias",
+    ]
+    tensors = {name: p.detach() for name, p in zip(names, model.parameters(), strict=True)}
+    found = candidates_of_module(model, Weights("model.safetensors", tensors, False))
+    assert [c.name for c in found.parameters] == names
+    tensors["weight"] = tensors[names[0]]  # a second one that fits
+    with pytest.raises(NamingError, match="no such tensor"):
+        candidates_of_module(model, Weights("model.safetensors", tensors, False))

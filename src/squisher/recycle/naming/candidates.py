@@ -136,7 +136,12 @@ def _in_file(
         for name in (p.name, *p.aliases):
             if weights.has(name, shape):
                 return name, ()
-        if slices and not all(weights.has(fused.name, fused.shape) for fused in slices):
+        as_saved = slices is not None and all(weights.has(fused.name, fused.shape) for fused in slices)
+        whole = slices is None or [fused.shape for fused in slices] == [shape]
+        renamed = _without_models(p.live_name, weights) if whole and not as_saved else None
+        if renamed is not None and weights.has(renamed, shape):
+            return renamed, ()
+        if slices and not as_saved:
             raise NamingError(_missing(slices[0].name, slices[0].shape, weights))
         if (
             slices is None and p.parameter.requires_grad
@@ -145,6 +150,21 @@ def _in_file(
     if not slices:
         return p.name, ()
     return (slices[0].name, ()) if len(slices) == 1 and slices[0].shape == shape else (p.name, slices)
+
+
+_MODEL = re.compile(r"(?:\w+_)?model\.")
+
+
+def _without_models(name: str, weights: Weights) -> str | None:
+    """Return the one tensor of a file that differs from a name in parts like `model.` and `vision_model.` only.
+
+    transformers has moved these about (LLaVA) and translates when it loads.
+    """
+    plain = _MODEL.sub("", name)
+    found = [
+        other for other in weights.tensors if other.endswith(name.rpartition(".")[2]) and _MODEL.sub("", other) == plain
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def _missing(name: str, shape: tuple[int, ...], weights: Weights) -> str:
