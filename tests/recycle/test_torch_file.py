@@ -414,6 +414,21 @@ def test_two_networks_with_the_same_names_keep_their_own_shapes_and_hashes(tmp_p
     assert found.provenance.model["content"] == content_of(model.state_dict())
 
 
+def test_the_values_are_asked_when_a_live_model_is_given_too(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(32, 32), nn.ReLU())))
+    layers = [model[0], model[4], model[2], model[6]]  # not the order of the model
+    optimizer = torch.optim.Adam([p for layer in layers for p in layer.parameters()], lr=1e-3)
+    for _ in range(30):
+        optimizer.zero_grad()
+        x = torch.randn(16, 32)
+        (model(x) - x.roll(1, 1)).square().mean().backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    with pytest.raises(NamingError, match="values contradict"):
+        squisher.extract(tmp_path / "c.pt", model)
+
+
 def test_of_a_model_and_its_moving_average_no_hash_is_kept(tmp_path):
     torch.manual_seed(0)
     model, optimizer = _trained(8, 40, 16)

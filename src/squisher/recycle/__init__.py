@@ -156,10 +156,13 @@ def _with_what_is_known(found: Found, model: nn.Module | None, options: Options)
     found = replace(found, parameters=parameters, later=() if options.named else found.later)
     if model is not None:
         whole = candidates_of_module(model, frozen_too=True)
-        models = [("the model", candidates_of_module(model).parameters)]
+        # The live weights may be of any moment; those of the source are evidence for names.
+        saved = {(c.name, c.shape): c.weight for _, listed in found.models for c in listed if c.weight is not None}
+        own = candidates_of_module(model).parameters
+        models = [("the model", [replace(c, weight=saved.get((c.name, c.shape))) for c in own])]
         facts = replace(found.facts, tied=whole.tied)
         found = replace(found, models=models, parameters=whole.parameters, facts=facts)
-    elif options.base_model is not None:
+    if options.base_model is not None:
         before = open_weights(options.base_model)
         if before is None:
             raise FileError(f"{options.base_model} holds no weights to compare with.")
