@@ -29,11 +29,12 @@ from ..optimizers import step_of
 from .laws import Reading
 from .values import Array, Shape, Values, carried, certainty, concordance, independent, ranks
 
-__all__ = ["AGAINST", "CLEARLY", "Exchange", "Parts", "compared_parts"]
+__all__ = ["AGAINST", "BEYOND_DOUBT", "CLEARLY", "Exchange", "Parts", "compared_parts"]
 
 # From scripts made to mislead (benchmarks/naming_scripts.py); rates in docs/formats.md.
 AGAINST = 2.0  # by so much, after the price of having looked for it, must an exchange be likelier to contradict
-CLEARLY = 4.0  # and by so much to contradict an order that somebody vouches for
+CLEARLY = 4.0  # and by so much to contradict names that were given
+BEYOND_DOUBT = 20.0  # and by so much to contradict an order that somebody vouches for: small networks err by exp(15)
 NOISE = 0.5  # of the length of a random walk: so far may accidents move a sum of comparisons of v alone
 STEP = 3.0  # no longer is a step of that walk: larger changes are no accident
 FOR = 2.0  # by so much must the order proposed be likelier than an exchange, or nothing tells which of them is right

@@ -19,7 +19,7 @@ from ..states import Candidate, OptimizerState
 from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
 from .conventions import RULES, Rule, divisions
 from .evidence import Evidence, Source, weigh
-from .exchanges import AGAINST, CLEARLY, Exchange, Parts, compared_parts
+from .exchanges import AGAINST, BEYOND_DOUBT, CLEARLY, Exchange, Parts, compared_parts
 from .laws import Law
 from .partitions import sorted_as_text, ways
 
@@ -141,7 +141,7 @@ def _untold_parts(names: Sequence[str], by: str, evidence: Evidence, vouched: bo
     if wrong:
         raise NamingError(_contradicted(names, by, evidence, wrong, settles))
     better, untold = _parts(evidence, names)
-    if better is not None and better.gain >= (CLEARLY if vouched else AGAINST):
+    if better is not None and better.gain >= (BEYOND_DOUBT if vouched else AGAINST):
         raise NamingError(_other_parts(by, better, settles))
     return "" if untold is None or vouched else _untold(by, untold, settles)
 
