@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import squisher
-from squisher.recycle.naming.conventions import galore_rule, trainer_rules
+from squisher.recycle.naming.conventions import galore_convention, trainer_conventions
 from squisher.recycle.states import Candidate
 
 
@@ -170,13 +170,13 @@ def test_two_kinds_of_norms_of_which_one_is_registered():
         candidate("b.weight", "m.MistralRMSNorm"),
         candidate("c.weight", "m.Linear"),
     ]
-    divisions = {tuple(rule(c) for c in both) for _, rule in trainer_rules(both)}
+    divisions = {tuple(rule(c) for c in both) for _, rule in trainer_conventions(both)}
     assert {(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)} <= divisions
 
 
 def test_rules_by_class_do_not_guess_without_classes():
     answers = {
-        label: rule(candidate("h.0.ln_1.weight")) for label, rule in trainer_rules([candidate("h.0.ln_1.weight")])
+        label: rule(candidate("h.0.ln_1.weight")) for label, rule in trainer_conventions([candidate("h.0.ln_1.weight")])
     }
     assert answers["the Trainer's groups of transformers 4.6 to 4.48"] is None
     assert answers["the Trainer's groups of transformers before 4.6"] == 0
@@ -198,7 +198,7 @@ LINEAR = "torch.nn.modules.linear.Linear"
 def test_galore_targets(targets, expected):
     names = ["layers.0.q_proj.weight", "layers.0.up.weight", "lm_head.weight"]
     candidates = [candidate(name, LINEAR) for name in names] + [candidate("layers.0.q_proj_norm.weight", "m.Norm")]
-    _, rule = galore_rule(targets)
+    _, rule = galore_convention(targets)
     assert [rule(c) for c in candidates] == expected
     assert rule(candidate("layers.0.q_proj.bias", LINEAR)) == 0
     assert rule(candidate("layers.0.q_proj.weight")) is None

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, SquisherError, check_choice
+from .formulas import Fisher, Grafting, Matching, Mean
 from .inputs import prepared
 from .lazy import Merged
-from .rules import Fisher, Grafting, Matching, Mean
 
 __all__ = ["Candidate", "Merged", "average", "fisher", "ota", "search", "task_arithmetic", "ubgm"]
 
@@ -43,9 +43,9 @@ def average(
     """
     used, numbers = taking_part(models, coefficients)
     models = [models[k] for k in used]
-    rule = Mean(models, [c / math.fsum(numbers) for c in numbers[1:]], as_work(precision))
+    formula = Mean(models, [c / math.fsum(numbers) for c in numbers[1:]], as_work(precision))
     layout, _, _ = prepared(models, used, exclude)
-    return Merged(models, layout, rule, dtype=as_dtype(dtype))
+    return Merged(models, layout, formula, dtype=as_dtype(dtype))
 
 
 def task_arithmetic(
@@ -73,9 +73,9 @@ def task_arithmetic(
     used, numbers = taking_part(models, coefficients, [base], negative=True)
     models = [models[k] for k in used]
     everyone = [*models, base]
-    rule = Mean([base, *models], numbers, as_work(precision))
+    formula = Mean([base, *models], numbers, as_work(precision))
     layout, _, _ = prepared(everyone, used, exclude)
-    return Merged(everyone, layout, rule, dtype=as_dtype(dtype))
+    return Merged(everyone, layout, formula, dtype=as_dtype(dtype))
 
 
 def fisher(
@@ -123,8 +123,8 @@ def fisher(
     models, importances = [models[k] for k in used], [importances[k] for k in used]
     floors = None if floors is None else [floors[k] for k in used]
     layout, averaged, ready = prepared(models, used, exclude, importances, missing, scale, dropped)
-    rule = Fisher(models, ready, numbers, normalize, floors, adds, frozenset(averaged), as_work(precision))
-    return Merged(models, layout, rule, averaged=averaged, dtype=as_dtype(dtype))
+    formula = Fisher(models, ready, numbers, normalize, floors, adds, frozenset(averaged), as_work(precision))
+    return Merged(models, layout, formula, averaged=averaged, dtype=as_dtype(dtype))
 
 
 def ubgm(
@@ -182,8 +182,10 @@ def ubgm(
     layout, averaged, ready = prepared(everyone, used, exclude, [*importances, *of_base], missing, scale, dropped)
     base_ready = ready.pop() if of_base else None
     without = frozenset(averaged)
-    rule = Matching(base, models, base_ready, ready, alphas, lengths, base_length, delta, without, as_work(precision))
-    return Merged(everyone, layout, rule, averaged=averaged, dtype=as_dtype(dtype))
+    formula = Matching(
+        base, models, base_ready, ready, alphas, lengths, base_length, delta, without, as_work(precision)
+    )
+    return Merged(everyone, layout, formula, averaged=averaged, dtype=as_dtype(dtype))
 
 
 def ota(
@@ -232,8 +234,8 @@ def ota(
     used, _ = taking_part(models, None, [base])
     everyone = [*models, base]
     layout, averaged, ready = prepared(everyone, used, exclude, importances, missing, scale)
-    rule = Grafting(base, list(models), ready, keeps, floors, adds, frozenset(averaged), as_work(precision))
-    return Merged(everyone, layout, rule, averaged=averaged, dtype=as_dtype(dtype))
+    formula = Grafting(base, list(models), ready, keeps, floors, adds, frozenset(averaged), as_work(precision))
+    return Merged(everyone, layout, formula, averaged=averaged, dtype=as_dtype(dtype))
 
 
 Weights = Mapping[str, Tensor]

@@ -14,14 +14,14 @@ from ..errors import SquisherError, near
 from ..storage.tensors import CHUNK, Computed, buffer_for, chunks_of, dtype_of, is_finite, not_finite, shape_of
 from .inputs import Plan
 
-__all__ = ["Merged", "Rule"]
+__all__ = ["Formula", "Merged"]
 
 _TOGETHER = 8 * CHUNK  # elements that are read for one merged chunk, of all models
 _SHORTEST = 1 << 12
 _BLOCK = 1 << 15  # torch shares longer tensors among threads
 
 
-class Rule(Protocol):
+class Formula(Protocol):
     """How one method turns chunks of a tensor into a merged chunk."""
 
     def inputs(self, name: str) -> list[Mapping[str, Tensor]]:
@@ -46,7 +46,7 @@ class Merged(Computed):
         self,
         models: Sequence[Mapping[str, Tensor]],
         plan: Plan,
-        rule: Rule,
+        formula: Formula,
         *,
         averaged: Mapping[str, str] | None = None,
         dtype: torch.dtype | None = None,
@@ -54,7 +54,7 @@ class Merged(Computed):
     ):
         self._models = list(models)
         self._plan = plan
-        self._rule = rule
+        self._formula = formula
         self._dtype = dtype
         self._source = models[0] if source is None else source
         super().__init__(self._source)
@@ -107,20 +107,20 @@ class Merged(Computed):
     def short_chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield as `chunks` does, but in smaller chunks where many models take part, so that the memory for one does not grow with them."""
         name = self._known(name)
-        inputs = self._rule.inputs(name) if name in self._in_plan else [self._source]
+        inputs = self._formula.inputs(name) if name in self._in_plan else [self._source]
         merge = self._merged if name in self._in_plan else self._copied
         for chunks in zip(*(chunks_of(tensors, name, self._step(name, size)) for tensors in inputs), strict=True):
             yield merge(name, chunks)
 
     def _step(self, name: str, size: int) -> int:
-        count = len(self._rule.inputs(name)) if name in self._in_plan else 1
+        count = len(self._formula.inputs(name)) if name in self._in_plan else 1
         while size * count > _TOGETHER and size % 2 == 0 and size > _SHORTEST:
             size //= 2
         return size
 
     def _merged(self, name: str, chunks: Sequence[Tensor]) -> Tensor:
         out = buffer_for(chunks[0].numel(), self.dtype(name))
-        self._rule.fill(name, chunks, out)
+        self._formula.fill(name, chunks, out)
         if not is_finite(out):
             raise self._not_finite(name)
         return out
@@ -149,7 +149,7 @@ class Merged(Computed):
         return Merged(
             self._models,
             self._plan,
-            self._rule,
+            self._formula,
             averaged=self.averaged,
             dtype=self._dtype,
             source=self._models[numbers.index(number)],

@@ -30,7 +30,7 @@ from .assembly import assemble
 from .formats import read_source
 from .live import Tracked, from_optimizers, from_tracker, unwrapped
 from .naming.candidates import candidates_of_module, given_names, matching, with_earlier
-from .naming.conventions import RULES, trainer_rules
+from .naming.conventions import CONVENTIONS, trainer_conventions
 from .naming.solver import resolve
 from .optimizers import GIVEN_BETA2, rows_of_class
 from .optimizers.quantized import check_precision
@@ -217,7 +217,7 @@ def _named(
     """
     for one in optimizers:
         check_precision(one.entries, options.allow_coarse)
-    rules = [*found.rules, *RULES, *trainer_rules(found.parameters)]
+    conventions = [*found.conventions, *CONVENTIONS, *trainer_conventions(found.parameters)]
     said = {} if options.beta2 is None else {GIVEN_BETA2: options.beta2}
     named: list[Named] = []
     naming: dict[str, Naming] = {}
@@ -228,7 +228,7 @@ def _named(
             one = replace(one, entries=[replace(entry, group_number=0) for entry in one.entries])
         try:
             vouched = options.in_order or found.vouched
-            solution = resolve(one, models, given, rules, found.later, found.hint, found.laws, vouched)
+            solution = resolve(one, models, given, conventions, found.later, found.hint, found.laws, vouched)
         except NamingError as error:
             # Only an optimizer without layers may be left out: of SAC's entropy coefficient, of a temperature.
             layers = any(entry.shape is None or math.prod(entry.shape) > 1 for entry in one.entries)

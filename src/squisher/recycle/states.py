@@ -142,7 +142,7 @@ class Found:
         optimizers: Every optimizer state, in order.
         models: What may name the parameters: a label for messages, and the parameters of a model in registration order.
         facts: What the source proves about the run (batch size, clipping, …).
-        rules: Grouping conventions of the framework that wrote it, as `naming.Rule` with a label, beside the general ones.
+        conventions: Grouping conventions of the framework that wrote it, each with a label, beside the general ones.
         parameters: All parameters of the model, frozen ones too, where they are known and the models leave some out.
         assume_mean: Whether a loss whose reduction is not recorded may be taken as a mean over examples, torch's default.
         later: Other models, to be tried one after the other where the first leave names open.
@@ -154,7 +154,7 @@ class Found:
     optimizers: Sequence[OptimizerState]
     models: Sequence[tuple[str, Sequence[Candidate]]] = ()
     facts: RunFacts = field(default_factory=RunFacts)
-    rules: Sequence[tuple[str, Callable[[Candidate], int | None]]] = ()
+    conventions: Sequence[tuple[str, Callable[[Candidate], int | None]]] = ()
     parameters: Sequence[Candidate] = ()
     assume_mean: bool = True
     later: Iterable[Sequence[tuple[str, Sequence[Candidate]]]] = ()

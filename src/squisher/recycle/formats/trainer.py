@@ -15,7 +15,7 @@ from ...storage.folders import Weights, has_weights, open_weights
 from ...storage.json_files import read_json, read_object
 from ...storage.torch_files import Record, read
 from ..naming.candidates import Candidates, by_evidence, candidates_of_module, loose, with_earlier
-from ..naming.conventions import galore_rule
+from ..naming.conventions import galore_convention
 from ..naming.hf_model import MissingPackage, adapted_model, built_by, meta_model
 from ..naming.orders import adapter_orders
 from ..optimizers import step_of
@@ -93,7 +93,7 @@ def read_trainer(folder: Path, options: Options) -> Found:
     found = Found(
         [optimizer],
         facts=facts,
-        rules=[galore_rule(targets)] if targets else [],
+        conventions=[galore_convention(targets)] if targets else [],
         assume_mean=assume_mean,
         laws=laws_of(options.model or folder),
     )

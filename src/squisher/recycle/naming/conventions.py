@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 
 from ..states import Candidate, OptimizerState
 
-__all__ = ["RULES", "Rule", "divisions", "galore_rule", "trainer_rules"]
+__all__ = ["CONVENTIONS", "Convention", "divisions", "galore_convention", "trainer_conventions"]
 
-Rule = Callable[[Candidate], "int | None"]
+Convention = Callable[[Candidate], "int | None"]
 """The group that a convention puts a parameter into; None if it cannot tell from what is known of the parameter."""
 
-RULES: list[tuple[str, Rule]] = [
+CONVENTIONS: list[tuple[str, Convention]] = [
     ("weights of two or more dimensions first", lambda c: 0 if len(c.shape) >= 2 else 1),
     ("weights of fewer than two dimensions first", lambda c: 1 if len(c.shape) >= 2 else 0),
     ("no decay for biases", lambda c: 1 if c.name.endswith("bias") else 0),
@@ -26,7 +26,7 @@ RULES: list[tuple[str, Rule]] = [
 
 
 def divisions(
-    optimizer: OptimizerState, candidates: Sequence[Candidate], rules: Sequence[tuple[str, Rule]]
+    optimizer: OptimizerState, candidates: Sequence[Candidate], conventions: Sequence[tuple[str, Convention]]
 ) -> Iterable[tuple[str, list[int], bool]]:
     """Yield the divisions into two or three groups: by plain orders of the groups, then by conventions that leave out nobody.
 
@@ -39,7 +39,9 @@ def divisions(
         for label, way in (("one group after the other", numbers), ("the second group first", turned)):
             if _fits(optimizer, candidates, way):
                 yield label, way, False
-    proposals = [(label, [rule(c) for c in candidates]) for label, rule in rules] if len(sizes) == 2 else []
+    proposals = (
+        [(label, [convention(c) for c in candidates]) for label, convention in conventions] if len(sizes) == 2 else []
+    )
     if len(sizes) == 3:  # as YOLO's scripts do
         kinds = [0 if len(c.shape) >= 2 else 2 if c.name.endswith("bias") else 1 for c in candidates]
         orders = itertools.permutations(range(3))
@@ -80,22 +82,22 @@ def _by_name(candidate: Candidate) -> int:
     return 1 if any(part in _name(candidate) for part in ("bias", "LayerNorm.weight")) else 0
 
 
-def _by_class(is_norm: Callable[[Candidate], bool]) -> Rule:
-    def rule(candidate: Candidate) -> int | None:
+def _by_class(is_norm: Callable[[Candidate], bool]) -> Convention:
+    def convention(candidate: Candidate) -> int | None:
         if not candidate.module:
             return None
         return 1 if is_norm(candidate) or "bias" in _name(candidate) else 0
 
-    return rule
+    return convention
 
 
-def _by_class_and(is_norm: Callable[[Candidate], bool], pattern: str) -> Rule:
+def _by_class_and(is_norm: Callable[[Candidate], bool], pattern: str) -> Convention:
     search = re.compile(pattern).search
 
-    def rule(candidate: Candidate) -> int:
+    def convention(candidate: Candidate) -> int:
         return 1 if is_norm(candidate) or search(_name(candidate).lower()) else 0
 
-    return rule
+    return convention
 
 
 _SUBSTRINGS = r"bias|layernorm|rmsnorm"
@@ -103,25 +105,25 @@ _PATTERNS = r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)"
 _MOST_CLASSES = 4
 
 
-def trainer_rules(candidates: Sequence[Candidate]) -> list[tuple[str, Rule]]:
-    """Every rule since version 3.5, newest first. Two that divide a model alike are one answer, so one too many does no harm.
+def trainer_conventions(candidates: Sequence[Candidate]) -> list[tuple[str, Convention]]:
+    """Every convention since version 3.5, newest first. Two that divide a model alike are one answer, so one too many does no harm.
 
     Between 4.24 and 4.52 a norm counted if its model file had registered the class (Llama's since 4.31, Mistral's never).
-    Which ones had is a matter of the version, so every choice among the model's own norm classes is a rule.
+    Which ones had is a matter of the version, so every choice among the model's own norm classes is a convention.
 
     Args:
         candidates: The parameters of the model.
     """
-    rules: list[tuple[str, Rule]] = [
+    conventions: list[tuple[str, Convention]] = [
         ("the Trainer's groups since transformers 4.53", _by_class_and(_is_layer_norm, _PATTERNS)),
     ]
     choices = _registered(candidates)
     for choice in choices:
-        rules.append((_label("4.49 to 4.52", choice), _by_class_and(_norm_among(choice), _SUBSTRINGS)))
+        conventions.append((_label("4.49 to 4.52", choice), _by_class_and(_norm_among(choice), _SUBSTRINGS)))
     for choice in choices:
-        rules.append((_label("4.6 to 4.48", choice), _by_class(_norm_among(choice))))
-    rules.append(("the Trainer's groups of transformers before 4.6", _by_name))
-    return rules
+        conventions.append((_label("4.6 to 4.48", choice), _by_class(_norm_among(choice))))
+    conventions.append(("the Trainer's groups of transformers before 4.6", _by_name))
+    return conventions
 
 
 def _registered(candidates: Sequence[Candidate]) -> list[frozenset[str]]:
@@ -141,21 +143,21 @@ def _label(versions: str, classes: frozenset[str]) -> str:
     return f"the Trainer's groups of transformers {versions}" + (f" with {names}" if names else "")
 
 
-def galore_rule(targets: str | Sequence[str]) -> tuple[str, Rule]:
-    """Return the rule for GaLore and Apollo: everything else first, then the weights of the targeted linear layers.
+def galore_convention(targets: str | Sequence[str]) -> tuple[str, Convention]:
+    """Return the convention for GaLore and Apollo: everything else first, then the weights of the targeted linear layers.
 
     Args:
         targets: `optim_target_modules` of the training arguments: a regular expression, `all-linear`, or a list of names,
             parts of names and expressions.
     """
 
-    def rule(candidate: Candidate) -> int | None:
+    def convention(candidate: Candidate) -> int | None:
         if not candidate.module:
             return None
         module, _, parameter = _name(candidate).rpartition(".")
         return 1 if parameter == "weight" and _LINEAR in candidate.module and _targeted(targets, module) else 0
 
-    return "the Trainer's groups for GaLore and Apollo", rule
+    return "the Trainer's groups for GaLore and Apollo", convention
 
 
 def _targeted(targets: str | Sequence[str], module: str) -> bool:

@@ -17,7 +17,7 @@ from ...errors import NamingError
 from ...importance.facts import Level, Naming
 from ..states import Candidate, OptimizerState
 from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
-from .conventions import RULES, Rule, divisions
+from .conventions import CONVENTIONS, Convention, divisions
 from .evidence import Evidence, Source, weigh
 from .exchanges import AGAINST, BEYOND_DOUBT, CLEARLY, Exchange, Parts, compared_parts
 from .laws import Law
@@ -38,7 +38,7 @@ def resolve(
     optimizer: OptimizerState,
     sources: Sequence[Source],
     given: Sequence[str] | None = None,
-    rules: Sequence[tuple[str, Rule]] | None = None,
+    conventions: Sequence[tuple[str, Convention]] | None = None,
     later: Iterable[Sequence[Source]] = (),
     hint: str = "",
     laws: Callable[[], Sequence[Law]] = tuple,
@@ -50,7 +50,7 @@ def resolve(
         optimizer: Its entries in its own order.
         sources: Where names may come from, each with a label and the model's parameters in registration order.
         given: Names by the user, in the optimizer's order; they win unless shapes or values contradict them.
-        rules: Grouping conventions to try; by default all that need no knowledge of the framework.
+        conventions: Grouping conventions to try; by default all that need no knowledge of the framework.
         later: Other sources, to be tried one after the other where the first leave the question open.
         hint: What would settle it, in the terms of the format.
         laws: Returns the laws of the model's structure, where they can be derived.
@@ -77,7 +77,7 @@ def resolve(
             left, several = _proposed(optimizer, tier, evidence.names)
             answer = next(iter(left.items())) if len(left) == 1 and not several else None
         if answer is None:
-            answer, found = _by_convention(optimizer, tier, rules or RULES)
+            answer, found = _by_convention(optimizer, tier, conventions or CONVENTIONS)
             proposed = {**found, **proposed}
         if answer is None:
             several_fit = several_fit or _several_fit(optimizer, proposed, tier, settles)
@@ -119,13 +119,13 @@ def _proposed(
 
 
 def _by_convention(
-    optimizer: OptimizerState, sources: Sequence[Source], rules: Sequence[tuple[str, Rule]]
+    optimizer: OptimizerState, sources: Sequence[Source], conventions: Sequence[tuple[str, Convention]]
 ) -> tuple[tuple[tuple[str, ...], str] | None, dict[tuple[str, ...], str]]:
     """Return the answer of the conventions, where one fits to the last parameter and no plain order does, and all they allow."""
     found: dict[tuple[str, ...], str] = {}
     plain = False
     for label, candidates in sources:
-        for by, way, is_convention in divisions(optimizer, candidates, rules):
+        for by, way, is_convention in divisions(optimizer, candidates, conventions):
             found.setdefault(tuple(candidates[k].name for k in way), f"{label}, {by}")
             plain |= not is_convention
     return (next(iter(found.items())) if len(found) == 1 and not plain else None), found
