@@ -175,6 +175,17 @@ def test_following_every_step_is_calling_it_after_every_step():
     assert all(torch.equal(runs[0][n], runs[1][n]) for n in runs[0])
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+def test_called_from_a_hook_of_ones_own_no_step_is_lost(kind):
+    model, ewc, _, _ = make()
+    optimizer = kind(model.parameters(), lr=0.1)
+    taken = []
+    optimizer.register_step_post_hook(lambda *_: taken.append(ewc.pull_(optimizer)))
+    for seed in range(4):
+        one_step(model, optimizer, seed)
+    assert taken == [True] * 4
+
+
 def test_strength_like_translates():
     model, ewc, importance, _ = make()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)

@@ -210,7 +210,7 @@ class StepsTaken:
     def since_asked(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step was taken. The first time only the optimizer's state can show it."""
         if optimizer not in self._taken:
-            optimizer.register_step_post_hook(self._note)
+            optimizer.register_step_pre_hook(self._note)  # before the step: a post hook of the user's may be what asks
             # SGD without momentum keeps no state to look at; this is called after a step.
             states = optimizer.state.values()
             counted = any(float(state.get("step", 1)) > 0 for state in states)
@@ -224,7 +224,7 @@ class StepsTaken:
 
 
 def was_taken(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the step that has just ended moved anything: fused optimizers are called and skip by themselves."""
+    """Return whether a step that is called moves anything: fused optimizers are called and skip by themselves."""
     found = getattr(optimizer, "found_inf", None)
     return found is None or not bool(found)
 
