@@ -412,6 +412,8 @@ def test_two_networks_with_the_same_names_keep_their_own_shapes_and_hashes(tmp_p
     for name, p in model.named_parameters():
         assert torch.equal(found[name], optimizer.state[p]["exp_avg_sq"])
     assert found.provenance.model["content"] == content_of(model.state_dict())
+    live = squisher.extract(tmp_path / "gan.pt", model, optimizer=which, in_order=True)
+    assert live.provenance.model["content"] == content_of(model.state_dict())
 
 
 def test_the_values_are_asked_when_a_live_model_is_given_too(tmp_path):

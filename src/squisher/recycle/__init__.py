@@ -25,7 +25,7 @@ from ..importance import Absence, Importance, Naming, Reason, RunFacts
 from ..importance.weights import HASHED_BYTES, content_of
 from ..storage.folders import open_weights
 from ..storage.hub import fetch, is_hub_id
-from ..storage.tensors import LazyTensors, TensorSource, name_pattern
+from ..storage.tensors import LazyTensors, TensorSource, name_pattern, shape_of
 from .assembly import assemble
 from .formats import read_source
 from .live import Tracked, from_optimizers, from_tracker, unwrapped
@@ -112,11 +112,12 @@ def extract(
             in_order=in_order,
         )
         path = fetch(source) if is_hub_id(source) else Path(source)
-        found = _with_what_is_known(read_source(path, options), live, options)
+        read = read_source(path, options)
+        found = _with_what_is_known(read, live, options)
         states, unusable = _usable(found.optimizers, options)
         named, naming, own = _named(states, found, None if names is None else given_names(names), options)
         importance = _assembled(named, naming, replace(found, parameters=own), known, unusable, bias_correction)
-        weights = _weights_of(own, found, options.model or path)
+        weights = _weights_of(importance, read, options.model or path)
         return _with_content(importance, weights, None if hash_weights else HASHED_BYTES)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
@@ -316,16 +317,16 @@ def _assembled(
     return assemble(states, facts, shapes, bias_correction=bias_correction)
 
 
-def _weights_of(own: Sequence[Candidate], found: Found, path: Path) -> Mapping[str, TensorSource]:
+def _weights_of(importance: Importance, read: Found, path: Path) -> Mapping[str, TensorSource]:
     """Return the weights beside a state, unread, where there are any.
 
-    Of several networks with the same names, those of the network that was found; none, if another one has its shapes, too (a moving
+    Of several networks with the same names, those of the network whose shapes the importance has; none, if two have them (a moving
     average, a target): nothing says which of them was trained.
     """
-    if _networks(found):
-        shapes = {c.name: c.shape for c in own}
-        alike = sum(shapes == {c.name: c.shape for c in listed} for _, listed in found.models)
-        return {c.name: c.weight for c in own if c.weight is not None} if alike < 2 else {}
+    if _networks(read):
+        wanted = {(name, tuple(shape_of(importance, name))) for name in importance}
+        fitting = [listed for _, listed in read.models if wanted <= {(c.name, c.shape) for c in listed}]
+        return {c.name: c.weight for c in fitting[0] if c.weight is not None} if len(fitting) == 1 else {}
     try:
         weights = open_weights(path)
     except SquisherError:  # a state without weights; whatever else is wrong has been said
