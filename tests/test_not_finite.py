@@ -39,6 +39,7 @@ CALCULATE = {
        for score in ("fisher", "magnitude", "importance", "random")},
     "prune by pattern": lambda w: squisher.prune.weights(w, importance(), nm="2:4"),
     "quantize": lambda w: squisher.quantize.sensitivity(w, importance()).losses,
+    "simulate": lambda w: squisher.quantize.simulate(w, {"b": 4}),
     "unlearn": lambda w: squisher.unlearn.dampen(w, importance(), importance(1)),
 }  # fmt: skip
 

@@ -241,3 +241,5 @@ def test_budgets_that_nothing_fits(model):
 def test_quantised_weights_are_refused(dtype):
     with pytest.raises(squisher.SquisherError, match="'w'.*quantised"):
         squisher.quantize.sensitivity({"w": torch.ones(4, 64).to(dtype)}, {"w": torch.ones(4, 64)})
+    with pytest.raises(squisher.SquisherError, match="'w'.*quantised"):
+        simulate({"w": torch.ones(4, 64).to(dtype)}, {"w": 4})

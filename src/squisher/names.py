@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from .errors import NamingError, SquisherError, near
-from .storage.tensors import dtype_of, name_pattern, shape_of
+from .storage.tensors import Computed, chunks_of, dtype_of, name_pattern, shape_of, tied_names
 
 __all__ = [
-    "LiveParameter", "adapter_file_name", "align", "check_known", "check_like", "check_unquantized", "find", "live_parameters",
-    "live_tensors", "pattern_of", "shared",
+    "LiveParameter", "adapter_file_name", "align", "align_mask", "align_tied", "check_boolean", "check_known", "check_like", "check_unquantized", "equal", "excluded", "find",
+    "live_parameters", "live_tensors", "pattern_of", "shared",
 ]  # fmt: skip
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -48,7 +48,7 @@ def align(
         others: The other mapping; it may have more names.
         called: What the two are called in messages.
         tied: Other names of the same tensors: alias to name.
-        exclude: A regular expression: names in which it finds something are left out, of both.
+        exclude: A regular expression: names in which it finds something are left out, of both; a tied tensor by any of its names.
         both: Whether every name of the other must be one of these too.
         partial: Whether names that the other does not have are left out instead of refused.
         dtypes: Whether data types must agree as shapes must.
@@ -57,16 +57,14 @@ def align(
     Raises:
         NamingError: A name, a shape or a type does not fit, two names are one tensor, or nothing is left.
     """
-    pattern = name_pattern(exclude)
-    names, other_names = (
-        [name for name in m if pattern is None or not pattern.search(name)] for m in (tensors, others)
-    )
+    left_out = excluded(exclude, [*tensors, *others], tied)
+    names, other_names = ([name for name in m if name not in left_out] for m in (tensors, others))
     known = set(other_names)
     found: dict[str, str] = {}
     for name in names:
         match = find(name, known, tied)
         if match is None:
-            if partial or find(name, others, tied) is not None:  # its other name is excluded
+            if partial:
                 continue
             raise _stranger(name, others, called, advice)
         if match in found:
@@ -81,11 +79,89 @@ def align(
         example = next(iter(names), "")
         why = (
             f"{exclude!r} excludes all of it"
-            if pattern is not None and not names
+            if left_out and not names
             else f"no name is in both, {example!r} for example"
         )
         raise NamingError(_sentences(f"Nothing of {called[0]} fits {called[1]}: {why}.{near(example, others)}", advice))
     return found
+
+
+def align_tied(
+    tensors: Mapping[str, Tensor],
+    weights: Mapping[str, Tensor],
+    called: Names,
+    *,
+    tied: Mapping[str, str] | None = None,
+    exclude: str | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> tuple[dict[str, str], dict[str, str]]:
+    """Return as `align` does, where tied weights may have several names: under the first one; and their other names.
+
+    Args:
+        tensors: Every name must be in `weights`.
+        weights: Weights; all names of a tied tensor are in them.
+        called: What the two are called in messages.
+        tied: What else is known about names: alias to name.
+        exclude: As for `align`.
+        aliases: The other names of tied weights, alias to first name, where they are known.
+
+    Raises:
+        NamingError: As for `align`; or two names of one tensor have different values.
+    """
+    aliases = tied_names(weights) if aliases is None else aliases
+    found: dict[str, str] = {}
+    for match, name in align(tensors, weights, called, tied={**(tied or {}), **aliases}, exclude=exclude).items():
+        first = aliases.get(match, match)
+        if not equal(tensors, found.setdefault(first, name), name):
+            raise NamingError(
+                f"{_first(called[0])} has other values for {name!r} than for {found[first]!r}, which are one tensor of {called[1]}. "
+                "Remove one."
+            )
+    return found, {alias: first for alias, first in aliases.items() if first in found}
+
+
+def align_mask(mask: Mapping[str, Tensor], weights: Mapping[str, Tensor], called: str) -> Mapping[str, Tensor]:
+    """Return a mask under the names that weights have in it, all names of a tied tensor among them.
+
+    Raises:
+        NamingError: A name or a shape does not fit.
+        SquisherError: It is not made of boolean tensors.
+    """
+    check_boolean(mask)
+    names, aliases = align_tied(mask, weights, ("the mask", called)) if mask else ({}, {})
+    return Computed(mask, names | {alias: names[first] for alias, first in aliases.items()})
+
+
+def check_boolean(mask: Mapping[str, Tensor]) -> None:
+    """Refuse a mask that is not made of boolean tensors; reads no data."""
+    for name in mask:
+        if dtype_of(mask, name) != torch.bool:
+            raise SquisherError(
+                f"The mask of {name!r} has the type {dtype_of(mask, name)}; a mask is made of boolean tensors."
+            )
+
+
+def excluded(exclude: str | None, names: Iterable[str], tied: Mapping[str, str] | None = None) -> set[str]:
+    """Return the names that a regular expression leaves out: those in which it finds something, and their tied names.
+
+    Raises:
+        ArgumentError: It is not a regular expression.
+    """
+    pattern, edges = name_pattern(exclude), (tied or {}).items()
+    if pattern is None:
+        return set()
+    found = {name for name in (*names, *(name for edge in edges for name in edge)) if pattern.search(name)}
+    while more := {name for edge in edges if not found.isdisjoint(edge) for name in edge} - found:
+        found |= more
+    return found
+
+
+def equal(tensors: Mapping[str, Tensor], a: str, b: str) -> bool:
+    """Return whether two tensors of a mapping have the same shape, type and values, read in chunks."""
+    if a == b or shape_of(tensors, a) != shape_of(tensors, b) or dtype_of(tensors, a) != dtype_of(tensors, b):
+        return a == b
+    chunks = zip(chunks_of(tensors, a, 1 << 15), chunks_of(tensors, b, 1 << 15), strict=True)
+    return all(torch.equal(x, y) for x, y in chunks)
 
 
 def find(name: str, others: Collection[str], tied: Mapping[str, str] | None = None) -> str | None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import __version__
 from .errors import FileError, NamingError, SquisherError, near
-from .names import align, check_known, check_like, shared
+from .names import align_mask, check_known, check_like, shared
 from .storage import safetensors
 from .storage.tensors import CHUNK, Computed, LazyTensors, Progress, chunks_of, dtype_of, numel_of, shape_of
 
@@ -77,7 +77,7 @@ def make(
         SquisherError: Something differs outside the mask; the message says how much.
         NamingError: Names, shapes or types do not fit.
     """
-    same = _matched(base, tuned, mask)
+    same, mask = _matched(base, tuned, mask)
     found, hashes = _compare(base, tuned, same, mask, progress)
     outside = {name: one.outside for name, one in found.items() if one.outside}
     if outside and not drop_outside:
@@ -121,8 +121,10 @@ class _Difference:
     whole: bool = False
 
 
-def _matched(base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None) -> set[str]:
-    """Return the names of the tensors to be compared entry by entry; the others are stored whole."""
+def _matched(
+    base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None
+) -> tuple[set[str], Mapping[str, Tensor] | None]:
+    """Return the names of the tensors to be compared entry by entry (the others are stored whole), and the mask under all names."""
     if not any(name in base for name in tuned):
         example = next(iter(tuned), "")
         raise NamingError(f"No tensor of the tuned model is in the base, for example {example!r}.{near(example, base)}")
@@ -134,8 +136,8 @@ def _matched(base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: Mapp
             base, name, tuned, name, ("the base", "the tuned model"), dtypes=True, advice="Every entry would differ."
         )
     if mask:
-        align(mask, tuned, ("the mask", "the tuned model"))
-    return set(same)
+        mask = align_mask(mask, tuned, "the tuned model")
+    return set(same), mask
 
 
 def _compare(

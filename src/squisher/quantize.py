@@ -20,18 +20,19 @@ from torch import Tensor
 
 from .errors import ArgumentError, SquisherError, check_choice, check_positive
 from .importance import checked, tied_in
-from .names import align, check_known, check_unquantized
+from .names import align_tied, check_known, check_unquantized, excluded
 from .storage.tensors import (
     CHUNK,
     Computed,
     Progress,
     chunks_of,
     dtype_of,
-    name_pattern,
+    is_finite,
     not_finite,
     numel_of,
     one_thread,
     shape_of,
+    tied_names,
 )
 
 __all__ = ["SCHEMES", "Plan", "Quantizer", "Sensitivity", "allocate", "sensitivity", "simulate"]
@@ -236,9 +237,10 @@ def simulate(
 
     Raises:
         NamingError: A tensor does not exist.
-        SquisherError: A width, group or scheme does not exist.
+        SquisherError: A width, group or scheme does not exist, or weights are quantised already or not finite.
     """
     check_known(bits, weights, ("the plan", "the model"))
+    check_unquantized(weights, bits)
     return _Rounded(weights, bits, quantizers_of(list(bits.values()), group, scheme))
 
 
@@ -286,16 +288,16 @@ def _candidates(
     weights: Mapping[str, Tensor], importance: Mapping[str, Tensor], exclude: str | None
 ) -> tuple[dict[str, str], dict[str, str]]:
     """Return the importance name by weight name of what is quantised; and why other matrices are not."""
-    pattern = name_pattern(exclude)
-    matches = align(importance, weights, ("the importance", "the model"), tied=tied_in([importance]))
+    matches, aliases = align_tied(importance, weights, ("the importance", "the model"), tied=tied_in([importance]))
+    left_out = excluded(exclude, weights, aliases)
     names, kept = {}, {}
     for name in weights:
-        if len(shape_of(weights, name)) < 2:
+        if len(shape_of(weights, name)) < 2 or name in aliases:
             continue
         if name not in matches:
             if dtype_of(weights, name).is_floating_point:
                 kept[name] = "no importance"
-        elif pattern is not None and pattern.search(name):
+        elif name in left_out:
             kept[name] = "excluded"
         elif numel_of(weights, name):
             names[name] = matches[name]
@@ -344,17 +346,21 @@ class _Rounded(Computed):
 
     def __init__(self, weights: Mapping[str, Tensor], bits: Mapping[str, int], quantizers: Mapping[int, Quantizer]):
         super().__init__(weights)
-        self._weights, self._bits, self._quantizers = weights, dict(bits), quantizers
+        self._weights, self._quantizers, self._aliases = weights, quantizers, tied_names(weights)
+        self._bits = {self._aliases.get(name, name): b for name, b in bits.items()}
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
-        if name not in self._bits:
+        bits = self._bits.get(self._aliases.get(name, name))
+        if bits is None:
             yield from chunks_of(self._weights, name, size)
             return
-        quantizer, dtype = self._quantizers[self._bits[name]], self.dtype(name)
+        quantizer, dtype = self._quantizers[bits], self.dtype(name)
         length, width = _run(_row(self.shape(name)), quantizer.group)
         held = torch.zeros(0, dtype=dtype)
         for chunk in chunks_of(self._weights, name, length):
+            if not is_finite(chunk):
+                raise not_finite(name)
             work = chunk.to(torch.float64 if dtype == torch.float64 else torch.float32).view(-1, width)
             held = torch.cat([held, quantizer.rounded(work).reshape(-1).to(dtype)])
             whole = held.numel() // size * size

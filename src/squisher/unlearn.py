@@ -7,15 +7,17 @@ and with a Squisher as F only the data to forget need a Fisher.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import check_positive
-from .importance import on_common_scale, tied_in
-from .names import align, check_unquantized
+from .errors import SquisherWarning, check_positive
+from .importance import Importance, on_common_scale, tied_in
+from .importance.provenance import scale_differences
+from .names import align, align_tied, check_unquantized
 from .order import TINY
 from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of, is_finite, not_finite
 
@@ -44,7 +46,7 @@ def dampen(
             F_forget/F is at most 1 over their share: for one class of ten, a `select` of 10 dampens nothing.
         strength: λ. Smaller ones dampen more.
         scale: How the two are brought to one scale: `auto`, `as_fisher` or `stored`. Only with one scale does `select` mean what
-            it says.
+            it says; `stored` warns where the two are known to be of different kinds.
         exclude: A regular expression: tensors that stay as they are.
 
     Raises:
@@ -55,15 +57,23 @@ def dampen(
     for what, number in (("select", select), ("strength", strength)):
         check_positive(what, number)
     whole, forget = on_common_scale([importance, forget_importance], scale)
-    names = _matched(weights, whole, forget, exclude)
-    return Dampened(weights, whole, forget, names, float(select), float(strength))
+    known = [imp.provenance for imp in (importance, forget_importance) if isinstance(imp, Importance)]
+    if scale == "stored" and len({(p.kind, p.unit, p.per_unit) for p in known}) > 1:
+        warnings.warn(
+            f"The importances differ in {', '.join(scale_differences(known))}, and scale='stored' compares their numbers as they are: "
+            f"select={select:g} then does not say how much more a weight matters to the data to forget. Use scale='auto'.",
+            SquisherWarning,
+            stacklevel=2,
+        )
+    names, aliases = _matched(weights, whole, forget, exclude)
+    return Dampened(weights, whole, forget, names, aliases, float(select), float(strength))
 
 
 class Dampened(Computed):
     """Weights of which some were dampened, computed when asked for.
 
     Attributes:
-        dampened: Names of the tensors that take part; the others are as they were.
+        dampened: Names of the tensors that take part, a tied one under its first name; the others are as they were.
     """
 
     def __init__(
@@ -72,20 +82,23 @@ class Dampened(Computed):
         importance: Mapping[str, Tensor],
         forget: Mapping[str, Tensor],
         names: Mapping[str, tuple[str, str]],
+        aliases: Mapping[str, str],
         select: float,
         strength: float,
     ) -> None:
         super().__init__(weights)
         self._weights, self._importance, self._forget = weights, importance, forget
         self._pairs, self._select, self._strength = dict(names), select, strength
+        self._aliases = aliases
         self.dampened = tuple(names)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
-        if name not in self._pairs:
+        target = self._aliases.get(name, name)
+        if target not in self._pairs:
             yield from chunks_of(self._weights, name, size)
             return
-        for weight, factor in zip(chunks_of(self._weights, name, size), self._factors(name, size), strict=True):
+        for weight, factor in zip(chunks_of(self._weights, name, size), self._factors(target, size), strict=True):
             if not is_finite(weight):
                 raise not_finite(name)
             yield torch.where(factor == 1, weight, (weight * factor).to(weight.dtype))  # what stays, stays to the bit
@@ -112,12 +125,13 @@ class Dampened(Computed):
 
 def _matched(
     weights: Mapping[str, Tensor], importance: Mapping[str, Tensor], forget: Mapping[str, Tensor], exclude: str | None
-) -> dict[str, tuple[str, str]]:
-    """Return the names of both importances by weight name."""
+) -> tuple[dict[str, tuple[str, str]], dict[str, str]]:
+    """Return the names of both importances by weight name, and the other names of tied weights."""
     tied = tied_in([importance, forget])
-    names = align(forget, weights, ("the forget importance", "the model"), tied=tied, exclude=exclude)
+    names, aliases = align_tied(forget, weights, ("the forget importance", "the model"), tied=tied, exclude=exclude)
+    tied |= aliases
     check_unquantized(weights, names)
     asked = Computed(forget, {forget_name: forget_name for forget_name in names.values()})
     partners = align(asked, importance, ("the forget importance", "the importance of all data"), tied=tied)
     partner = {forget_name: name for name, forget_name in partners.items()}
-    return {name: (partner[forget_name], forget_name) for name, forget_name in names.items()}
+    return {name: (partner[forget_name], forget_name) for name, forget_name in names.items()}, aliases

@@ -107,3 +107,23 @@ def test_a_description_that_does_not_fit_is_refused(tmp_path, change):
     archive.save(tmp_path / "broken.safetensors", dict(tensors), json.loads(json.dumps(metadata)))
     with pytest.raises(FileError, match="'w'.*description"):
         mask.load(tmp_path / "broken.safetensors")
+
+
+DAMAGE = {
+    "order": ("sparse", lambda indices: indices.flip(0)),
+    "beyond the end": ("sparse", lambda indices: torch.cat([indices[:-1], indices.new_tensor([2000])])),
+    "before the start": ("sparse", lambda indices: torch.cat([indices.new_tensor([-1]), indices[1:]])),
+    "type": ("sparse", lambda indices: indices.float()),
+    "bits": ("dense", torch.zeros_like),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_values_are_refused_when_they_are_read(tmp_path, damage):
+    which, change = DAMAGE[damage]
+    mask.Mask({"w": MASKS[which]}).save(tmp_path / "mask.safetensors")
+    tensors, metadata = archive.open_archive(tmp_path / "mask.safetensors")
+    archive.save(tmp_path / "broken.safetensors", {"w": change(tensors["w"])}, metadata)
+    for read in (lambda opened: opened["w"], lambda opened: opened.indices("w")):
+        with pytest.raises(FileError, match="'w'.*damaged"):
+            read(mask.load(tmp_path / "broken.safetensors"))

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from squisher import mask
-from squisher.errors import NamingError
+from squisher import mask, patch
+from squisher.errors import NamingError, SquisherError
 from squisher.storage.tensors import chunks_of
 
 
@@ -54,3 +54,12 @@ def test_everything_or_nothing_gives_one_of_the_two_back():
 def test_what_does_not_fit(tuned, base, masks, message):
     with pytest.raises(NamingError, match=message):
         mask.reset_outside(tuned, base, masks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+def test_a_mask_that_is_not_boolean_is_refused(tmp_path, dtype):
+    base, tuned, numbers = {"a": torch.zeros(3)}, {"a": torch.ones(3)}, {"a": torch.full((3,), 2, dtype=dtype)}
+    with pytest.raises(SquisherError, match="'a'.*boolean"):
+        mask.reset_outside(tuned, base, numbers)
+    with pytest.raises(SquisherError, match="'a'.*boolean"):
+        patch.make(base, tuned, tmp_path / "patch.safetensors", mask=numbers)

@@ -314,3 +314,9 @@ def test_models_that_share_too_little_together_are_refused():
     models = [tensors] + [{n: t for n, t in tensors.items() if n != name} for name in "ab"]
     with pytest.raises(NamingError, match="Only 4 of 12 values.*'a', 'b'"):
         merge.average(models)
+
+
+def test_a_sparse_tensor_is_refused():
+    models = [{"a": torch.eye(3).to_sparse()}] * 2
+    with pytest.raises(SquisherError, match="'a' is sparse"):
+        dict(merge.average(models))

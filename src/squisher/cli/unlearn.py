@@ -50,6 +50,12 @@ def unlearn(
         write_model(out, dampened, like, leave_out=tied_names(opened.weights), progress=progress)
     counts = dampened.counts()
     changed, total = sum(changed for changed, _ in counts.values()), sum(total for _, total in counts.values())
+    if 2 * changed > total:
+        typer.echo(
+            f"Note: {changed / total:.0%} of the weights were dampened, far more than forgetting should take: the scales of the two "
+            "importances may differ, or --select is too small.",
+            err=True,
+        )
     if as_json:
         per_tensor = {name: dampened_here for name, (dampened_here, _) in counts.items()}
         shell.print_json({"out": str(out), "dampened": changed, "total": total, "per_tensor": per_tensor})

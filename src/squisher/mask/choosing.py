@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from .. import __version__, ranks
 from ..errors import FileError, NamingError, SquisherError, SquisherWarning, check_fraction, near
 from ..importance import Importance, checked, structure_hash
-from ..names import check_known, live_tensors
+from ..names import check_boolean, check_known, live_tensors
 from ..order import choose, reverse
 from ..storage import safetensors
-from ..storage.tensors import CHUNK, LazyTensors, Progress, chunks_of, dtype_of, name_pattern, shape_of
+from ..storage.tensors import CHUNK, LazyTensors, Progress, chunks_of, name_pattern, shape_of
 
 __all__ = ["Mask", "load", "pack", "top_k"]
 
@@ -179,11 +179,8 @@ class Mask(Mapping[str, Tensor]):
     def __init__(self, tensors: Mapping[str, Tensor], **provenance: Any) -> None:
         layout: dict[str, Packed] = {}
         data: dict[str, Tensor] = {}
+        check_boolean(tensors)
         for name in tensors:
-            if dtype_of(tensors, name) != torch.bool:
-                raise SquisherError(
-                    f"The mask of {name!r} has the type {dtype_of(tensors, name)}; a mask is made of boolean tensors."
-                )
             layout[name], data[name] = pack(tuple(shape_of(tensors, name)), chunks_of(tensors, name))
         self._set(layout, data, provenance)
 
@@ -232,7 +229,7 @@ class Mask(Mapping[str, Tensor]):
     def indices(self, name: str) -> Tensor:
         """Return the flat indices of the True entries of one tensor, ascending, int64."""
         if self._packed(name).encoding == "indices":
-            return self._data[name].to(torch.int64)
+            return torch.from_numpy(self._indices(name).astype(np.int64))
         found, start = [torch.zeros(0, dtype=torch.int64)], 0
         for chunk in self.chunks(name):
             found.append(torch.from_numpy(np.flatnonzero(chunk.numpy())) + start)
@@ -241,10 +238,11 @@ class Mask(Mapping[str, Tensor]):
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat boolean chunks, in order."""
-        shape, encoding, _ = self._packed(name)
+        shape, encoding, kept = self._packed(name)
         numel = torch.Size(shape).numel()
         if encoding == "indices":
-            indices = self._data[name].numpy()
+            indices = self._indices(name)
+        found = 0
         for start in range(0, numel, size):
             count = min(size, numel - start)
             if encoding in ("none", "all"):
@@ -258,7 +256,19 @@ class Mask(Mapping[str, Tensor]):
                 from_byte, to_byte = start // 8, -(-(start + count) // 8)
                 bits = np.unpackbits(self._bytes(name, from_byte, to_byte), bitorder="little").view(bool)
                 skip = start - 8 * from_byte
-                yield torch.from_numpy(bits[skip : skip + count].copy())
+                chunk = bits[skip : skip + count].copy()
+                found += int(np.count_nonzero(chunk))
+                if start + count == numel and found != kept:
+                    raise _damaged(name)
+                yield torch.from_numpy(chunk)
+
+    def _indices(self, name: str) -> Any:
+        """Return the flat indices of one tensor that is stored so; refuse those of a damaged file."""
+        indices = self._data[name].numpy()
+        inside = not indices.size or (indices[0] >= 0 and indices[-1] < self.shape(name).numel())
+        if not (inside and (np.diff(indices) > 0).all()):
+            raise _damaged(name)
+        return indices
 
     def _bytes(self, name: str, start: int, stop: int) -> Any:
         if isinstance(self._data, LazyTensors):
@@ -293,6 +303,10 @@ class Mask(Mapping[str, Tensor]):
             "tensors": tensors,
         }
         safetensors.save(path, self._data, metadata, progress=progress)
+
+
+def _damaged(name: str) -> FileError:
+    return FileError(f"The mask of {name!r} does not fit its own description; its file is damaged. Make it again.")
 
 
 def pack(shape: tuple[int, ...], chunks: Iterable[Tensor]) -> tuple[Packed, Tensor]:
@@ -356,7 +370,8 @@ def _checked(path: Path, entry: Any, data: LazyTensors) -> tuple[str, Packed]:
         packed = Packed(tuple(int(n) for n in entry["shape"]), str(entry["encoding"]), int(entry["kept"]))
         numel = torch.Size(packed.shape).numel()
         expected = {"none": 0, "all": 0, "bits": -(-numel // 8), "indices": packed.kept}[packed.encoding]
-        fits = data.shape(str(name)) == (expected,) and 0 <= packed.kept <= numel
+        types = (torch.int32, torch.int64) if packed.encoding == "indices" else (torch.uint8,)
+        fits = data.shape(str(name)) == (expected,) and data.dtype(str(name)) in types and 0 <= packed.kept <= numel
     except (KeyError, TypeError, ValueError, RuntimeError):
         fits = False
     if not fits:

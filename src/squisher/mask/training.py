@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SquisherError
-from ..names import align, live_tensors
+from ..names import align, align_mask, live_tensors
 from ..storage.tensors import CHUNK, Computed, chunks_of
 from .choosing import Mask
 
@@ -255,11 +255,10 @@ def reset_outside(
 
     Raises:
         NamingError: The three do not fit one another.
+        SquisherError: The mask is not made of boolean tensors.
     """
     align(tuned, base, ("the tuned model", "the base"), dtypes=True)
-    if mask:
-        align(mask, tuned, ("the mask", "the tuned model"))
-    return _Reset(tuned, base, mask)
+    return _Reset(tuned, base, align_mask(mask, tuned, "the tuned model"))
 
 
 class _Reset(Computed):

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, check_choice, near
 from ..importance import Absence, Importance, checked, on_common_scale, tied_in
-from ..names import FLOATS, check_like, check_unquantized, find, pattern_of, shared
+from ..names import FLOATS, check_like, check_unquantized, equal, excluded, find, pattern_of, shared
 from ..storage.safetensors import sums_of
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
 
@@ -289,12 +289,13 @@ def plan(
     pattern = name_pattern(exclude)
     first, others = models[0], models[1:]
     aliases = _aliases(models, tied or {})
+    left_out = excluded(exclude, first, aliases)
     same = set(shared(models))
     merged, copied, kept, unasked = [], [], {}, []
     for name in first:
         if name in aliases:
             continue
-        if pattern is not None and pattern.search(name):
+        if name in left_out:
             kept[name] = "excluded"
         elif dtype_of(first, name) not in FLOATS or _BUFFER.search(name):
             if dtype_of(first, name).is_floating_point and not _BUFFER.search(name):
@@ -442,20 +443,13 @@ def _aliases(models: Sequence[Mapping[str, Tensor]], known: Mapping[str, str]) -
     first = models[0]
     aliases = tied_names(first)
     for alias, name in known.items():
-        if alias in first and name in first and alias not in aliases and _equal(first, alias, name):
+        if alias in first and name in first and alias not in aliases and equal(first, alias, name):
             aliases[alias] = name
     for name in first:
         if name in aliases or all(name in other for other in models[1:]) or len(shape_of(first, name)) != 2:
             continue
         for twin in first:
-            if twin != name and twin not in aliases and _VOCABULARY.search(twin) and _equal(first, name, twin):
+            if twin != name and twin not in aliases and _VOCABULARY.search(twin) and equal(first, name, twin):
                 aliases[name] = twin
                 break
     return aliases
-
-
-def _equal(tensors: Mapping[str, Tensor], a: str, b: str) -> bool:
-    if shape_of(tensors, a) != shape_of(tensors, b) or dtype_of(tensors, a) != dtype_of(tensors, b):
-        return False
-    chunks = zip(chunks_of(tensors, a, 1 << 15), chunks_of(tensors, b, 1 << 15), strict=True)
-    return all(torch.equal(x, y) for x, y in chunks)

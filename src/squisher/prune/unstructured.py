@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, SquisherError, check_choice, check_fraction
 from ..importance import checked, tied_in
-from ..names import align, check_unquantized, live_parameters
+from ..names import align, align_tied, check_unquantized, excluded, live_parameters
 from ..order import Source, choose, per_source
 from ..storage.tensors import (
     CHUNK,
@@ -28,7 +28,6 @@ from ..storage.tensors import (
     chunks_of,
     dtype_of,
     is_finite,
-    name_pattern,
     not_finite,
     numel_of,
     shape_of,
@@ -227,25 +226,19 @@ def _fitted(
     parameters: set[str] | None,
 ) -> Mapping[str, Tensor]:
     """Return the importance under the names of the weights, without what is excluded; without one, the weights themselves."""
-    left_out = name_pattern(exclude)
-    names: dict[str, str] = {}
     if importance is None:
-        for name in stored:
-            if name not in aliases and dtype_of(stored, name).is_floating_point and len(shape_of(stored, name)) > 1:
-                names[name] = name
+        names = {
+            name: name
+            for name in stored
+            if name not in aliases and dtype_of(stored, name).is_floating_point and len(shape_of(stored, name)) > 1
+        }
     else:
-        tied = tied_in([importance])
-        for found, name in align(
-            importance, stored, ("the importance", "the model"), tied=tied, exclude=exclude
-        ).items():
-            names[aliases.get(found, found)] = name
+        called = ("the importance", "the model")
+        names, _ = align_tied(importance, stored, called, tied=tied_in([importance]), exclude=exclude, aliases=aliases)
+    left_out = excluded(exclude, stored, aliases)
     if parameters is not None:
-        names = {name: importance_name for name, importance_name in names.items() if name in parameters}
-    kept = {
-        name: importance_name
-        for name, importance_name in names.items()
-        if left_out is None or not left_out.search(name)
-    }
+        left_out |= names.keys() - parameters
+    kept = {name: importance_name for name, importance_name in names.items() if name not in left_out}
     if not kept:
         why = f"exclude={exclude!r} leaves nothing" if names else "there is no tensor to prune"
         raise SquisherError(f"Nothing can be pruned: {why}. There are {', '.join(list(stored)[:4])}, ….")
@@ -313,6 +306,7 @@ def scores(
     if importance is None:
         return Scores(weights, None, score, seed, list(weights))
     align(importance, weights, ("the importance", "the model"))
+    check_unquantized(weights, importance)
     return Scores(weights, checked(importance), score, seed, list(importance))
 
 

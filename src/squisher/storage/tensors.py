@@ -303,7 +303,7 @@ def _address(tensor: Tensor) -> Any:
     tensor = local_of(tensor)
     return (
         None
-        if tensor.is_meta or not tensor.numel()
+        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel()
         else (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
     )
 
