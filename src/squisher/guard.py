@@ -63,8 +63,8 @@ def refuse_batch_statistics(model: nn.Module, instead: str) -> None:
 def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
     """Put the model into evaluation mode inside (unless `eval_mode` is False); restore everything, also after an error.
 
-    Inside, the users' hooks on parameters are off (an optimizer may live in them), compiled calls run eagerly, and the fused
-    attention path of inference, which has no gradients, is off.
+    Inside, the users' hooks on parameters are off (an optimizer may live in them), compiled calls run eagerly, and what is for
+    inference alone is off: the fused attention path, which has no gradients, and the caches of Hugging Face's models.
 
     Raises:
         SquisherError: a parameter was changed inside.
@@ -87,6 +87,7 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=devices))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(eagerly(model))
+        stack.enter_context(_without_caches(modules))
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             for parameter, _, _ in flags:
@@ -112,6 +113,19 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
             f"The model changes its parameter {changed[0]!r} while it runs (a renormalised embedding, an optimizer in a hook): what "
             "was measured belongs to no one set of weights. Freeze it, or switch off what changes it."
         )
+
+
+@contextmanager
+def _without_caches(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Keep models from filling a cache of past positions: some write into it in place, and break the backward pass."""
+    found = {id(c): c for m in modules if getattr(c := getattr(m, "config", None), "use_cache", None) is True}
+    try:
+        for config in found.values():
+            config.use_cache = False
+        yield
+    finally:
+        for config in found.values():
+            config.use_cache = True
 
 
 @contextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -590,3 +592,36 @@ def test_complex_numbers_are_left_to_the_loop():
         out=nn.Linear(5, CLASSES),
     )
     assert "complex" in _same_as_the_loop(model, _batches(torch.randn(4, 5))).provenance.coverage["loop"]["gain"]
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+def test_a_cache_of_past_positions_is_not_filled(method):
+    """Hugging Face's recurrent models write into it in place: their backward pass fails."""
+
+    def forward(s, x):
+        y = s.inside(x)
+        if s.config.use_cache:
+            past = y.sigmoid()
+            s.seen = past.mul_(2) * past.square_()
+            y = y + s.seen
+        return s.out(y)
+
+    torch.manual_seed(0)
+    model = _module(forward, inside=nn.Linear(5, 6), out=nn.Linear(6, CLASSES))
+    model.config = SimpleNamespace(use_cache=True)
+    assert fisher(model, _batches(torch.randn(4, 5)), method=method)["inside.bias"].sum() > 0
+    assert model.config.use_cache
+
+
+def test_doubles_that_go_through_single_precision_are_not_taken_for_examples_that_interact():
+    def forward(s, x):
+        y = s.inside(x).float()
+        return s.out((y * y.new_ones(1, 64).expand(1, 64).mean()).double() * (1 + 1e-8 * len(x)))
+
+    torch.manual_seed(0)
+    model = _module(forward, inside=nn.Linear(5, 6), out=nn.Linear(6, CLASSES)).double()
+    batches = [(x.double(), y) for x, y in _batches(torch.randn(4, 5))]
+    expected = fisher(model, batches, method="loop", dtype=torch.float64)
+    found = fisher(model, batches, dtype=torch.float64)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-5), name

@@ -16,7 +16,7 @@ class Experts(nn.Module):
     """Tokens go to two experts each, sorted by expert, as Hugging Face's grouped implementation does it.
 
     `way`: "plain" · "stored" (experts stored as (columns of the input, columns of the output)) · "frozen" (no gradient for them) ·
-    "mixed" (the rows of an expert influence each other) · "gain" (a parameter on sorted rows, without a rule) · "lost" (not put back).
+    "biased" (a bias for each expert, looked up for sorted rows) · "mixed" (the rows of an expert influence each other) · "gain" (a parameter on sorted rows, without a rule) · "lost" (not put back).
     """
 
     def __init__(self, way: str):
@@ -26,6 +26,7 @@ class Experts(nn.Module):
         self.up = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH, requires_grad=True))
         self.down = nn.Parameter(torch.randn(EXPERTS, 4, WIDTH))
         self.gain = nn.Parameter(torch.rand(WIDTH))
+        self.bias = nn.Parameter(torch.rand(EXPERTS, WIDTH))
         if way == "frozen":
             self.up.requires_grad_(False)
 
@@ -37,7 +38,8 @@ class Experts(nn.Module):
         rows = h[order // EACH]
         rows = rows.cumsum(0) if self.way == "mixed" else rows * self.gain if self.way == "gain" else rows
         up = self.up if self.way == "stored" else self.up.transpose(-2, -1)
-        rows = F.silu(F.grouped_mm(rows, up, offs=ends))
+        rows = F.grouped_mm(rows, up, offs=ends)
+        rows = F.silu(rows + self.bias[sorted_by] if self.way == "biased" else rows)
         rows = F.grouped_mm(rows, self.down.transpose(-2, -1), offs=ends)
         rows = rows * weights.reshape(-1)[order].unsqueeze(-1)
         back = torch.empty_like(order)
@@ -53,7 +55,7 @@ def _case(way):
 
 
 @pytest.mark.parametrize("labels", ["data", "exact"])
-@pytest.mark.parametrize("way", ["plain", "stored", "frozen"])
+@pytest.mark.parametrize("way", ["plain", "stored", "frozen", "biased"])
 def test_sorted_tokens(way, labels):
     model, batches = _case(way)
     expected = fisher(model, batches, labels=labels, method="loop")

@@ -387,6 +387,76 @@ def _indexed():
     )
 
 
+def _filled():
+    """DeepSeek-type: a new tensor is filled slice by slice, in place."""
+
+    def forward(s, x):
+        y = x.new_empty(2, len(x), 10)
+        y[0, :, :3].copy_(s.left(x))
+        y[..., 3:].copy_(s.right(x)).mul_(2)
+        y[1, :, :3].fill_(0.5)
+        return s.out(y.tanh().sum(0))
+
+    layers = {"left": nn.Linear(5, 3), "right": nn.Linear(5, 7), "out": nn.Linear(10, 4)}
+    return Apply(forward, **layers), (torch.randn(N, 5), _labels())
+
+
+def _complex():
+    """Rotations by complex numbers, and a Fourier transform along the positions."""
+
+    def forward(s, x):
+        y = s.inside(x)
+        pairs = torch.view_as_complex(y.reshape(*y.shape[:-1], -1, 2))
+        turned = torch.view_as_real(pairs * torch.polar(torch.ones_like(s.angles), s.angles)).flatten(-2)
+        return s.out(
+            (turned + torch.fft.fftn(turned, dim=(1, 2)).real + torch.fft.rfft(turned, dim=1).imag[:, :1]).mean(1)
+        )
+
+    model = Apply(forward, inside=nn.Linear(3, 8), out=nn.Linear(8, 4))
+    model.register_buffer("angles", torch.rand(5, 4))
+    return model, (torch.randn(N, 5, 3), _labels())
+
+
+def _picked():
+    """Positions by a list, by a mask with one for each example, by each example's own row; zeros around them."""
+
+    def forward(s, x, length):
+        y = F.pad(s.inside(x).tanh(), (0, 0, 1, 2, 0, 0))
+        last = torch.arange(y.shape[1]) == length[:, None]
+        own = torch.arange(len(x))[:, None]
+        return s.out(y[..., [-2, 1], :].sum(1) + y[last, :] + y[last] * length[own])
+
+    batch = {"x": torch.randn(N, 5, 3), "length": torch.randint(1, 5, (N,)), "labels": _labels()}
+    return Apply(forward, inside=nn.Linear(3, 6), out=nn.Linear(6, 4)), batch
+
+
+def _solved():
+    """A triangular system for each example."""
+
+    def forward(s, x):
+        matrix = s.matrix(x).view(-1, 3, 3).tril(-1) + torch.eye(3)
+        found = torch.linalg.solve_triangular(matrix, s.right(x)[..., None], upper=False)
+        return s.out(found[..., 0])
+
+    layers = {"matrix": nn.Linear(5, 9), "right": nn.Linear(5, 3), "out": nn.Linear(3, 4)}
+    return Apply(forward, **layers), (torch.randn(N, 5), _labels())
+
+
+def _masked_windows():
+    """Swin-type: a table of biases and a mask for each window are added before they meet the examples' windows."""
+
+    def forward(s, x):
+        n = len(x)
+        y = s.inside(x).view(n * 2, 4, 2, 3).transpose(1, 2)
+        mask = torch.stack([torch.zeros(4, 4), torch.eye(4) * -9])[:, None]
+        mask = mask[None].expand(n, -1, -1, -1, -1).reshape(-1, 1, 4, 4)
+        y = F.scaled_dot_product_attention(y, y, y, s.table[torch.arange(16) % 7].view(1, 1, 4, 4) + mask)
+        return s.out(y.transpose(1, 2).reshape(n, 8, 6).mean(1))
+
+    parts = {"inside": nn.Linear(5, 6), "table": nn.Parameter(torch.randn(7, 1)), "out": nn.Linear(6, 4)}
+    return Apply(forward, **parts), (torch.randn(N, 8, 5), _labels())
+
+
 def _cells():
     def forward(s, x):
         state, hidden = None, None
@@ -521,6 +591,11 @@ MODELS = {
     "bare parameters": _bare,
     "einsums": _einsums,
     "indexed": _indexed,
+    "filled": _filled,
+    "complex": _complex,
+    "picked": _picked,
+    "solved": _solved,
+    "masked windows": _masked_windows,
     "cells": _cells,
     "lstm": lambda: (Hidden(nn.LSTM), (torch.randn(N, 3, 5), _labels())),
     "gru": lambda: (Hidden(nn.GRU), (torch.randn(N, 3, 5), _labels())),

@@ -53,6 +53,7 @@ from .rules import (
     Gradients,
     Grouped,
     Outer,
+    RoutedLookup,
     Rule,
     Squares,
     add_squares,
@@ -245,7 +246,7 @@ class Pass(Following):
         if name == "setitem":
             return self._set_item(func, args, states)
         kinds = states.values()
-        if name == "getitem" or any(isinstance(s, Routed) for s in kinds):
+        if name in ("getitem", "sort") or any(isinstance(s, Routed) for s in kinds):
             routed = self._routed(func, name, args, kwargs, states)
             if routed is not None:
                 return routed
@@ -264,12 +265,14 @@ class Pass(Following):
             if name in _EXPANDING:
                 return self._expanded(func, name, args, kwargs, look)
             apart = self._as_if_apart(func, tensors, look)
+        base, given = self._base_before(args, states) if in_place(func) else None, (args, kwargs)
         if not apart:
             output = func(*args, **kwargs)
             for t in tensors_in(output):
                 self._mark(t, SHARED)
+            if base is not None and output is args[0]:
+                self._mark_base(output, *base)
             return output
-        base, given = self._base_before(args, states), (args, kwargs)
         uses: list[tuple[Tensor, Rule]] = []
         if sources:
             args, kwargs, uses = self._replaced(func, name, args, kwargs, sources, look)
@@ -283,24 +286,34 @@ class Pass(Following):
             output = self._captured(output, uses, after)
         output = self._finish(output, name, after)
         self._python_saw(func, *given, states, output)
-        if base is not None and output is args[0] and self._state(output) == base[1]:
-            self._mark(base[0], base[2])
+        if base is not None and output is args[0]:
+            self._mark_base(output, *base)
         return output
 
     def _routed(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int, State]
     ) -> Any:
         """Run an operation that puts rows into another order, or works on such rows; None if it is neither."""
-        if name == "getitem":
-            state = self._routes.taken(args[0], states[id(args[0])], args[1])
+        rows = states.get(id(args[0])) if args else None
+        if name == "getitem" and rows is not None:
+            state = self._routes.taken(args[0], rows, args[1])
             if state is not None:
                 return self._finish(func(*args), name, lambda _: (state, ""))
-        rows = states.get(id(args[0])) if args else None
+        if name == "sort" and isinstance(rows, Examples) and args[0].dim() == 1:
+            values, order = output = func(*args, **kwargs)
+            state = self._routes.taken(args[0], rows, order) or UNKNOWN  # values are args[0][order]
+            return self._finish(output, name, lambda t: (state if t is values else UNKNOWN, why_unknown(name)))
         if not any(isinstance(s, Routed) for s in states.values()):
             return None
         ends = ends_of(args, kwargs) if name in GROUPED and isinstance(rows, Routed) and not rows.dim else None
         weight = args[1] if ends is not None and torch.is_grad_enabled() and args[1].requires_grad else None
-        if weight is not None and isinstance(rows, Routed) and ends is not None:
+        ids = states.get(id(args[1])) if name == "getitem" and rows is SHARED and args[0].requires_grad else None
+        if isinstance(ids, Routed) and torch.is_grad_enabled() and args[0].dim() == 2 and args[1].dim() == 1:
+            weight = args[0]
+            looked_up = RoutedLookup(args[1] % len(weight), self._routes.owners[ids.owner])
+            output = func(self._detach(weight), args[1])
+            output = self._captured(output, [(weight, looked_up)], lambda _: (Examples(0), ""))
+        elif weight is not None and isinstance(rows, Routed) and ends is not None:
             leaf, transposed = behind_transpose(weight)
             rule = Grouped(args[0].detach(), ends, self._routes.owners[rows.owner], transposed)
             output = func(args[0], self._detach(weight), *args[2:], **kwargs)
@@ -336,10 +349,13 @@ class Pass(Following):
             not self.guess
             or func not in OPERATIONS
             or not others
-            or any(t.dim() < 2 or t.shape[0] != self.examples for t in others)
+            or any(t.dim() < 2 or t.shape[0] % self.examples for t in others)
+            # Several rows each only where they are matrices: the masks of an example's windows.
+            or any(t.shape[0] != self.examples and t.dim() < 4 for t in others)
+            or not all(t.shape[0] for t in others)
         ):
             return False
-        look.states.update((id(t), Examples(0)) for t in others)
+        look.states.update((id(t), Examples(0, t.shape[0] // self.examples)) for t in others)
         self.guessed = True
         return True
 

@@ -411,8 +411,19 @@ def _grid_sample(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], outpu
 def _pad(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
     t = _first(args, kwargs)
     state = look(t)
+    if not isinstance(state, Examples):
+        return state
     sizes = argument(args, kwargs, 1, "pad", None)
-    return state if isinstance(state, Examples) and len(sizes) // 2 < t.dim() - state.dim else UNKNOWN
+    place = 2 * (t.dim() - 1 - state.dim)  # they begin with the last dimension
+    return UNKNOWN if any(sizes[place : place + 2]) else state
+
+
+def _complex(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
+    """Pairs of reals in a last dimension as complex numbers, and back."""
+    t = _first(args, kwargs)
+    state = look(t)
+    in_pairs = name == "view_as_complex" and isinstance(state, Examples) and state.dim == t.dim() - 1
+    return UNKNOWN if in_pairs else state
 
 
 def _batch_norm(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
@@ -508,7 +519,7 @@ def _dropout(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: T
 def _indexed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look) -> State:
     t, index = args[0], args[1]
     state = look(t)
-    parts = index if isinstance(index, tuple) else (index,)
+    parts = _spelled_out(t, index if isinstance(index, tuple) else (index,))
     advanced = [p for p in parts if isinstance(p, (Tensor, list)) or type(p).__module__ == "numpy"]
     if not isinstance(state, Examples):  # a shared table, looked up for each example
         found = look(parts[0]) if len(parts) == 1 else UNKNOWN
@@ -520,6 +531,19 @@ def _indexed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: T
 
 
 _MASKS = (torch.bool, torch.uint8)
+
+
+def _spelled_out(t: Tensor, parts: Sequence[Any]) -> Sequence[Any]:
+    """Return an index with a list of numbers as a tensor, and beside it the slices that `...` stands for."""
+    if not any(isinstance(p, list) for p in parts) or any(p is None for p in parts):
+        return parts
+    found: list[Any] = []
+    for part in parts:
+        if part is Ellipsis:
+            found += [slice(None)] * (t.dim() - len(parts) + 1)
+        else:
+            found.append(torch.tensor(part) if isinstance(part, list) else part)
+    return tuple(found)
 
 
 def place_after(t: Tensor, dim: int, parts: Sequence[Any], size: int) -> int | None:
@@ -553,8 +577,10 @@ def _advanced(t: Tensor, state: Examples, parts: Sequence[Any], output: Tensor, 
     if len(tensors) == 1:
         (index,) = tensors
         place = parts.index(index) if len(parts) == 1 else [isinstance(p, Tensor) for p in parts].index(True)
-        if look(index) is not SHARED or place == state.dim:
+        if look(index) is not SHARED:
             return UNKNOWN
+        if place == state.dim:
+            return Examples(place) if state.inner == 1 and _own_rows(index, look) else UNKNOWN
         slices = [p for p in parts if isinstance(p, slice)]
         if any(s != slice(None) for s in slices):
             return UNKNOWN
@@ -562,12 +588,18 @@ def _advanced(t: Tensor, state: Examples, parts: Sequence[Any], output: Tensor, 
     if state != Examples(0) or parts[0] is not tensors[0] or len(tensors) != 2 or parts[1] is not tensors[1]:
         return UNKNOWN
     rows, index = tensors
-    own = torch.arange(look.examples, device=rows.device)
-    if rows.shape[0] != look.examples or rows.numel() != look.examples or not torch.equal(rows.reshape(-1), own):
+    if not _own_rows(rows, look):
         return UNKNOWN
     placed = look(index)
     alright = placed is SHARED if index.dim() < rows.dim() else placed in (SHARED, Examples(0))
     return Examples(0) if alright and rows.dim() >= index.dim() else UNKNOWN
+
+
+def _own_rows(index: Tensor, look: Look) -> bool:
+    """Return whether an index takes the row of every example, in their order: `arange(B)[:, None]`."""
+    if not index.dim() or index.shape[0] != look.examples or index.numel() != look.examples:
+        return False
+    return torch.equal(index.reshape(-1), torch.arange(look.examples, device=index.device))
 
 
 _POINTWISE = """
@@ -579,7 +611,7 @@ _POINTWISE = """
     logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor isnan isinf isfinite nan_to_num remainder fmod floor_divide erf erfc
     erfinv lgamma digamma sinc hypot xlogy logaddexp special_expit clone contiguous detach type float double half bfloat16
     int long bool byte short char cpu cuda data real imag conj resolve_conj requires_grad positive copysign heaviside deg2rad
-    rad2deg copy fill zero get.data get.real op.and op.or op.xor op.invert op.neg op.abs op.eq op.ne op.lt op.le op.gt op.ge op.pos
+    rad2deg copy fill zero complex polar angle get.data get.real get.imag op.and op.or op.xor op.invert op.neg op.abs op.eq op.ne op.lt op.le op.gt op.ge op.pos
     expand expand_as broadcast_to and or xor zeros_like ones_like full_like empty_like logit i0
 """
 
@@ -608,6 +640,11 @@ _PLACEMENTS: dict[str, Placement] = {
     "vector_norm": _along(2, None),
     "linalg_vector_norm": _along(2, None),
     "diff": _along(2, -1),
+    **_each("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft", _along(2, -1)),
+    **_each("fft_fft2 fft_ifft2 fft_rfft2 fft_irfft2", _along(2, (-2, -1))),
+    **_each("fft_fftn fft_ifftn fft_rfftn fft_irfftn", _along(2, None)),
+    **_each("fft_fftshift fft_ifftshift", _along(1, None)),
+    **_each("view_as_complex view_as_real", _complex),
     "unfold": _unfold,
     **dict.fromkeys(("repeat", "tile"), _repeat),
     "repeat_interleave": _repeat_interleave,
@@ -616,6 +653,7 @@ _PLACEMENTS: dict[str, Placement] = {
     "linear": _linear,
     "gemm_4bit.default": _linear,  # of bitsandbytes: frozen weights, dequantised inside
     "scaled_dot_product_attention": _attention,
+    **_each("cdist inverse matrix_exp linalg_inv linalg_solve linalg_solve_triangular linalg_cholesky", _attention),
     "einsum": _einsum,
     **_each(
         "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d max_pool1d max_pool2d max_pool3d avg_pool1d "

@@ -235,11 +235,23 @@ class Following:
                 if isinstance(end, Tensor):
                     self._python_saw(Tensor.__index__, (end,), {}, {id(end): self._state(end)}, int(end))
 
-    def _base_before(self, args: tuple[Any, ...], states: dict[int, State]) -> tuple[Tensor, State, State] | None:
-        """Return the tensor that the first argument is a view of: changed in place, it keeps its state if the view does."""
+    def _base_before(self, args: tuple[Any, ...], states: dict[int, State]) -> tuple[Tensor, State, State, bool] | None:
+        """Return the tensor that the first argument is a view of, with what is known of both before the view is changed in place."""
         base = args[0]._base if args and isinstance(args[0], Tensor) else None
-        state = None if base is None else self._state(base)
-        return None if base is None or state is UNKNOWN else (base, states[id(args[0])], state)  # type: ignore[return-value]
+        state = UNKNOWN if base is None else self._state(base)
+        if base is None or state is UNKNOWN:
+            return None
+        return base, states[id(args[0])], state, base.requires_grad
+
+    def _mark_base(self, view: Tensor, base: Tensor, before: State, state: State, required: bool) -> None:
+        """Note where the examples are in a tensor of which a view was changed in place."""
+        after = self._state(view)
+        if after == before:
+            self._mark(base, state)
+        elif isinstance(after, Examples) and state is SHARED and not required:  # filled slice by slice
+            for dim, (size, stride) in enumerate(zip(base.shape, base.stride(), strict=True)):
+                if (size, stride) == (view.shape[after.dim], view.stride(after.dim)):
+                    self._mark(base, Examples(dim, after.inner))
 
     def _set_item(self, func: Any, args: tuple[Any, ...], states: dict[int, State]) -> None:
         target, index, value = args

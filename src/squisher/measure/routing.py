@@ -32,12 +32,17 @@ class Routes:
         self.owners: list[Tensor] = []
 
     def taken(self, t: Tensor, state: State, index: Any) -> State | None:
-        """Return the state of `t[index]`, where that takes rows of examples by their number; otherwise None."""
-        if not isinstance(state, (Examples, Routed)) or state.dim or not isinstance(index, Tensor):
+        """Return the state of `t[index]`, where that takes rows of examples by their number or by a mask; otherwise None."""
+        if isinstance(index, tuple) and index and all(p == slice(None) for p in index[1:]):
+            index = index[0]
+        if not isinstance(state, (Examples, Routed)) or state.dim or not isinstance(index, Tensor) or not index.dim():
             return None
-        if index.dim() != 1 or index.dtype not in (torch.long, torch.int):
+        if index.dtype == torch.bool:
+            rows = index.detach().nonzero()[:, 0]
+        elif index.dim() == 1 and index.dtype in (torch.long, torch.int):
+            rows = index.detach().long() % t.shape[0]
+        else:
             return None
-        rows = index.detach().long() % t.shape[0]
         return self._state_of(rows // state.inner if isinstance(state, Examples) else self.owners[state.owner][rows])
 
     def after(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, states: Any) -> State:

@@ -16,7 +16,7 @@ from .attention import multi_head_attention, supports
 from .base import Gradients, Rule, Squares, Uses
 from .convolution import CONVOLUTION, ConvolutionGradients
 from .linear import LINEAR, Grouped, Linear, Outer, einsum_terms, join_outer, outer_squares
-from .lookup import LOOKUP, Lookup, Rows, join_rows
+from .lookup import LOOKUP, Lookup, RoutedLookup, Rows, join_rows
 from .norm import BROADCAST, Broadcast, Dense
 from .recurrent import in_steps
 
@@ -29,6 +29,7 @@ __all__ = [
     "Linear",
     "Lookup",
     "Outer",
+    "RoutedLookup",
     "Rule",
     "Squares",
     "add_squares",

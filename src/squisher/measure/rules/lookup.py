@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .base import Gradients, Squares, Uses, to_examples
 
-__all__ = ["LOOKUP", "Lookup", "Rows", "join_rows"]
+__all__ = ["LOOKUP", "Lookup", "RoutedLookup", "Rows", "join_rows"]
 
 
 @dataclass
@@ -33,6 +33,28 @@ class Lookup:
     def saved(self) -> Sequence[Tensor]:
         """Return the tensors that must not change before the backward pass."""
         return (self.ids,)
+
+
+@dataclass
+class RoutedLookup:
+    """output = W[ids], with rows of examples in any order: those of example n are where `owner` is n."""
+
+    ids: Tensor
+    owner: Tensor
+
+    def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
+        """Return the gradients of this use."""
+        order = self.owner.argsort(stable=True)
+        owner, counts = self.owner[order], torch.bincount(self.owner, minlength=examples)
+        place = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[owner]
+        keys = self.ids.new_full((examples, int(counts.max())), -1)  # as many positions for each, the rest nothing
+        values = g.new_zeros(*keys.shape, g.shape[1])
+        keys[owner, place], values[owner, place] = self.ids[order], g[order]
+        return Rows(keys, values)
+
+    def saved(self) -> Sequence[Tensor]:
+        """Return the tensors that must not change before the backward pass."""
+        return (self.ids, self.owner)
 
 
 @dataclass
