@@ -69,6 +69,20 @@ def fisher_growth() -> str:
     return _table(["with", "method", "setting", "× plain", "time"], rows)
 
 
+def families() -> str:
+    """Which Hugging Face models are measured at once, and why others are not."""
+    document = read("families")
+    rows = []
+    for does in dict.fromkeys(row["does"] for row in document["families"].values()):
+        own = {name: row for name, row in document["families"].items() if row["does"] == does}
+        left = [f"{name} ({row['why']})" for name, row in own.items() if row["method"] != "fast"]
+        rows.append([does, ", ".join(n for n, r in own.items() if r["method"] == "fast"), "; ".join(left)])
+    worst = max(row["error"] for row in document["families"].values())
+    version = document["environment"]["transformers"]
+    table = _table([f"transformers {version}", "at once", "by the loop, and why"], rows)
+    return f"{table}\n\nLargest difference from the definition, relative to a parameter's largest entry: {worst:.0e}."
+
+
 def merge() -> str:
     """Merging 300M parameters beside a copy and mergekit."""
     rows = []
@@ -327,6 +341,7 @@ PARTS = {
         "fisher steady": fisher_steady,
         "fisher memory": fisher_memory,
         "fisher growth": fisher_growth,
+        "families": families,
         "merge": merge,
         "extract": lambda: plain("extract", "relative_to_copy"),
         "archive": lambda: plain("archive", "relative_to_copy"),

@@ -118,13 +118,13 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
 @contextmanager
 def _without_caches(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Keep models from filling a cache of past positions: some write into it in place, and break the backward pass."""
-    found = {id(c): c for m in modules if getattr(c := getattr(m, "config", None), "use_cache", None) is True}
+    configs: list[Any] = [m.config for m in modules if getattr(getattr(m, "config", None), "use_cache", None) is True]
     try:
-        for config in found.values():
+        for config in configs:
             config.use_cache = False
         yield
     finally:
-        for config in found.values():
+        for config in configs:
             config.use_cache = True
 
 

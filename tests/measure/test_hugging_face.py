@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 
+from benchmarks import families
 from squisher.measure import fisher
 
 pytestmark = [
@@ -107,6 +110,19 @@ def test_equals_the_loop(name, labels):
         assert error <= tolerance * float(expected[key].max()) + floor, (key, error)
     coverage = found.provenance.coverage["loop"]
     assert all(any(mark in key for mark in left) for key in coverage), coverage
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_families_equal_the_definition(name):
+    """What the page says of a family still holds, in the installed version if that has it."""
+    transformers = pytest.importorskip("transformers")
+    if not hasattr(transformers, families.FAMILIES[name][1]):
+        pytest.skip(f"transformers {transformers.__version__} has no {families.FAMILIES[name][1]}")
+    expected = json.loads((families.RESULTS / "families.json").read_text())
+    found = families.measure(name)
+    assert found["error"] <= 1e-5
+    if transformers.__version__ == expected["environment"]["transformers"]:
+        assert found["method"] == expected["families"][name]["method"], found["why"]
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])

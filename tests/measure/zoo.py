@@ -430,6 +430,32 @@ def _picked():
     return Apply(forward, inside=nn.Linear(3, 6), out=nn.Linear(6, 4)), batch
 
 
+def _blocks():
+    """A matrix for each head: of rows, of sequences, in einsums in both orders, shared by two uses."""
+
+    def forward(s, x):
+        y = s.inside(x)  # (N, 4, 6)
+        heads = y.unflatten(-1, (2, 3))
+        z = torch.baddbmm(s.bias[:, None], heads.permute(2, 0, 1, 3).flatten(1, 2), s.weight).view(2, len(x), 4, 5)
+        z = z.permute(1, 0, 2, 3) + heads.transpose(1, 2) @ s.weight + torch.einsum("bthd,hed->bhte", heads, s.other)
+        z = (
+            z
+            + torch.einsum("hed,bthd->bhte", s.once, heads)
+            + torch.bmm(heads[:, 0].transpose(0, 1), s.last).transpose(0, 1)[:, :, None]
+        )
+        return s.out(z.tanh().sum((1, 2)))
+
+    draw = lambda *shape: nn.Parameter(torch.randn(*shape))  # noqa: E731
+    parts = {
+        "weight": draw(2, 3, 5),
+        "bias": draw(2, 5),
+        "other": draw(2, 5, 3),
+        "once": draw(2, 5, 3),
+        "last": draw(2, 3, 5),
+    }
+    return Apply(forward, inside=nn.Linear(5, 6), **parts, out=nn.Linear(5, 4)), (torch.randn(N, 4, 5), _labels())
+
+
 def _solved():
     """A triangular system for each example."""
 
@@ -594,6 +620,7 @@ MODELS = {
     "filled": _filled,
     "complex": _complex,
     "picked": _picked,
+    "blocks": _blocks,
     "solved": _solved,
     "masked windows": _masked_windows,
     "cells": _cells,

@@ -50,6 +50,7 @@ from .rules import (
     OPERATIONS,
     Broadcast,
     Dense,
+    Einsum,
     Gradients,
     Grouped,
     Outer,
@@ -400,7 +401,7 @@ class Pass(Following):
             except TypeError:  # an overload that the table does not know
                 uses = []
             if isinstance(state, Examples) and shape is not None:
-                uses = [(p, r) for p, r in uses if not isinstance(r, Broadcast) or r.apart_from(state.dim, len(shape))]
+                uses = [(p, r) for p, r in uses if _apart(r, state.dim, len(shape))]
             instead = {id(p): self._detach(p) for p, _ in uses}
         for t in sources:
             if id(t) not in instead and isinstance(state, Examples) and shape is not None and not inside:
@@ -444,7 +445,7 @@ class Pass(Following):
                 why = f"it is used in an operation without a rule for {what}"
                 self._refused.update(dict.fromkeys(self._names_of(source), why))
                 return output
-            if isinstance(rule, Broadcast) and not rule.apart_from(state.dim, output.dim()):
+            if not _apart(rule, state.dim, output.dim()):
                 self._refused.update(dict.fromkeys(self._names_of(source), "it has an entry for each example"))
                 return output
         if not output.requires_grad:
@@ -626,6 +627,11 @@ class Pass(Following):
                 else:
                     total.addmm_(summand.left[:, 0].to(total.dtype).square().T, squares)
             self._squares.clear()
+
+
+def _apart(rule: Rule, dim: int, dims: int) -> bool:
+    """Return whether a parameter has no entries of its own for each row of the dimension that the examples are in."""
+    return not isinstance(rule, (Broadcast, Einsum)) or rule.apart_from(dim, dims)
 
 
 def _in_halves(columns: Iterator[Tensor], index: Tensor) -> Iterator[Tensor]:

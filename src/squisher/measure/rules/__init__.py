@@ -15,7 +15,7 @@ from torch import Tensor
 from .attention import multi_head_attention, supports
 from .base import Gradients, Rule, Squares, Uses
 from .convolution import CONVOLUTION, ConvolutionGradients
-from .linear import LINEAR, Grouped, Linear, Outer, einsum_terms, join_outer, outer_squares
+from .linear import LINEAR, Einsum, Grouped, Linear, Outer, einsum_terms, join_outer, outer_squares
 from .lookup import LOOKUP, Lookup, RoutedLookup, Rows, join_rows
 from .norm import BROADCAST, Broadcast, Dense
 from .recurrent import in_steps
@@ -24,6 +24,7 @@ __all__ = [
     "OPERATIONS",
     "Broadcast",
     "Dense",
+    "Einsum",
     "Gradients",
     "Grouped",
     "Linear",

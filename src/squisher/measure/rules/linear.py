@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from .base import Gradients, Rule, Squares, Uses, square_of, to_examples
 from .lookup import Rows
 from .norm import Broadcast
 
-__all__ = ["LINEAR", "Grouped", "Linear", "Outer", "einsum_terms", "join_outer", "outer_squares"]
+__all__ = ["LINEAR", "Einsum", "Grouped", "Linear", "Outer", "einsum_terms", "join_outer", "outer_squares"]
 
 TILE = 1 << 19  # elements of a gradient that is squared while it is in the cache
 SMALL = 1 << 14  # weights up to this size are done several examples at a time
@@ -61,8 +62,29 @@ class Outer:
 
 
 @dataclass
+class Blocks:
+    """Gradient of example n and block k = left[n, k]ᵀ right[n, k]; left (examples, blocks, positions, R), right (…, C)."""
+
+    left: Tensor
+    right: Tensor
+
+    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
+        """Add Σ_n (gradient of example n)²."""
+        left, right = self.left.to(total.dtype), self.right.to(total.dtype)
+        whole = total.view(left.shape[1], left.shape[3], right.shape[3])
+        step = max(1, TILE // whole.numel())
+        for i in range(0, len(left), step):
+            whole += (left[i : i + step].mT @ right[i : i + step]).square_().sum(0)
+
+    def example(self, n: int, shape: torch.Size) -> Tensor:
+        """Return the gradient of one example, in full."""
+        dtype = torch.promote_types(self.left.dtype, self.right.dtype)  # they differ under autocast
+        return (self.left[n].mT.to(dtype) @ self.right[n].to(dtype)).view(shape)
+
+
+@dataclass
 class Einsum:
-    """output = einsum of an input and a weight.
+    """output = einsum of an input and a weight, which may have a matrix for each head, group or expert.
 
     Attributes:
         a: the input.
@@ -74,26 +96,33 @@ class Einsum:
 
     @classmethod
     def of(cls, a: Tensor, terms: tuple[str, str, str]) -> Einsum | None:
-        """Return the rule; None unless the weight's letters are some that are summed over and some that are new, one after the other."""
+        """Return the rule; None unless the weight's letters are those of the blocks, then some summed over and some new, in turn."""
         given, weight, result = terms
-        kinds = ["summed" if c not in result else "both" if c in given else "new" for c in weight]
+        kinds = ["summed" if c not in result else "block" if c in given else "new" for c in weight]
         distinct = all(len(set(term)) == len(term) for term in terms)
         once = all(c in result or c in weight for c in given) and all(c in given or c in weight for c in result)
-        in_turn = set(kinds) == {"summed", "new"} and kinds in (sorted(kinds), sorted(kinds, reverse=True))
+        rest = kinds[kinds.count("block") :]
+        in_turn = set(rest) == {"summed", "new"} and rest in (sorted(rest), sorted(rest, reverse=True))
         return cls(a, terms) if distinct and once and in_turn else None
+
+    def apart_from(self, dim: int, dims: int) -> bool:
+        """Return whether the weight has no matrix of its own for each row of this dimension of the output."""
+        return self.terms[2][dim] not in self.terms[1]
 
     def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
         """Return the gradients of this use."""
         given, weight, result = self.terms
+        blocks = [c for c in weight if c in given and c in result]
         kept = [c for c in result if c not in weight and c != result[dim]]
         sides = []
         for t, term in ((self.a.square() if squared else self.a, given), (g, result)):
-            own = [c for c in weight if c in term]
-            t = t.permute([term.index(c) for c in (result[dim], *kept, *own)])
+            own = [c for c in weight if c in term and c not in blocks]
+            t = t.permute([term.index(c) for c in (result[dim], *kept, *blocks, *own)])
             t = to_examples(t, 0, examples).flatten(1, 1 + len(kept))
-            sides.append(t.flatten(2) if t.dim() > 3 else t)
+            sides.append(t.reshape(*t.shape[:2], *((-1,) if blocks else ()), math.prod(t.shape[2 + len(blocks) :])))
         a, g = sides
-        return Outer(g, a) if weight[0] in result else Outer(a, g, False)
+        left, right = (g, a) if weight[len(blocks)] in result else (a, g)
+        return Blocks(left.transpose(1, 2), right.transpose(1, 2)) if blocks else Outer(left, right, left is g)
 
     def saved(self) -> Sequence[Tensor]:
         """Return the tensors that must not change before the backward pass."""
@@ -232,6 +261,9 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Uses:
 def _matmul(input: Tensor, other: Tensor) -> Uses:
     if other.dim() == 2 and input.dim() >= 2:
         yield other, Linear(input, transposed=True)
+    elif input.dim() >= other.dim() > 2 and input.shape[-other.dim() : -2] == other.shape[:-2]:
+        letters = "abcdefghijklm"[: input.dim() - 2]  # a matrix for each head
+        yield from _einsum(f"{letters}xy,{letters[2 - other.dim() :]}yz->{letters}xz", input, other)
 
 
 def _einsum(equation: Any, *operands: Any) -> Uses:
@@ -253,6 +285,12 @@ def _addmm(
         yield input, Broadcast.of(input)
 
 
+def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Uses:
+    if beta == 1 and alpha == 1:
+        yield from _matmul(batch1, batch2)
+        yield input, Broadcast.of(input)
+
+
 LINEAR: dict[Any, Callable[..., Uses]] = {
     F.linear: _linear,
     torch.matmul: _matmul,
@@ -263,4 +301,8 @@ LINEAR: dict[Any, Callable[..., Uses]] = {
     torch.einsum: _einsum,
     torch.addmm: _addmm,
     Tensor.addmm: _addmm,
+    torch.bmm: _matmul,
+    Tensor.bmm: _matmul,
+    torch.baddbmm: _baddbmm,
+    Tensor.baddbmm: _baddbmm,
 }
