@@ -5,9 +5,12 @@ import math
 import pytest
 import torch
 
+import squisher
 from squisher.errors import NoAccumulatorError
 from squisher.recycle.assembly import values
 from squisher.recycle.optimizers import TABLE, identify, optimizer_name, reading, step_of, stored
+from squisher.recycle.optimizers.quantized import decoded
+from squisher.recycle.states import Entry
 
 SHAPE = (4, 3)
 
@@ -49,6 +52,11 @@ def test_a_constant_gradient_gives_its_square_at_any_step(name, steps):
         ("AdamW", {"amsgrad": True}, 0.999),
         ("AdamW", {"foreach": True}, 0.999),
         ("AdamW", {"fused": True}, 0.999),
+        (
+            "AdamW",
+            {"betas": (torch.tensor(0.9), torch.tensor(0.95)), "weight_decay": torch.tensor(0.1), "foreach": False},
+            0.95,
+        ),
         ("NAdam", {}, 0.999),
         ("RMSprop", {"alpha": 0.9, "centered": True, "momentum": 0.5}, 0.9),
         ("Adadelta", {"rho": 0.8}, 0.8),
@@ -197,3 +205,63 @@ def test_a_decay_that_cannot_be_is_refused(betas):
     state, group = trained("AdamW", [torch.ones(SHAPE)])
     with pytest.raises(NoAccumulatorError, match="decay β₂ of Adam"):
         reading(state, {**group, "betas": betas})
+
+
+def test_hyperparameters_that_are_tensors_in_a_file(tmp_path):
+    network = torch.nn.Linear(3, 4)
+    optimizer = torch.optim.AdamW(
+        network.parameters(), lr=torch.tensor(1e-3), betas=(torch.tensor(0.9), torch.tensor(0.5)), foreach=False
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        network(torch.randn(5, 3)).square().mean().backward()
+        optimizer.step()
+    torch.save({"model": network.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    expected = optimizer.state[network.weight]["exp_avg_sq"] / (1 - 0.5**2)
+    assert torch.allclose(squisher.extract(tmp_path / "c.pt")["weight"], expected)
+
+
+ONES = torch.ones(SHAPE)
+OPTIMI = {"beta1": 0.9, "beta2": 0.99, "kahan_sum": None, "decouple_lr": False, "step": 8, "weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("state", "group", "name", "polluted"),
+    [
+        ({}, {**OPTIMI, "decouple_wd": True}, "optimi", False),
+        ({}, {**OPTIMI, "decouple_wd": False}, "optimi", True),
+        ({"eps_sq": torch.tensor(1e-12)}, OPTIMI, "StableAdamW", False),
+        ({"la_param": ONES}, {**OPTIMI, "decouple_wd": True}, "Ranger", False),
+    ],
+)
+def test_optimi_corrects_its_decay_so_that_nothing_is_left_to_correct(state, group, name, polluted):
+    how = reading({"exp_avg": ONES, "exp_avg_sq": ONES, "kahan_comp": None, **state}, group)
+    assert name in optimizer_name(how.accumulator, group)
+    assert (how.factor, how.step, bool(how.pollution)) == (1.0, 8, polluted)
+
+
+@pytest.mark.parametrize("class_name", [None, "AdamW"])
+def test_heavyball_keeps_a_state_for_each_view(class_name):
+    group = {"betas": (0.9, 0.99), "weight_decay": 0.0}
+    view = {
+        "step": torch.tensor(9),
+        "update_by_adam_exp_avg_0": ONES,
+        "update_by_adam_exp_avg_sq_0": 2 * ONES,
+        "is_initialized": {0},
+    }
+    (entry,) = decoded([Entry({0: view}, group)], class_name)
+    how = reading(entry.state, group, class_name)
+    assert torch.equal(values(how, stored(how.key, entry.state, group)), 2 * ONES)
+    for key in ("update_by_soap_exp_avg_sq_0", "update_by_adam_exp_avg_sq_1"):  # another basis; not the gradient itself
+        (entry,) = decoded([Entry({0: {key: ONES}}, group)], class_name)
+        with pytest.raises(NoAccumulatorError, match=key):
+            reading(entry.state, group, class_name)
+
+
+def test_optimizers_are_called_what_they_are():
+    state, group = trained("RAdam", [ONES])
+    assert optimizer_name(identify(state, group), group) == "RAdam"
+    came = identify({"step", "exp_avg", "exp_avg_sq", "RMS"}, {"betas", "eps", "clip_threshold"})  # of a bias
+    assert came.optimizer == "CAME"
+    with pytest.raises(NoAccumulatorError, match="Shampoo"):
+        identify({"step", "momentum_buffer", "precond_0", "inv_precond_0"}, {"momentum"})

@@ -18,7 +18,7 @@ from torch import Tensor
 from ...errors import NoAccumulatorError
 from ...importance.facts import Pollution, Spoiler
 from ...storage.tensors import TensorSource
-from .table import TABLE, TRACK, Accumulator, Group, says_decoupled
+from .table import TABLE, TRACK, Accumulator, Group, number, says_decoupled
 
 __all__ = [
     "GIVEN_BETA2",
@@ -102,6 +102,8 @@ def optimizer_name(row: Accumulator, group: Group, class_name: str | None = None
     """Return what to call an optimizer whose file does not name it."""
     if class_name or row.optimizer != "Adam":
         return class_name or row.optimizer
+    if "differentiable" in group and "amsgrad" not in group:
+        return "RAdam"
     if "decoupled_weight_decay" not in group:
         return "Adam or AdamW"
     return "AdamW" if group["decoupled_weight_decay"] else "Adam"
@@ -154,7 +156,7 @@ def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool)
     except (KeyError, IndexError, TypeError, ValueError):
         beta2 = math.nan
     if math.isnan(beta2) and group.get(GIVEN_BETA2) is not None:
-        beta2 = float(group[GIVEN_BETA2])
+        beta2 = number(group[GIVEN_BETA2])
     if 0 <= beta2 < 1:
         return beta2
     if not needed:
@@ -168,7 +170,7 @@ def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool)
 
 def _pollution(row: Accumulator, state: Collection[str], group: Group, class_name: str | None) -> tuple[Pollution, ...]:
     found = list(row.notes)
-    decay = float(group.get("weight_decay") or 0.0)
+    decay = number(group.get("weight_decay") or 0.0)
     inside = row.l2_inside(group) if callable(row.l2_inside) else row.l2_inside
     inside = inside and not group.get("decoupled_weight_decay")
     if decay > 0 and inside and not (class_name or "").startswith("AdamW"):
@@ -191,13 +193,12 @@ def step_of(state: Mapping[str, Any], group: Group, ahead: int = 0) -> int | Non
         count = place.get(key)
         if count is None:
             continue
-        load = getattr(count, "load", None)
         try:
-            number = float(load() if callable(load) else count)
+            steps = number(count)
         except (TypeError, ValueError, RuntimeError):
             continue
-        if math.isfinite(number):
-            return int(number) - ahead
+        if math.isfinite(steps):
+            return int(steps) - ahead
     return None
 
 

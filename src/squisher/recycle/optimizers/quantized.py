@@ -8,6 +8,7 @@ ordinary one: a lazy tensor under the usual key.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,8 @@ from . import is_tensor
 __all__ = ["Blocks", "check_precision", "decoded"]
 
 NESTED = "__bnb_optimizer_quant_state__"
+# The first function of a chain has the gradient itself; SOAP's average, for one, is in another basis.
+_HEAVYBALL = re.compile(r"(?P<by>update_by_adam)_(?P<key>exp_avg(?:_sq)?)_0")
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,12 +101,29 @@ def decoded(entries: Sequence[Entry], class_name: str | None = None) -> list[Ent
         FileError: A quantised state that is incomplete or does not fit together.
         NoAccumulatorError: A bitsandbytes state that may be of several optimizers.
     """
+    entries = [replace(entry, state=_one_view(entry.state)) for entry in entries]
     # Recent bitsandbytes nests its tensors, so that torch leaves their dtypes alone.
     nested = [(entry, entry.state.get(NESTED)) for entry in entries]
     entries = [replace(e, state={**e.state, **inner}) if isinstance(inner, dict) else e for e, inner in nested]
     alone = [e for e in entries if "state1" in e.state and "state2" not in e.state]
     key = _one_state(alone, class_name or "") if alone else ""
     return [replace(entry, state=_decoded_state(entry.state, key)) for entry in entries]
+
+
+def _one_view(state: Mapping[Any, Any]) -> Mapping[str, Any]:
+    """Return a state of heavyball under the usual keys, and the function that steps under its own.
+
+    It keeps a state for every view of a parameter (of one view, a reshaped parameter's among them, that one is returned), with the
+    function in the keys: `update_by_adam_exp_avg_sq_0`.
+    """
+    view = state.get(0) if len(state) == 1 else None
+    if not isinstance(view, dict):
+        return state
+    found: dict[str, Any] = {}
+    for key, value in view.items():
+        match = _HEAVYBALL.fullmatch(str(key))
+        found |= {match["key"]: value, match["by"]: True} if match else {str(key): value}
+    return found
 
 
 def check_precision(entries: Iterable[Entry], allow_coarse: bool) -> None:

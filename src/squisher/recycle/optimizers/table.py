@@ -15,7 +15,7 @@ from typing import Any
 
 from ...importance.facts import Pollution, Spoiler
 
-__all__ = ["TABLE", "TRACK", "Accumulator", "Group", "says_decoupled"]
+__all__ = ["TABLE", "TRACK", "Accumulator", "Group", "number", "says_decoupled"]
 
 Group = Mapping[str, Any]
 
@@ -83,14 +83,20 @@ def row(optimizer: str, keys: str, key: str = "", meaning: str = "none", **more:
     return Accumulator(optimizer, frozenset(keys.split()), key=tuple(key.split()), meaning=meaning, **more)
 
 
+def number(setting: Any) -> float:
+    """Return a hyperparameter, which may be a tensor, also one that is still in a file."""
+    load = getattr(setting, "load", None)
+    return float(load() if callable(load) else setting)
+
+
 def betas(position: int) -> Callable[[Group], float]:
     """Return the decay at a position of the group's `betas`."""
-    return lambda group: float(group["betas"][position])
+    return lambda group: number(group["betas"][position])
 
 
 def value(name: str) -> Callable[[Group], float]:
     """Return the decay under a key of the group."""
-    return lambda group: float(group[name])
+    return lambda group: number(group[name])
 
 
 _SAID = (
@@ -100,6 +106,7 @@ _SAID = (
     "decoupled_decay",
     "decoupled",
     "decouple_weight_decay",
+    "decouple_wd",
 )
 _DECOUPLED = ("caution", "correct_bias")  # keys of timm's and of transformers' own optimizers, which all decouple it
 
@@ -153,6 +160,7 @@ _REFUSED: tuple[Accumulator, ...] = (
     row("SOAP", "exp_avg_sq Q", refusal="keeps its squared gradient in a rotated basis, so it belongs to no single weight"),
     row("GaLore", "projector", classes="", refusal="keeps the square of a projected gradient here, not a value per weight"),
     row("Shampoo", "pre_cond", refusal="keeps matrices, not a value per weight", classes="Shampoo ScalableShampoo"),
+    row("Shampoo", "precond_0", refusal="keeps matrices, not a value per weight", classes=""),
     row("Shampoo", "pre_cond_0", refusal="keeps matrices, not a value per weight", classes=""),
     row("Distributed Shampoo", "block_0", classes="DistributedShampoo",
           refusal="keeps its grafting accumulator in blocks of reshaped parameters, which are not put together here"),
@@ -189,6 +197,7 @@ _REFUSED: tuple[Accumulator, ...] = (
 _FACTORS: tuple[Accumulator, ...] = (
     row("CAME", "exp_avg_sq_row exp_avg_sq_col exp_avg_res_row", "exp_avg_sq_row exp_avg_sq_col", "ema", beta=betas(1),
           notes=(_FACTORED, _EPS)),
+    row("CAME", "exp_avg_sq RMS", "exp_avg_sq", "ema", group="betas clip_threshold", beta=betas(1), notes=(_EPS,)),
     row("Adafactor", "exp_avg_sq_row exp_avg_sq_col", "exp_avg_sq_row exp_avg_sq_col", "average", classes="", notes=(_FACTORED, _EPS)),
     row("Adafactor", "exp_avg_sq_r exp_avg_sq_c", "exp_avg_sq_r exp_avg_sq_c", "average", classes="", notes=(_FACTORED, _EPS)),
     row("AdaTAM", "exp_avg_sq s", "exp_avg_sq", "ema", group="decay_rate betas", beta=betas(1), l2_inside=coupled),
@@ -201,14 +210,20 @@ _OTHER_MEANING: tuple[Accumulator, ...] = (
     row("ADOPT", "exp_avg_sq", "exp_avg_sq", "average", group="clip_exp", l2_inside=coupled, classes="Adopt"),
     row("ADOPT", "exp_avg_sq step", "exp_avg_sq", "average", group="decouple differentiable", l2_inside=coupled, classes=""),
     row("ADOPT", "exp_avg_sq", "exp_avg_sq", "average", class_only=True, l2_inside=coupled),
+    # optimi corrects the decay of each step instead of the average.
+    row("StableAdamW (optimi)", "exp_avg_sq eps_sq", "exp_avg_sq", "average", group="kahan_sum", classes=""),
+    row("Ranger (optimi)", "exp_avg_sq la_param", "exp_avg_sq", "average", group="kahan_sum", l2_inside=coupled, classes=""),
+    row("Adam, AdamW or RAdam (optimi)", "exp_avg_sq", "exp_avg_sq", "average", group="kahan_sum decouple_wd", l2_inside=coupled, classes=""),
     row("StableAdamW", "exp_avg_sq", "exp_avg_sq", "average", group="kahan_sum", l2_inside=coupled),
+    # heavyball, too; see `decoded` for its keys.
+    row("AdamW (heavyball)", "exp_avg_sq update_by_adam", "exp_avg_sq", "average", classes="AdamW"),
     row("QHAdam", "exp_avg_sq", "exp_avg_sq", "average", group="nus", l2_inside=coupled),
     row("FAdam", "momentum fim", "fim", "average"),
     # The step size that they find is in the square, or is not.
     row("Prodigy", "exp_avg_sq s p0", "exp_avg_sq", "ema", group="d d0", without="step", beta=betas(1), l2_inside=coupled,
-          scale=lambda group: float(group["d"]) ** 2, ahead=1, notes=(_SCALED,)),
+          scale=lambda group: number(group["d"]) ** 2, ahead=1, notes=(_SCALED,)),
     row("Prodigy", "exp_avg_sq s p0", "exp_avg_sq", "ema", group="d d0", beta=betas(1), l2_inside=coupled,
-          scale=lambda group: float(group["d"]) ** 2, notes=(_SCALED,)),
+          scale=lambda group: number(group["d"]) ** 2, notes=(_SCALED,)),
     row("DAdaptAdam", "exp_avg_sq s", "exp_avg_sq", "ema", group="d growth_rate", beta=betas(1), l2_inside=coupled),
     # Started at one, as TensorFlow's did.
     row("RMSpropTF", "square_avg", "square_avg", "ema", group="alpha lr_in_momentum", beta=value("alpha"), start=lambda group: 1.0,
@@ -227,7 +242,7 @@ _OTHER_MEANING: tuple[Accumulator, ...] = (
     row("AdamG", "m v r", "v", "ema", group="betas", beta=betas(1), l2_inside=coupled),
     row("Adam-mini", "m v step", "v", "ema", group="beta2", beta=value("beta2"), classes="Adam_mini"),
     row("AdamW (dion)", "momentum variance", "variance", "ema", group="algorithm beta2", beta=value("beta2"), classes=""),
-    row("AdamW beside Muon", "moment1 moment2", "moment2", "ema", group="adamw_betas", beta=lambda group: float(group["adamw_betas"][1]), classes=""),
+    row("AdamW beside Muon", "moment1 moment2", "moment2", "ema", group="adamw_betas", beta=lambda group: number(group["adamw_betas"][1]), classes=""),
     row("AdamW beside Muon", "moment1 moment2", "moment2", "ema", group="betas ns_steps", beta=betas(1), classes=""),
     # Training scripts name the moments as the paper does.
     row("Adam or AdamW of a script", "m v", "v", "ema", group="betas", beta=betas(1), l2_inside=coupled, classes="", notes=(_OWN,)),
@@ -296,7 +311,7 @@ TABLE: tuple[Accumulator, ...] = (
     # -- squared-gradient averages without a first moment --------------------------------------------------------------
     row("Adadelta", "square_avg acc_delta", "square_avg", "ema", beta=value("rho"), l2_inside=True),
     row("RMSprop", "square_avg", "square_avg", "ema", group="alpha", beta=value("alpha"), l2_inside=True),
-    row("Adagrad", "sum", "sum", "sum", start=lambda group: float(group.get("initial_accumulator_value", 0.0)), l2_inside=True),
+    row("Adagrad", "sum", "sum", "sum", start=lambda group: number(group.get("initial_accumulator_value", 0.0)), l2_inside=True),
     # -- no squared gradient at all ------------------------------------------------------------------------------------
     row("Rprop", "prev step_size", refusal="keeps the sign of the gradient only"),
     row("ASGD", "ax", refusal="keeps an average of the weights, and nothing of the gradient"),
