@@ -167,3 +167,11 @@ def test_a_known_family_structure_is_recovered_by_fisher_and_squisher_alike():
             near = [matrix[j, k] for k, other in enumerate(names) if k != j and other[:8] == one[:8]]
             far = [matrix[j, k] for k, other in enumerate(names) if other[:8] != one[:8]]
             assert max(near) < min(far)
+
+
+def test_a_message_names_the_tasks_that_do_not_fit():
+    tasks = {"sst2": {"a": torch.ones(2)}, "trec": {"a": torch.ones(2), "head": torch.ones(3)}}
+    with pytest.raises(NamingError, match="'trec'.*'head'.*'sst2'"):
+        embed.distances(tasks, scale="stored")
+    with pytest.raises(NamingError, match="'trec'.*'head'.*the target"):
+        embed.rank(tasks["sst2"], tasks, scale="stored")

@@ -64,7 +64,6 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
     return Importance(means, **record.to_dict())
 
 
-@one_thread()
 def distance(
     a: Mapping[str, Tensor],
     b: Mapping[str, Tensor],
@@ -88,7 +87,19 @@ def distance(
     """
     check_choice("metric", metric, METRICS)
     first, second = on_common_scale([a, b], scale)
-    names = _common(first, second, exclude)
+    return _distance(first, second, metric, exclude, ("one task", "the other task"))
+
+
+@one_thread()
+def _distance(
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    metric: str,
+    exclude: str | None,
+    called: tuple[str, str],
+) -> float:
+    advice = "Leave out what tasks do not share (heads) with exclude."
+    names = align(first, second, called, exclude=exclude, both=True, advice=advice)
     products = np.zeros(3)  # sums of u·w, u², w²
     seen = False
     for name in names:
@@ -112,12 +123,15 @@ def distances(
     exclude: str | None = None,
 ) -> tuple[list[str], Tensor]:
     """Return all distances between several tasks: their names, and a symmetric matrix with zeros on its diagonal."""
+    check_choice("metric", metric, METRICS)
     names = list(tasks)
     scaled = dict(zip(names, on_common_scale(list(tasks.values()), scale), strict=True))
     matrix = torch.zeros(len(names), len(names), dtype=torch.float64)
     for j, one in enumerate(names):
         for k in range(j):
-            matrix[j, k] = distance(scaled[one], scaled[names[k]], scale="stored", metric=metric, exclude=exclude)
+            matrix[j, k] = _distance(
+                scaled[one], scaled[names[k]], metric, exclude, (f"task {one!r}", f"task {names[k]!r}")
+            )
             matrix[k, j] = matrix[j, k]
     return names, matrix
 
@@ -135,12 +149,13 @@ def rank(
     Raises:
         SquisherError: There is no source, or scales, names or shapes differ.
     """
+    check_choice("metric", metric, METRICS)
     if not sources:
         raise SquisherError("rank needs at least one source task, but got none.")
     names = list(sources)
     scaled = on_common_scale([target, *sources.values()], scale)
     found = [
-        (name, distance(scaled[0], source, scale="stored", metric=metric, exclude=exclude))
+        (name, _distance(scaled[0], source, metric, exclude, ("the target", f"task {name!r}")))
         for name, source in zip(names, scaled[1:], strict=True)
     ]
     return sorted(found, key=lambda item: (item[1], item[0]))
@@ -196,11 +211,6 @@ def _pair(a: Tensor, b: Tensor, metric: str) -> tuple[np.ndarray, np.ndarray]:
         return x, y
     u = x / (x + y)
     return u, y / (x + y)
-
-
-def _common(a: Mapping[str, Tensor], b: Mapping[str, Tensor], exclude: str | None) -> dict[str, str]:
-    advice = "Leave out what tasks do not share (heads) with exclude, or embed by tensor first."
-    return align(a, b, ("one task's importance", "the other's"), exclude=exclude, both=True, advice=advice)
 
 
 def _is_bias(name: str) -> bool:

@@ -84,12 +84,37 @@ def test_without_the_library_one_sentence_says_what_to_install(monkeypatch):
         ({"scope": "x"}, "scope.*global or tensor"),
         ({"score": "x"}, "score is fisher"),
         ({"score": "orthoreg"}, "needs gradients="),
+        ({"minimum": math.nan}, "minimum"),
+        ({"minimum": 2}, "minimum"),
+        ({"round_to": 0}, "round_to"),
+        (
+            {"score": "orthoreg", "gradients": {"one.bias": torch.full((8,), math.nan)}},
+            "'one.bias' of the gradients.*NaN",
+        ),
     ],
 )
 def test_wrong_wishes(options, message):
     model, fisher = made(Plain)
     with pytest.raises(SquisherError, match=message):
         prune.channels(model, fisher, IMAGE, **options)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_are_refused(value):
+    model, fisher = made(Plain)
+    model.two.weight.data[0, 0, 0, 0] = value
+    with pytest.raises(SquisherError, match="'two.weight'.*NaN"):
+        prune.channels(model, fisher, IMAGE)
+
+
+@pytest.mark.formats
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+@pytest.mark.parametrize("score", ["fisher", "sqrt", "importance"])
+def test_importances_that_no_mean_of_squares_can_have_are_refused(score, value):
+    model, fisher = made(Plain)
+    fisher["one.weight"][0, 0, 0, 0] = value
+    with pytest.raises(SquisherError, match="importance of 'one.weight'"):
+        prune.channels(model, fisher, IMAGE, score=score)
 
 
 @pytest.mark.formats

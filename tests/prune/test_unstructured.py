@@ -203,6 +203,7 @@ def test_a_module_without_importance():
         ({"sparsity": 0.5, "nm": "2:4"}, "either a sparsity"),
         ({"sparsity": 1.5}, r"from 0 to 1, not 1\.5"),
         ({"sparsity": math.nan}, "not nan"),
+        ({"sparsity": 0.5, "minimum": math.nan}, "minimum"),
         ({"sparsity": 0.5, "scope": "layer"}, "scope.*'layer'"),
         ({"sparsity": 0.5, "score": "fish"}, "Did you mean 'fisher'"),
         ({"sparsity": 0.5, "exclude": "("}, "not a regular expression"),

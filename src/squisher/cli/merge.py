@@ -82,7 +82,7 @@ def merge(
     if as_json:
         shell.print_json({"out": str(out), **report.to_dict()})
         return
-    typer.echo(f"{out}: {report.merged} tensors of {len(models)} models merged ({method}).")
+    typer.echo(f"{out}: {report.merged} tensors of {len(models)} model{'s' * (len(models) > 1)} merged ({method}).")
     for what, names in (("Kept as in the first model", report.kept), ("No importance, averaged", report.averaged)):
         if names:
             shown = ", ".join(f"{name} ({why})" for name, why in list(names.items())[:5])

@@ -79,13 +79,19 @@ def channels(
     if sparsity == 1:
         raise ArgumentError("A sparsity of 1 would remove every channel: it must be below 1.")
     check_choice("scope", scope, SCOPES)
+    check_fraction("minimum", minimum, "of each layer that stays at least")
+    if round_to is not None and not (isinstance(round_to, int) and round_to > 0):
+        raise ArgumentError(f"round_to is what widths are multiples of, 1 or more, not {round_to!r}.")
     if score == "orthoreg" and gradients is None:
         raise ArgumentError("The score orthoreg needs gradients=, the mean gradient of the loss by parameter name.")
     pattern = name_pattern(exclude)
-    torch_pruning = require("torch_pruning", "prune", "prune.channels")
     for name, parameter in model.named_parameters():
         if not is_finite(parameter):
             raise not_finite(name)
+    for name, gradient in (gradients or {}).items():
+        if not is_finite(gradient):
+            raise not_finite(name, "the gradients")
+    torch_pruning = require("torch_pruning", "prune", "prune.channels")
     smaller = copy.deepcopy(model)
     values = gradients if score == "orthoreg" else None if importance is None else checked(importance)
     modules = dict(smaller.named_modules())
@@ -167,7 +173,8 @@ class _Scorer:
             library.prune_depthwise_conv_out_channels,
         )
         parameters, tied = live_tensors(model)
-        matches = {} if values is None else align(values, parameters, ("the importance", "the model"), tied=tied)
+        called = ("the gradients" if score == "orthoreg" else "the importance", "the model")
+        matches = {} if values is None else align(values, parameters, called, tied=tied)
         self._names = {id(parameters[name]): importance_name for name, importance_name in matches.items()}
 
     @torch.no_grad()

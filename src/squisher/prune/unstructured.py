@@ -84,6 +84,7 @@ def weights(
         raise ArgumentError("Give either a sparsity (0.75) or a pattern (nm='2:4'), not both and not neither.")
     if sparsity is not None:
         check_fraction("sparsity", sparsity, "of weights to set to zero")
+    check_fraction("minimum", minimum, "of each tensor that stays at least")
     owners: dict[str, list[tuple[nn.Module, str]]] = {}
     stored: Mapping[str, Tensor]
     if isinstance(model_or_weights, nn.Module):
