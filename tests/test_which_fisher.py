@@ -26,8 +26,12 @@ def setting():
     with torch.no_grad():
         model.weight.normal_(std=0.3)
     x = torch.randn(N, FEATURES).double()
-    y = torch.multinomial(model(x).softmax(1), 1)[:, 0].detach()
-    return model, x, y
+    return model, x, drawn(model(x).softmax(1))
+
+
+def drawn(probabilities: Tensor) -> Tensor:
+    """One label for each row, by the inverse of its distribution function: torch.multinomial draws others in each version."""
+    return (torch.rand(len(probabilities), 1) > probabilities.detach().cumsum(1)).sum(1).clamp_max(CLASSES - 1)
 
 
 def _gradient(model: nn.Linear, scalar: Tensor) -> Tensor:
@@ -44,7 +48,7 @@ def squared_batch_mean(model, x, y, batch, sampled=False):
     for part, labels in zip(x.split(batch), y.split(batch), strict=True):
         logs = _log_p(model, part)
         if sampled:
-            labels = torch.multinomial(logs.exp(), 1)[:, 0].detach()
+            labels = drawn(logs.exp())
         total.append(_gradient(model, nn.functional.nll_loss(logs, labels)) ** 2)
     return torch.stack(total).mean(0)
 
