@@ -70,17 +70,20 @@ def fisher_growth() -> str:
 
 
 def families() -> str:
-    """Which Hugging Face models are measured at once, and why others are not."""
+    """Which Hugging Face models are measured at once and inside a training step, and why others are not."""
     document = read("families")
     rows = []
     for does in dict.fromkeys(row["does"] for row in document["families"].values()):
         own = {name: row for name, row in document["families"].items() if row["does"] == does}
         left = [f"{name} ({row['why']})" for name, row in own.items() if row["method"] != "fast"]
-        rows.append([does, ", ".join(n for n, r in own.items() if r["method"] == "fast"), "; ".join(left)])
-    worst = max(row["error"] for row in document["families"].values())
-    version = document["environment"]["transformers"]
-    table = _table([f"transformers {version}", "at once", "by the loop, and why"], rows)
-    return f"{table}\n\nLargest difference from the definition, relative to a parameter's largest entry: {worst:.0e}."
+        outside = [name for name, row in own.items() if row["step"]["method"] == "refused"]
+        outside += [f"{name} (but {len(row['step']['left'])})" for name, row in own.items() if row["step"].get("left")]
+        at_once = ", ".join(name for name, row in own.items() if row["method"] == "fast")
+        rows.append([does, at_once, "; ".join(left), ", ".join(outside)])
+    measured = [e for row in document["families"].values() for e in (row["error"], row["step"].get("error", 0.0))]
+    head = [f"transformers {document['environment']['transformers']}", "at once", "by the loop, and why"]
+    table = _table([*head, "not in a training step, or all but some parameters"], rows)
+    return f"{table}\n\nLargest difference from the definition, relative to a parameter's largest entry: {max(measured):.0e}."
 
 
 def merge() -> str:

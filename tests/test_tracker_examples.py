@@ -605,3 +605,34 @@ def test_memory_that_is_used_again_holds_nothing_of_the_step_before():
         found = squisher.extract(tracker, model)
         for name, value in expected.items():
             assert torch.allclose(found[name].to(dtype), value, rtol=1e-4, atol=1e-9), name
+
+
+def test_a_loss_in_single_precision_of_a_model_in_double():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    x, y = torch.randn(8, 5).double(), torch.randint(0, 4, (8,))
+    tracker = squisher.Tracker(model, per="example")
+    with tracker.step():
+        nn.functional.cross_entropy(model(x).float(), y).backward()
+    found = squisher.extract(tracker, model)
+    expected = squisher.fisher(model, [(x, y)], method="loop")
+    assert set(found) == set(expected)
+    for name, value in expected.items():
+        assert torch.allclose(found[name].double(), value.double(), rtol=1e-4), name
+
+
+def test_a_model_of_which_nothing_could_be_observed_says_why():
+    class Powers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.rand(4) + 1)
+
+        def forward(self, x):
+            return x**self.w
+
+    model = Powers()
+    tracker = squisher.Tracker(model, per="example")
+    with tracker.step():
+        nn.functional.cross_entropy(model(torch.rand(8, 4)), torch.randint(0, 4, (8,))).backward()
+    with pytest.raises(SquisherError, match="'w'.*pow"):
+        squisher.extract(tracker, model)

@@ -119,10 +119,12 @@ def test_families_equal_the_definition(name):
     if not hasattr(transformers, families.FAMILIES[name][1]):
         pytest.skip(f"transformers {transformers.__version__} has no {families.FAMILIES[name][1]}")
     expected = json.loads((families.RESULTS / "families.json").read_text())
-    found = families.measure(name)
+    found, step = families.measure(name), families.track(name)
     assert found["error"] <= 1e-5
+    assert step.get("error", 0.0) <= 1e-5
     if transformers.__version__ == expected["environment"]["transformers"]:
         assert found["method"] == expected["families"][name]["method"], found["why"]
+        assert step["method"] == expected["families"][name]["step"]["method"], step
 
 
 @pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5"])

@@ -135,7 +135,6 @@ class Pass(Following):
     Attributes:
         guessed: whether one was.
         reentrant: whether a parameter was used without gradients, perhaps to be used again in the backward pass (checkpointing).
-        types: of the gradients that arrived.
         at_least: columns to send back, with zeros after the last: processes that share a model need the same number.
         custom: whether a step of the backward pass is written in Python by the user, and may mix examples.
     """
@@ -158,7 +157,6 @@ class Pass(Following):
         self.many = objective.labels == "exact" or objective.draws > 1 or objective.unit == "token"
         self.guess, self.guessed = guess, False
         self.reentrant = self.custom = False
-        self.types: set[torch.dtype] = set()
         self.at_least = 0
         self._names = {id(p): name for name, p in parameters.items()}
         self._sharded = gathered is not None

@@ -109,6 +109,8 @@ class Following:
         told: examples to which Python might have done something else on their own: a number or a decision that was made of several
             examples would have been another one.
         hooked: whether the model registers hooks on its gradients.
+        types: of the gradients that arrived, and single precision if they came through it: models in double precision compute parts of
+            themselves, or their loss, in it.
     """
 
     _state_after = staticmethod(state_after)  # overridden by the pass of a training step
@@ -122,6 +124,7 @@ class Following:
         self._marks: dict[int, tuple[Any, int, State, str]] = {}
         self._apart: dict[int, tuple[Any, int, list[Any]]] = {}
         self._trace: list[Any] = []
+        self.types: set[torch.dtype] = set()
 
     @property
     def program(self) -> tuple[Any, ...]:
@@ -160,6 +163,8 @@ class Following:
     def _why(self, t: Tensor) -> str:
         mark = self._marks.get(id(t))
         reason = mark[3] if mark is not None and mark[0]() is t else ""
+        if not reason and is_custom(t.grad_fn):
+            return f"{t.grad_fn.name()} is written in Python: its forward pass is not seen"  # type: ignore[union-attr]
         return reason or "which rows of the outputs belong to which example is not known"
 
     def _mark(self, t: Tensor, state: State, reason: str = "") -> None:
@@ -172,6 +177,8 @@ class Following:
         for t in results:
             state, reason = after(t)
             self._mark(t, state, reason)
+            if t.dtype is torch.float32 and t.requires_grad:
+                self.types.add(t.dtype)
             found.append(state.dim if isinstance(state, Examples) else None)
         self._trace.append((name, *found))
         return output

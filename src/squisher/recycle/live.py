@@ -117,6 +117,11 @@ def from_tracker(
             named.append((name, Entry({"exp_avg_sq": value, "step": step}, group), "Tracker"))
     _refuse_strangers(strangers, len(named))
     if not named:
+        left = next(((n, a.note) for n, a in tracker.absent().items() if a.reason is Reason.NO_RULE), None)
+        if left is not None:
+            raise NoAccumulatorError(
+                f"The tracker could observe none of the parameters; {left[0]!r}, for example: {left[1]}."
+            )
         raise NoAccumulatorError(
             "The tracker has observed no step yet: call tracker.observe() before every optimizer step (with per='example', make the "
             "forward and backward passes inside `with tracker.step():`)."

@@ -264,6 +264,8 @@ def _matmul(input: Tensor, other: Tensor) -> Uses:
     elif input.dim() >= other.dim() > 2 and input.shape[-other.dim() : -2] == other.shape[:-2]:
         letters = "abcdefghijklm"[: input.dim() - 2]  # a matrix for each head
         yield from _einsum(f"{letters}xy,{letters[2 - other.dim() :]}yz->{letters}xz", input, other)
+    elif input.dim() == 2 < other.dim():
+        yield from _einsum("xy,...yz->...xz", input, other)
 
 
 def _einsum(equation: Any, *operands: Any) -> Uses:
