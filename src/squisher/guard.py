@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,14 @@ def eagerly(model: nn.Module) -> Iterator[None]:
     """Run what is compiled of the model eagerly inside."""
     modules = list(model.modules())
     compiled = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
+    wrapped = [m for m in modules if type(m).__name__ == "OptimizedModule"]
     with ExitStack() as stack:
-        if any(type(m).__name__ == "OptimizedModule" for m in modules) and hasattr(torch.compiler, "set_stance"):
+        if wrapped and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
+        elif wrapped:  # before torch 2.6
+            for module in wrapped:
+                stack.callback(vars(module).__setitem__, "forward", module.forward)
+                vars(module)["forward"] = cast(nn.Module, module._orig_mod).__call__
         try:
             for module, _ in compiled:
                 module._compiled_call_impl = None

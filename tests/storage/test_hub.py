@@ -142,8 +142,16 @@ def test_models_on_the_hub_with_their_importance(hub, tmp_path):
     assert all(torch.equal(merged[name], expected[name]) for name in merged)
     assert "| o/a | 1 |" in (tmp_path / "merged" / "README.md").read_text()
     assert not any("optimizer" in name for name in fetched(hub))
-    done = run("prune", "hf://o/a", "--sparsity", "0.5", "--out", tmp_path / "pruned")
-    assert done.exit_code == 0, done.output
+    patch = tmp_path / "patch.safetensors"
+    squisher.patch.make(weights[0], weights[1], patch)
+    for command in (
+        ("prune", "hf://o/a", "--sparsity", "0.5"),
+        ("unlearn", "hf://o/a", "--importance", "hf://o/a", "--forget", "hf://o/b"),
+        ("patch", "apply", "hf://o/a", patch),
+    ):
+        done = run(*command, "--out", tmp_path / command[0])
+        assert done.exit_code == 0, done.output
+        assert (tmp_path / command[0] / "config.json").exists()
 
 
 def test_offline_fails_at_once_and_uses_the_cache(hub, tmp_path, monkeypatch):

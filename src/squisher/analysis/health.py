@@ -173,7 +173,7 @@ def of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "zeros",
             "warning" if share > 0.5 else "info",
-            f"{100 * share:.3g}% of all entries are exactly 0 ({totals.zeros:,} of {totals.numel:,}).",
+            f"{totals.zeros:,} of {totals.numel:,} entries are exactly 0 ({share:.2%}).",
             "Usually rows of an embedding that the data never used, and dead units. They tie: among them, a top-k takes "
             "the first by position.",
             mostly,
@@ -184,7 +184,7 @@ def of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]:
         yield Diagnosis(
             "denormals",
             "warning" if share > 0.1 else "info",
-            f"{100 * share:.3g}% of all entries are below 1.2e-38 but not 0 ({totals.denormals:,} of {totals.numel:,}).",
+            f"{totals.denormals:,} of {totals.numel:,} entries are below 1.2e-38 but not 0 ({share:.2%}).",
             "Squares of gradients below 1e-19 have lost their digits. They are kept in the file; applications take them as 0.",
             [row.name for row in rows if row.values.denormals],
             {"share": share, "denormals": totals.denormals},

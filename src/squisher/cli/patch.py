@@ -76,9 +76,10 @@ def patch_apply(
     from ..storage.folders import open_model, write_model
 
     shell.check_target(out, overwrite, base, patch, suffix=None)
-    patched = apply(open_model(base).weights, patch)
+    opened = open_model(base)
+    patched = apply(opened.weights, patch)
     with shell.progress_bar("writing") as progress:
-        write_model(out, patched, base if base.is_dir() else None, progress=progress)
+        write_model(out, patched, opened.path if opened.path.is_dir() else None, progress=progress)
     if as_json:
         shell.print_json({"out": str(out), "tensors": len(patched)})
     else:
