@@ -151,11 +151,8 @@ def test_wrong_values_are_wrong_usage(runs, tmp_path, no_libraries, command, opt
     value = WRONG[command][option]
     if value == []:
         return
-    words = (
-        value
-        if isinstance(value, list)
-        else [*COMPLETE[command], f"--{NAMED.get(option, option).replace('_', '-')}", value]
-    )
+    said = f"--{NAMED.get(option, option).replace('_', '-')}"
+    words = value if isinstance(value, list) else [*COMPLETE[command], said, value]
     done = run(command, *(word.format(tmp=tmp_path) for word in words), cwd=runs)
     assert done.returncode == 2, done.stderr
     assert done.stdout == ""
@@ -163,6 +160,8 @@ def test_wrong_values_are_wrong_usage(runs, tmp_path, no_libraries, command, opt
     assert done.stderr.startswith(("squisher: ", "Usage: "))
     if done.stderr.startswith("squisher"):
         assert done.stderr.count("\n") == 1
+        # The option is named as it was given, not as a Python function would take it.
+        assert not re.search(rf"\b{option}(=| is )" if "_" not in option else option, done.stderr.replace(said, ""))
     assert not list(tmp_path.iterdir())
 
 

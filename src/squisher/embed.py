@@ -55,7 +55,7 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
         return whole
     names = [name for name in whole if numel_of(whole, name) and not (by == "row" and _is_bias(name))]
     if not names:
-        raise NamingError("Only biases are left, and an embedding by row has none of them: use by='tensor'.")
+        raise NamingError("Only biases are left, and an embedding by row has none of them: use the one by tensor.")
     means = {
         name: torch.tensor([whole.total(name) / numel_of(whole, name)]) if by == "tensor" else _row_means(whole, name)
         for name in names

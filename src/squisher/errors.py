@@ -21,7 +21,16 @@ class SquisherError(Exception):
 
 
 class ArgumentError(SquisherError):
-    """A value of an argument that is wrong whatever the files hold; on the command line it is wrong usage."""
+    """A value of an argument that is wrong whatever the files hold; on the command line it is wrong usage.
+
+    Attributes:
+        problem: The message, without the argument that it begins with.
+        argument: The argument's name in Python, if the message begins with it; the command line puts its option there.
+    """
+
+    def __init__(self, problem: str, argument: str = ""):
+        super().__init__(f"{argument} {problem}" if argument else problem)
+        self.problem, self.argument = problem, argument
 
 
 class FileError(SquisherError):
@@ -89,7 +98,7 @@ def check_choice(what: str, value: Any, allowed: Collection[str]) -> None:
     if value not in allowed:
         *most, last = allowed
         known = f"{', '.join(most)} or {last}" if most else last
-        raise ArgumentError(f"{what} is {known}, not {value!r}.{near(str(value), allowed)}")
+        raise ArgumentError(f"is {known}, not {value!r}.{near(str(value), allowed)}", what)
 
 
 def check_positive(what: str, value: Any) -> None:
@@ -99,7 +108,7 @@ def check_positive(what: str, value: Any) -> None:
         ArgumentError: The message says what was given.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
-        raise ArgumentError(f"{what} is a positive number, not {value!r}.")
+        raise ArgumentError(f"is a positive number, not {value!r}.", what)
 
 
 def check_fraction(what: str, value: Any, of: str) -> None:
@@ -114,4 +123,4 @@ def check_fraction(what: str, value: Any, of: str) -> None:
         ArgumentError: The message says what was given.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
-        raise ArgumentError(f"{what} is the fraction {of}, from 0 to 1, not {value!r}.")
+        raise ArgumentError(f"is the fraction {of}, from 0 to 1, not {value!r}.", what)

@@ -159,16 +159,16 @@ def quantizers_of(bits: Sequence[int], group: int, scheme: str) -> dict[int, Qua
     """
     check_choice("scheme", scheme, SCHEMES)
     if not isinstance(bits, Sequence):
-        raise ArgumentError(f"bits are the widths to choose from, such as (2, 3, 4, 8), not {bits!r}.")
+        raise ArgumentError(f"are the widths to choose from, such as (2, 3, 4, 8), not {bits!r}.", "bits")
     widths = sorted(set(bits))
     known = list(_GGML) if scheme == "llama.cpp" else list(range(2, 9))
     wrong = [b for b in widths if b not in known]
     if wrong or not widths:
-        raise ArgumentError(f"bits for {scheme} are some of {', '.join(map(str, known))}, not {list(bits)}.")
+        raise ArgumentError(f"for {scheme} are some of {', '.join(map(str, known))}, not {list(bits)}.", "bits")
     if scheme == "llama.cpp":
         return {b: _GGML[b] for b in widths}
     if not (isinstance(group, int) and group > 0):
-        raise ArgumentError(f"group is the number of weights that share a scale, 1 or more, not {group!r}.")
+        raise ArgumentError(f"is the number of weights that share a scale, 1 or more, not {group!r}.", "group")
     affine = scheme == "affine"
     return {b: Quantizer(f"{scheme}-{b}", b, group, affine, 32 if affine else 16) for b in widths}
 

@@ -76,7 +76,7 @@ def test_ewc(tmp_path, adapter):
     ewc = ewc_of(trainer.model, 1e3)
     callback = EWCCallback(ewc).attach(trainer)
     seen = []
-    observe = callback._see_gradients
+    observe = callback._observe
 
     def first_only():
         observe()

@@ -75,6 +75,8 @@ def _quantised(kind: str) -> nn.Module:
             if "4" in kind:
                 new = bnb.nn.Linear4bit(old.in_features, old.out_features, bias=False, quant_type="nf4")
                 new.weight = bnb.nn.Params4bit(old.weight.data, requires_grad=False, quant_type="nf4")
+                # Newer processors get a kernel in eval mode through which bitsandbytes has no gradient.
+                new.support_avx512bf16_for_cpu = False
             else:
                 new = bnb.nn.Linear8bitLt(old.in_features, old.out_features, bias=False, has_fp16_weights=False)
                 new.weight = bnb.nn.Int8Params(old.weight.data, requires_grad=False, has_fp16_weights=False)

@@ -291,7 +291,7 @@ def test_batch_sizes_are_brought_to_one_scale_and_never_mixed_silently(tmp_path)
         (lambda m, f: merge.average(m, precision="float16"), "precision.*float32 or float64"),
         (lambda m, f: merge.average(m, dtype="int8"), "dtype is float32"),
         (lambda m, f: merge.average(m, exclude="("), "not a regular expression"),
-        (lambda m, f: merge.ubgm(m[0], m, None, f), "pass base_size=0"),
+        (lambda m, f: merge.ubgm(m[0], m, None, f), "base_size must be 0"),
         (lambda m, f: merge.ubgm(m[0], m, f[0], f, sizes=[1, -1]), "size.*finite"),
         (lambda m, f: merge.ubgm(m[0], m, f[0], f, [1, -1]), "not negative"),
     ],

@@ -73,13 +73,20 @@ def main() -> None:
     except (SquisherError, OSError) as error:
         if _debug:
             raise
-        typer.echo(f"squisher: {error}", err=True)
+        typer.echo(f"squisher: {_spoken(error)}", err=True)
         sys.exit(2 if isinstance(error, ArgumentError) else 1)  # 2 is wrong usage, for Typer as well
     except Exception as error:
         if _debug:
             raise
         typer.echo(_unexpected(error), err=True)
         sys.exit(1)
+
+
+def _spoken(error: Exception) -> str:
+    """Return an error's message, with the option where it begins with the argument of a Python function."""
+    if not isinstance(error, ArgumentError) or not error.argument.isidentifier():
+        return str(error)
+    return f"--{error.argument.replace('_', '-')} {error.problem}"
 
 
 def _unexpected(error: Exception) -> str:

@@ -367,7 +367,7 @@ class Importance(Mapping[str, Tensor]):
             path = path / FILE_NAME
         target = checked_dtype(dtype)
         if check_codec(codec) != "exact" and target is not None:
-            raise ArgumentError(f"The codec {codec} has a type of its own: leave dtype out, or save exactly.")
+            raise ArgumentError(f"The codec {codec} has a type of its own: leave the type out, or save exactly.")
         for name in self if target is None else ():
             checked_dtype(self.dtype(name))
         metadata = {**self.provenance.to_dict(), "created_with": f"torch-squisher {__version__}"}

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ranks
-from ..errors import ArgumentError, NamingError, SquisherError, near
+from ..errors import ArgumentError, NamingError, SquisherError, check_choice, near
 from ..guard import eager_original, refuse_batch_statistics
 from ..importance import Absence, Importance, Level, Naming, Reason, structure_hash
 from ..importance.weights import content_of
@@ -159,11 +159,11 @@ def fisher(
 
 def _check(model: Any, method: str, dtype: Any, max_examples: int | None) -> None:
     if method not in ("auto", "fast", "loop"):
-        raise ArgumentError(f"method={method!r} is not known; expected 'auto', 'fast' or 'loop'.")
+        raise ArgumentError(f"{method!r} is not known; expected 'auto', 'fast' or 'loop'.", "method")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype == torch.float16:
-        raise ArgumentError(f"dtype={dtype} cannot hold squared gradients; use torch.float32, float64 or bfloat16.")
+        raise ArgumentError(f"{dtype} cannot hold squared gradients; use torch.float32, float64 or bfloat16.", "dtype")
     if max_examples is not None and max_examples < 1:
-        raise ArgumentError(f"max_examples={max_examples}: expected a positive number or None.")
+        raise ArgumentError(f"is a positive number, or left out, not {max_examples}.", "max_examples")
     if not isinstance(model, nn.Module):
         raise SquisherError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
 
@@ -181,7 +181,7 @@ def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParam
             try:
                 accept = {p.name for name, p in names.items() if re.search(wanted, name)}
             except re.error as error:
-                raise ArgumentError(f"parameters={wanted!r} is not a regular expression: {error}.") from error
+                raise ArgumentError(f"{wanted!r} is not a regular expression: {error}.", "parameters") from error
         elif callable(wanted):
             accept = {p.name for p in live if wanted(p.name)}
         else:
@@ -271,9 +271,9 @@ def objective_for(
             + ", or a function (model, batch) -> losses, one per example."
         )
     if not callable(likelihood):
-        _one_of("likelihood", likelihood, ("auto", *KINDS))
-    _one_of("labels", labels, LABELS)
-    _one_of("per", per, ("example", "batch"))
+        check_choice("likelihood", likelihood, ("auto", *KINDS))
+    check_choice("labels", labels, LABELS)
+    check_choice("per", per, ("example", "batch"))
     if callable(likelihood):
         if labels != "data":
             raise ArgumentError(f"A function as likelihood knows its own labels; labels={labels!r} needs a named one.")
@@ -282,32 +282,29 @@ def objective_for(
         kind = likelihood if likelihood != "auto" else _kind_of(model)
     if kind == "tokens" and labels == "exact":
         raise ArgumentError(
-            "labels='exact' is not done for tokens (one backward pass per position and token of the vocabulary). Use "
-            "labels='sampled': it estimates the same Fisher without bias."
+            "'exact' is not done for tokens (one backward pass per position and token of the vocabulary). Use "
+            "'sampled': it estimates the same Fisher without bias.",
+            "labels",
         )
     if per == "batch" and labels == "exact":
-        raise ArgumentError("per='batch' with labels='exact' has no meaning; use labels='sampled'.")
+        raise ArgumentError("'batch' has no meaning with exact labels; use sampled ones.", "per")
     units = ("sequence", "token") if kind == "tokens" else ("example",)
     unit = units[0] if unit is None else unit
     if unit not in units:
         raise ArgumentError(
-            f"unit={unit!r} does not fit the likelihood {kind if isinstance(kind, str) else 'function'!r}; expected "
-            f"{' or '.join(map(repr, units))}."
+            f"{unit!r} does not fit the likelihood {kind if isinstance(kind, str) else 'function'!r}; expected "
+            f"{' or '.join(map(repr, units))}.",
+            "unit",
         )
     if per == "batch" and unit == "token":
-        raise ArgumentError("per='batch' squares the gradient of a whole batch; unit='token' has no meaning there.")
+        raise ArgumentError(
+            "'token' has no meaning where the gradient of a whole batch is squared (per batch).", "unit"
+        )
     if not isinstance(draws, int) or draws < 1 or (draws > 1 and labels != "sampled"):
         raise ArgumentError(
-            f"draws={draws!r} with labels={labels!r}: expected a positive number, above 1 only with labels='sampled'."
+            f"is a positive number, above 1 only for sampled labels, not {draws!r} with labels {labels!r}.", "draws"
         )
     return Objective(kind, labels, unit, draws, seed, _shift_of(model) if shift is None else shift)
-
-
-def _one_of(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise ArgumentError(
-            f"{name}={value!r} is not known; expected {', '.join(map(repr, allowed))}.{near(str(value), allowed)}"
-        )
 
 
 def _loss_type(model: nn.Module) -> str:

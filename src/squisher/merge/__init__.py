@@ -115,7 +115,7 @@ def fisher(
         ScaleError: The importances have no common scale.
     """
     if normalize not in (None, "mean", "l2"):
-        raise ArgumentError(f"normalize is mean or l2, or nothing, not {normalize!r}.")
+        raise ArgumentError(f"is mean or l2, or nothing, not {normalize!r}.", "normalize")
     importances = as_many("importance", importances, models)
     floors, adds = as_floors(floor, len(models))
     used, numbers = taking_part(models, coefficients)
@@ -173,7 +173,9 @@ def ubgm(
     if delta != "relative":
         (delta,) = as_numbers("delta", [as_number(delta)], 1, least=0.0)
     if base_importance is None and base_length:
-        raise ArgumentError("ubgm needs the importance of the base too; without one, pass base_size=0.")
+        raise ArgumentError(
+            "must be 0 for ubgm without the importance of the base: give that importance, or 0.", "base_size"
+        )
     used, alphas = taking_part(models, coefficients, [base])
     dropped = len(used) < len(models)
     models, importances = [models[k] for k in used], [importances[k] for k in used]
@@ -229,7 +231,7 @@ def ota(
     keeps = [as_number(k) for k in ([keep] * len(models) if isinstance(keep, (int, float)) else keep)]
     if len(keeps) != len(models) or not all(0 <= k <= 1 for k in keeps):
         raise ArgumentError(
-            f"keep is a fraction from 0 to 1, one for all or one for each of {len(models)} models, not {keep!r}."
+            f"is a fraction from 0 to 1, one for all or one for each of {len(models)} models, not {keep!r}.", "keep"
         )
     used, _ = taking_part(models, None, [base])
     everyone = [*models, base]

@@ -81,7 +81,7 @@ def weights(
     check_score(score, importance)
     check_choice("scope", scope, SCOPES)
     if (sparsity is None) == (nm is None):
-        raise ArgumentError("Give either a sparsity (0.75) or a pattern (nm='2:4'), not both and not neither.")
+        raise ArgumentError("Give either a sparsity (0.75) or a pattern (nm, such as 2:4), not both and not neither.")
     if sparsity is not None:
         check_fraction("sparsity", sparsity, "of weights to set to zero")
     check_fraction("minimum", minimum, "of each tensor that stays at least")

@@ -189,8 +189,9 @@ def _usable(optimizers: Sequence[OptimizerState], options: Options) -> tuple[lis
     if options.optimizer_class is not None:
         if not rows_of_class(options.optimizer_class):
             raise ArgumentError(
-                f"{options.optimizer_class} is not an optimizer that is known (docs/formats.md lists them). Leave optimizer_class out where "
-                "the keys of the state tell."
+                f"{options.optimizer_class!r} is no optimizer that is known (docs/formats.md lists them). Leave it out where the keys of "
+                "the state tell.",
+                "optimizer_class",
             )
         optimizers = [replace(one, class_name=options.optimizer_class) for one in optimizers]
     usable, refusals = [], []
