@@ -625,3 +625,16 @@ def test_doubles_that_go_through_single_precision_are_not_taken_for_examples_tha
     found = fisher(model, batches, dtype=torch.float64)
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-5), name
+
+
+def test_rows_that_are_examples_are_not_broadcast_against_a_parameter():
+    torch.manual_seed(0)
+    model = _module(
+        lambda s, x: s.out(torch.cdist(s.inside(x), s.point)), inside=nn.Linear(5, 6), out=nn.Linear(1, CLASSES)
+    )
+    model.point = nn.Parameter(torch.randn(1, 6).double())
+    batches = _batches(torch.randn(4, 5))
+    expected = fisher(model, batches, method="loop")
+    found = fisher(model, batches)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-4), name

@@ -156,6 +156,7 @@ def broadcasts(
     """Return the shape that the arguments are broadcast to, and where the examples will be in it; (None, UNKNOWN) for other operations."""
     tensors = tensors_in((args, kwargs))
     rule = _PLACEMENTS.get(name)
+    matrices = rule in (_matmul, _attention)
     if rule in (_pointwise, _where, _dropout):
         shapes = [tuple(t.shape) for t in tensors]
     elif rule is _matmul:
@@ -168,7 +169,10 @@ def broadcasts(
         return None, UNKNOWN
     try:
         shape = tuple(torch.broadcast_shapes(*shapes))
-        return shape, rule(name, args, kwargs, torch.empty(shape, device="meta"), look)
+        state = rule(name, args, kwargs, torch.empty(shape, device="meta"), look)
+        if matrices and isinstance(state, Examples) and state.dim >= len(shape) - 2:
+            return None, UNKNOWN  # examples in the rows or columns of a matrix, which are not broadcast
+        return shape, state
     except (RuntimeError, TypeError, IndexError, ValueError, AttributeError):
         return None, UNKNOWN
 
