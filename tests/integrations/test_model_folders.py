@@ -60,3 +60,23 @@ def test_how_sentences_are_pooled_comes_along(model, tmp_path):
         (model / name).write_text(text)
     assert run("prune", model, "--sparsity", "0.5", "--out", tmp_path / "out").returncode == 0
     assert {name: (tmp_path / "out" / name).read_text() for name in files} == files
+
+
+@pytest.mark.parametrize("command", ["prune", "unlearn", "patch"])
+def test_an_adapter_stays_an_adapter(tmp_path, command):
+    folder, out = tmp_path / "adapter", tmp_path / "out"
+    folder.mkdir()
+    tensors = {f"base_model.model.w.lora_{ab}.weight": torch.randn(4, 4) for ab in "AB"}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    importance = tmp_path / "importance.safetensors"
+    squisher.Importance({name: t.square() for name, t in tensors.items()}, unit="example").save(importance)
+    squisher.patch.make(tensors, {name: t + 1 for name, t in tensors.items()}, tmp_path / "patch.safetensors")
+    arguments = {
+        "prune": ["prune", folder, "--importance", importance, "--sparsity", "0.5"],
+        "unlearn": ["unlearn", folder, "--importance", importance, "--forget", importance],
+        "patch": ["patch", "apply", folder, tmp_path / "patch.safetensors"],
+    }
+    done = run(*arguments[command], "--out", out)
+    assert done.returncode == 0, done.stderr
+    assert {file.name for file in out.iterdir()} - {"README.md"} == {"adapter_model.safetensors", "adapter_config.json"}

@@ -256,7 +256,6 @@ def merge_folders(
         tied=merged.tied,
         adapters=space,
     )
-    in_factors = isinstance(first, peft.Adapter)
     write_model(
         out,
         merged,
@@ -264,8 +263,6 @@ def merge_folders(
         card=report.card(),
         dtype=None if dtype is None else dtype_of(merged, merged.merged[0]),
         leave_out=merged.tied,
-        file_name=peft.WEIGHTS if in_factors else "model.safetensors",
-        extra_files=(peft.CONFIG,) if in_factors else (),
         shard_bytes=shard_bytes,
         progress=progress,
     )

@@ -41,7 +41,7 @@ _IN_FOLDER = (
     "model.bin",
 )
 _COPIED = (
-    "config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
+    "config.json", "adapter_config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
     "configuration_*.py", "modeling_*.py", "tokenization_*.py", "LICENSE*",
     # sentence-transformers: how a sentence is made of its tokens (1_Pooling, 2_Dense, …)
@@ -158,8 +158,6 @@ def write_model(
     card: str | None = None,
     dtype: torch.dtype | None = None,
     leave_out: Mapping[str, str] | None = None,
-    file_name: str = _WEIGHTS,
-    extra_files: tuple[str, ...] = (),
     shard_bytes: int = safetensors.SHARD_BYTES,
     progress: Progress | None = None,
 ) -> None:
@@ -170,12 +168,10 @@ def write_model(
     Args:
         out: A folder that does not exist yet (or is empty), or a `.safetensors` file.
         weights: Any mapping; a lazy one is read chunk by chunk.
-        like: A model folder whose config and tokenizer files are copied.
+        like: A model folder whose config and tokenizer files are copied; that of a LoRA adapter makes an adapter of the output.
         card: The text of the README.md.
         dtype: The type that the config should say, if it is to be changed.
         leave_out: Other names of tied tensors, which are written once: alias to name.
-        file_name: What the weight file is called in the folder.
-        extra_files: Names of further files of `like` to copy.
         shard_bytes: Larger ones become shards with an index.
         progress: Called with the bytes written so far and in all.
 
@@ -189,7 +185,7 @@ def write_model(
             safetensors.save(out, written, None, shard_bytes=shard_bytes, progress=progress)
             return
         with new_folder(out) as folder:
-            for source, name in _side_files(like, extra_files):
+            for source, name in _side_files(like):
                 if name == Path("config.json"):
                     (folder / name).write_text(_config(read_object(source), dtype), "utf-8")
                     continue
@@ -197,14 +193,16 @@ def write_model(
                 shutil.copyfile(source, folder / name)
             if card is not None:
                 (folder / "README.md").write_text(card, "utf-8")
-            safetensors.save(folder / file_name, written, None, shard_bytes=shard_bytes, progress=progress)
+            adapts = like is not None and any((like / adapter).is_file() for adapter in _IN_FOLDER[:2])
+            file = folder / (_IN_FOLDER[0] if adapts else _WEIGHTS)
+            safetensors.save(file, written, None, shard_bytes=shard_bytes, progress=progress)
 
 
-def _side_files(like: Path | None, extra: tuple[str, ...]) -> list[tuple[Path, Path]]:
+def _side_files(like: Path | None) -> list[tuple[Path, Path]]:
     """Return the files to copy, and what they are called inside the folder."""
     if like is None or not like.is_dir():
         return []
-    found = {path for pattern in (*_COPIED, *extra) for path in like.glob(pattern) if path.is_file()}
+    found = {path for pattern in _COPIED for path in like.glob(pattern) if path.is_file()}
     return [(path, path.relative_to(like)) for path in sorted(found)]
 
 
