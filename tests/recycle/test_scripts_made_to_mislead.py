@@ -7,6 +7,7 @@ refused, and `in_order` says it.
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -210,7 +211,41 @@ def recurrent_layers(m, *layers):
     return [getattr(m.rnn, f"{kind}_{layer}") for layer in layers for kind in kinds]
 
 
+def bias_free_loss(m):
+    x, y = batch()
+    return functional.cross_entropy(m.layers(x), y)
+
+
+def bias_free():
+    layer = lambda: (nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH), nn.ReLU())  # noqa: E731
+    return Net(bias_free_loss, layers=nn.Sequential(*layer(), *layer(), *layer(), nn.Linear(WIDTH, 5, bias=False)))
+
+
+def tokens_loss(m):
+    x, y = batch()
+    tokens = torch.where(torch.rand(len(x), 1, 1) < 0.3, m.words.mask, x[:, None])
+    both = torch.cat([m.words.cls.expand(len(x), 1, -1), m.first(tokens)], 1)
+    return functional.cross_entropy(m.head(torch.relu(m.second(both)).mean(1)), y)
+
+
+def with_tokens():
+    words = nn.ParameterDict({"cls": torch.zeros(1, 1, WIDTH), "mask": torch.zeros(1, 1, WIDTH)})
+    layers = {"first": nn.Linear(WIDTH, WIDTH), "second": nn.Linear(WIDTH, WIDTH), "head": nn.Linear(WIDTH, 5)}
+    return Net(tokens_loss, words=words, **layers)
+
+
+def critic_loss(m):
+    x, y = batch()
+    return functional.cross_entropy(m.layers(x), y)
+
+
+def critic(norm):
+    layer = lambda: (norm(nn.Linear(WIDTH, WIDTH)), nn.LeakyReLU(0.2))  # noqa: E731
+    return Net(critic_loss, layers=nn.Sequential(*layer(), *layer(), nn.Linear(WIDTH, 5)))
+
+
 MISLEADING = {
+    "without biases, sorted by name": (bias_free, lambda m: [p for _, p in sorted(m.named_parameters())]),
     "the second tower first": (pair, lambda m: own(m.doc, m.query)),
     "the second tower first, and a scale": (contrastive, lambda m: [m.scale, *own(m.doc, m.query)]),
     "the critic first": (actor, lambda m: own(m.v, m.pi, m.action, m.value)),
@@ -288,6 +323,36 @@ def test_the_biases_of_norms_before_their_weights(tmp_path, kind):
     trained(model, optimizer, 30)
     with pytest.raises(NamingError, match="contradict" if "Adam" in kind else "contradict|Nothing tells"):
         squisher.extract(saved(tmp_path / "c.pt", model, optimizer))
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adam with decay"])
+def test_a_bias_in_the_place_of_a_norm(tmp_path, kind):
+    """Both are vectors of one length; nothing else is in another place."""
+    torch.manual_seed(0)
+    model = normed()
+    order = list(model.parameters())
+    bias, weight = (
+        next(k for k, p in enumerate(order) if p is q) for q in (model.layers[0].bias, model.norms[2].weight)
+    )
+    order[bias], order[weight] = order[weight], order[bias]
+    optimizer = OPTIMIZERS[kind](order)
+    trained(model, optimizer, 60)
+    with pytest.raises(NamingError, match="contradict"):
+        squisher.extract(saved(tmp_path / "c.pt", model, optimizer))
+
+
+SPECTRAL = [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm]
+
+
+@pytest.mark.filterwarnings("ignore:.*spectral_norm.*deprecated")
+@pytest.mark.parametrize("make", [*(partial(critic, norm) for norm in SPECTRAL), with_tokens, bias_free])
+def test_vectors_that_no_script_hands_over_alone_are_no_doubt(tmp_path, make):
+    """The buffers of a spectral norm, class tokens, norms between layers."""
+    torch.manual_seed(0)
+    model = make()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    trained(model, optimizer, 100)
+    assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "Adam with decay"])

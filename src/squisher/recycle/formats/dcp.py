@@ -21,7 +21,7 @@ from ...importance.facts import RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import CHUNK, Block, Blocks, TensorSource
 from ...storage.torch_files import Record, StoredTensor, Verified, read, unpickle
-from ..naming.candidates import clean_names, recorded_name
+from ..naming.candidates import clean_names, is_buffer, recorded_name
 from ..optimizers import step_of
 from ..states import Candidate, Entry, Found, OptimizerState, Options
 from .trainer import facts_of, training_args
@@ -30,7 +30,6 @@ __all__ = ["Checkpoint", "is_dcp", "read_dcp"]
 
 _NUMBERED = re.compile(r"(?:step|iter|epoch|checkpoint|global_step)[-_]?\d+")
 _PER_RANK = "optimizer_*_rank*.bin"  # Accelerate's name for LOCAL_STATE_DICT
-_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 def is_dcp(path: Path) -> bool:
@@ -253,12 +252,13 @@ def _models(checkpoint: Checkpoint) -> list[_Model]:
     """Return the weights, without what is surely a buffer."""
     optimizers = set(_saved(checkpoint))
     found: dict[tuple[Any, ...], dict[str, str]] = {}
+    names_of = {str(path[-1]) for path in checkpoint.paths.values()}
     for key, path in checkpoint.paths.items():
         place = _optimizer_place(path)
         name = str(path[-1])
         if (place and place[0] in optimizers) or not checkpoint.is_tensor(key) or ".optimizer." in f".{key}":
             continue
-        if checkpoint.dtype(key).is_floating_point and name.rpartition(".")[2] not in _BUFFERS:
+        if checkpoint.dtype(key).is_floating_point and not is_buffer(name, names_of):
             found.setdefault(path[:-1], {})[name] = key
     models = []
     for prefix, keys in found.items():

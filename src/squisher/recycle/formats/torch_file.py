@@ -13,7 +13,7 @@ from ...importance.facts import RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import LazyTensors, TensorSource, tied_names
 from ...storage.torch_files import Record, StoredTensor, find_weights, is_in_backward, is_optimizer, read, walk
-from ..naming.candidates import clean_names
+from ..naming.candidates import clean_names, is_buffer
 from ..optimizers import is_tensor
 from ..optimizers.quantized import decoded
 from ..states import Candidate, Entry, Found, OptimizerState, Options
@@ -147,7 +147,8 @@ def candidates_of(weights: Mapping[str, TensorSource]) -> tuple[list[Candidate],
     A buffer that looks like a parameter stays; fitting the shapes to the optimizer's then decides.
     """
     tied = tied_names(LazyTensors(weights))
-    names = [name for name in weights if name not in tied and not _is_buffer(name, weights[name])]
+    parameters = {n for n, t in weights.items() if t.dtype.is_floating_point and not is_buffer(n, weights)}
+    names = [name for name in weights if name in parameters and name not in tied]
     try:
         clean = clean_names(names)
     except NamingError:  # two wrappings of one model in one dictionary: the names as they are tell them apart
@@ -268,11 +269,6 @@ def _in_backward(content: dict[str, Any], place: str) -> OptimizerState:
         inner = optimizer_state(one, f"{place}.{name}")
         entries += [replace(entry, name=name, group_number=number) for entry in inner.entries]
     return OptimizerState(entries, None, place)
-
-
-def _is_buffer(name: str, tensor: TensorSource) -> bool:
-    known = ("running_mean", "running_var", "num_batches_tracked")
-    return not tensor.dtype.is_floating_point or name.rsplit(".", 1)[-1] in known
 
 
 _SHARDED = ("DTensor", "ShardedTensor")

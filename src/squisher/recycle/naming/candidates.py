@@ -32,6 +32,7 @@ __all__ = [
     "check_known",
     "clean_names",
     "given_names",
+    "is_buffer",
     "loose",
     "matching",
     "no_duplicates",
@@ -117,6 +118,20 @@ def loose(tensors: Mapping[str, TensorSource], prefix: str = "") -> list[Candida
     modules = list(dict.fromkeys(name.rpartition(".")[0] for name in tensors))
     names = sorted(tensors, key=lambda n: (modules.index(n.rpartition(".")[0]), not n.endswith("weight")))
     return [Candidate(prefix + n, tuple(tensors[n].shape), live_name=prefix + n, weight=tensors[n]) for n in names]
+
+
+# What torch's own modules keep beside their parameters.
+_KEPT = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|parametrizations\.\w+\.\d+\.(_u|_v|base))$")
+
+
+def is_buffer(name: str, names: Collection[str]) -> bool:
+    """Return whether a tensor among saved ones is surely no parameter: statistics of a norm, the vectors of a spectral norm.
+
+    Args:
+        name: Of the tensor.
+        names: Of all that were saved with it: `weight_v` is a parameter of a weight norm, a buffer beside `weight_orig`.
+    """
+    return bool(_KEPT.search(name)) or (name.endswith(("_u", "_v")) and f"{name[:-2]}_orig" in names)
 
 
 # What versions of transformers have saved as buffers and no longer do.

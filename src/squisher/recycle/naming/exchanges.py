@@ -21,7 +21,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -254,6 +254,7 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
     plausible = [*_in_all_layers(values, doubtful), *_kinds_apart(values, usable)]
     lists = [part for family in families if _is_list_of_norms(values, usable, family) for part in family]
     plausible += [{a: b for part in lists for a, b in _swap(part[:1], part[1:]).items()}] if lists else []
+    plausible += [move for move in _habits(values, usable) if move not in plausible]
     far: list[dict[int, int]] = []
     parts: dict[str, list[int]] = defaultdict(list)
     for c in usable:
@@ -263,24 +264,40 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
     alike: dict[tuple[Shape, ...], dict[tuple[int, ...], None]] = defaultdict(dict)
     for part in parts.values():
         alike[tuple(values.candidates[c].shape for c in part)][tuple(part)] = None
+    vectors: list[dict[int, int]] = []
     for same in alike.values():
         for a, b in itertools.combinations(same, 2):
             move = _swap(a, b)
             # The gains of weight norm, one a row, obey no law of their own.
             rows = any(len(values.candidates[c].shape) > 1 and math.prod(values.candidates[c].shape[1:]) > 1 for c in a)
-            if not set(a) & set(b) and rows and move not in near:
+            if set(a) & set(b):
+                continue
+            if rows and move not in near:
                 far.append(move)
+            elif not _whole(values, a) and abs(values.place[a[0]] - values.place[b[0]]) <= NEAR:
+                vectors.append(move)
     norms = [family for family in families if _is_norm(values, family[0])]
-    vectors = [*_in_all_layers(values, norms), *(dict(move) for family in norms for move in _orders(family))]
+    vectors += [*_in_all_layers(values, norms), *(dict(move) for family in norms for move in _orders(family))]
     kind = _kinds(values, usable)
     for same in alike.values():
         biases = [part for part in same if len(part) == 1 and kind.get(part[0]) == "bias"]
         vectors += [move for move in _orders(biases) if len(move) > 2]
     yield from (_Move(move, math.log(len(near) + len(plausible)), True) for move in plausible)
     yield from (_Move(move, math.log(len(near) + len(plausible))) for move in near if move not in plausible)
-    yield from (_Move(move, math.log(len(near) + len(far))) for move in far)
-    # Seldom is a norm or a bias handed over in another place without its layer.
-    yield from (_Move(move, math.log(len(near) + len(far) + len(vectors)) + VECTORS) for move in vectors)
+    noisy = not any(e >= 0 and values.has_moment(e) for e in usable.values())
+    for move in far:
+        yield _Move(move, math.log(len(near) + len(far)) + (2 * OF_V if noisy and _two_apart(values, move) else 0.0))
+    # Seldom is a norm or a bias handed over in another place without its layer. A bias in the place of a norm's weight makes one
+    # law by itself: its moment goes with the columns of what reads the norm.
+    for move in vectors:
+        halves = not noisy and len(move) == 2 and {kind.get(c) for c in move} != {"bias"}
+        yield _Move(move, math.log(len(near) + len(far) + len(vectors)) + VECTORS + (NORM if halves else 0.0))
+
+
+def _two_apart(values: Values, move: dict[int, int]) -> bool:
+    """Whether an exchange is of parts whose names, but for numbers, differ in two words: `encoder.q` and `decoder.o`."""
+    a, b = (re.sub(r"\d+", "#", values.candidates[c].name).split(".") for c in (min(move), move[min(move)]))
+    return len(a) != len(b) or sum(x != y for x, y in zip(a, b, strict=True)) > 1
 
 
 def _in_all_layers(values: Values, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[dict[int, int]]:
@@ -296,6 +313,29 @@ def _in_all_layers(values: Values, families: Sequence[Sequence[Sequence[int]]]) 
             }
             if len(both) != 2 or len(cells) != 1:  # not the two weights of one recurrent cell
                 yield both
+
+
+def _habits(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
+    """Yield the orders that scripts make of one list of all parameters, where the shapes fit them as well."""
+    own = sorted(usable, key=lambda c: usable[c])
+    names, shapes = [c.name for c in values.candidates], [c.shape for c in values.candidates]
+    module = {c: names[c].rpartition(".")[0] for c in usable}
+    place = {name: k for k, name in enumerate(dict.fromkeys(module.values()))}
+    habits: list[Callable[[int], Any]] = [
+        lambda c: names[c],
+        lambda c: (names[c].partition(".")[0], c),  # the children by name
+        lambda c: (re.sub(r"\d+", "", names[c]), c),  # a kind after the other, over all layers
+        lambda c: -c,
+        lambda c: (-place[module[c]], c),  # modules from the last to the first
+        lambda c: (place[module[c]], -c),  # every module's bias first
+        lambda c: (names[c].count("."), c),  # what a module has itself before its children
+        lambda c: (math.prod(shapes[c]), c),
+        lambda c: (-math.prod(shapes[c]), c),
+    ]
+    for listed in (sorted(own, key=habit) for habit in habits if len({e.group_number for e in values.entries}) == 1):
+        move = {a: b for a, b in zip(listed, own, strict=True) if a != b}
+        if move and all(shapes[a] == shapes[b] for a, b in move.items()):
+            yield move
 
 
 def _kinds_apart(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
@@ -341,17 +381,16 @@ def _swap(a: Sequence[int], b: Sequence[int]) -> dict[int, int]:
 
 
 def _whole(values: Values, part: Sequence[int]) -> bool:
-    """Whether a part has a matrix."""
-    return any(len(values.candidates[c].shape) > 1 for c in part)
+    """Whether a part has a matrix; a class token, (1, 1, n), is none."""
+    shapes = [values.candidates[c].shape for c in part]
+    return any(len(shape) == 2 or sum(n > 1 for n in shape) > 1 for shape in shapes)
 
 
 def _is_norm(values: Values, part: Sequence[int]) -> bool:
-    """Whether a part is a weight and a bias of one length."""
-    return (
-        len(part) == 2
-        and not _whole(values, part)
-        and values.candidates[part[0]].shape == values.candidates[part[1]].shape
-    )
+    """Whether a part is a weight and a bias of one length, not two vectors of a list."""
+    shapes = [values.candidates[c].shape for c in part]
+    numbered = values.candidates[part[0]].name.rpartition(".")[2].isdecimal()
+    return len(part) == 2 and not _whole(values, part) and shapes[0] == shapes[1] and not numbered
 
 
 def _is_list_of_norms(values: Values, usable: Assignment, family: Sequence[Sequence[int]]) -> bool:
