@@ -80,6 +80,17 @@ def test_a_module_is_refused_and_stays_as_it_was(value):
 
 
 @pytest.mark.parametrize("value", BAD)
+def test_ewc_keeps_no_centre_that_is_not_finite(value):
+    model = nn.Linear(6, 4)
+    ewc = squisher.EWC(model)
+    ewc.consolidate({"weight": torch.ones(4, 6)})
+    model.weight.data[1, 1] = value
+    with pytest.raises(squisher.SquisherError, match="'weight'.*NaN"):
+        ewc.consolidate({"weight": torch.ones(4, 6)})
+    assert ewc.tasks == 1
+
+
+@pytest.mark.parametrize("value", BAD)
 def test_what_copies_keeps_every_bit(tmp_path, value):
     base, tuned = spoilt(weights(), value), spoilt(weights(1), value)
     squisher.patch.make(base, tuned, tmp_path / "patch.safetensors")

@@ -19,7 +19,7 @@ from ..errors import ArgumentError, NamingError, ScaleError, SquisherError, Squi
 from ..importance import Importance, checked, on_common_scale
 from ..importance.weights import match
 from ..names import align, live_tensors
-from ..storage.tensors import name_pattern
+from ..storage.tensors import is_finite, name_pattern, not_finite
 from .arithmetic import METRICS, Energy, Pull, StepsTaken, add_force_, denominator, pull_together_, unwrapped, was_taken
 
 __all__ = ["EWC", "strength_like"]
@@ -111,6 +111,7 @@ class EWC:
         Raises:
             NamingError: A name or shape is not the model's.
             ScaleError: Its scale differs from the scale of the tasks before.
+            SquisherError: The model's weights or the importance are not finite; then nothing has changed.
         """
         scaled = self._on_scale(importance, scale)
         names = self._matched(scaled)
@@ -121,6 +122,8 @@ class EWC:
             parameter = self._parameters[name]
             force = self._kept(scaled[source].to(torch.float32), parameter)
             now = self._kept(parameter.detach().to(torch.float32), parameter).clone()
+            if not is_finite(now):
+                raise not_finite(name)
             total += float(force.double().sum())
             if self.online is not None or name not in self._weight:
                 old = self._weight.get(name)
@@ -137,7 +140,7 @@ class EWC:
         for name in self._weight:
             if (
                 self.online is not None and name not in names
-            ):  # parameters without an importance in this task fade like the others
+            ):  # without an importance in this task it fades like the others
                 new_weight[name] = self._weight[name] * self.online
         self._warn_if_exploding(total, importance)
         self._weight, self._centre, self._constant = new_weight, new_centre, constant
