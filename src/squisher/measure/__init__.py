@@ -5,8 +5,8 @@ To read it from top to bottom:
 - `fisher`, below, checks a request; `walk` goes through the data: each batch to an engine, its squares to the `sums`.
 - `batches` takes a batch apart and says who measures it; `likelihood` is what is squared, with labels drawn by `sampling`.
 - `loop` is the definition, one example after the other. Two engines are faster: `joint` for whole batches, `fast` for all examples at once.
-- `fast` believes a batch if its examples are followed through every operation (`following` runs them, `examples` says where the rows
-  of each example are afterwards, `routing` where they are sorted by value), every use of a parameter has a rule (`capture` sees the uses,
+- `fast` believes a batch if its examples are followed through every operation (`following` runs them, `placements`, `indexing`
+  and `routing` say where the rows of each example are afterwards), every use of a parameter has a rule (`capture` sees the uses,
   `rules` has one file for each kind of layer), and `proof` has compared it with the loop.
 - `sharded` is all this for models that are spread over processes, `training` the squares inside a training step, for `squisher.Tracker`.
 - `unfinished` keeps an interrupted measurement.

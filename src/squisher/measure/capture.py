@@ -21,18 +21,7 @@ from torch import Tensor, nn
 
 from ..ranks import is_sharded
 from .batches import Batch
-from .examples import (
-    SHARED,
-    UNKNOWN,
-    Examples,
-    Look,
-    Routed,
-    State,
-    broadcasts,
-    replaced,
-    tensors_in,
-    why_unknown,
-)
+from .examples import SHARED, UNKNOWN, Call, Examples, Look, Routed, State, replaced, tensors_in
 from .following import (
     NEEDING_NO_VALUES,
     Following,
@@ -45,6 +34,7 @@ from .following import (
     version_of,
 )
 from .likelihood import Objective, Outputs
+from .placements import broadcasts, why_unknown
 from .routing import GROUPED, Routes, behind_transpose, ends_of
 from .rules import (
     OPERATIONS,
@@ -278,7 +268,7 @@ class Pass(Following):
         output = func(*args, **kwargs)
 
         def after(t: Tensor) -> tuple[State, str]:
-            state = self._state_after(name, args, kwargs, t, look)
+            state = self._state_after(Call(name, args, kwargs, t, look))
             return state, why_unknown(name) if state is UNKNOWN else ""
 
         if uses:

@@ -15,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .examples import SHARED, UNKNOWN, Examples, Routed, State, argument, place_after, replaced, state_after, tensors_in
+from .examples import SHARED, UNKNOWN, Examples, Routed, State, argument, replaced, tensors_in
+from .indexing import place_after
+from .placements import state_after
 from .rules import in_steps, multi_head_attention, supports
 
 __all__ = [

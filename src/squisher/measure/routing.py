@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .examples import UNKNOWN, Examples, Look, Routed, State, argument, state_after, tensors_in
+from .examples import UNKNOWN, Call, Examples, Look, Routed, State, argument, tensors_in
+from .placements import state_after
 
 __all__ = ["GROUPED", "Routes", "behind_transpose", "ends_of"]
 
@@ -54,7 +55,7 @@ class Routes:
             return UNKNOWN
         (owner,) = found
         single = {key: Examples(s.dim) if isinstance(s, Routed) else s for key, s in states.items()}
-        after = state_after(name, args, kwargs, output, Look(single, len(self.owners[owner])))
+        after = state_after(Call(name, args, kwargs, output, Look(single, len(self.owners[owner]))))
         return Routed(after.dim, owner) if isinstance(after, Examples) and after.inner == 1 else UNKNOWN
 
     def _state_of(self, owner: Tensor) -> State:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..batches import Batch
 from ..capture import Pass
-from ..examples import SHARED, UNKNOWN, Examples, Look, Other, State, replaced, tensors_in
+from ..examples import SHARED, UNKNOWN, Call, Examples, Look, Other, State, replaced, tensors_in
 from ..following import is_custom, is_random, nodes_behind
 from ..likelihood import Objective
 from ..proof import tolerance_of, total_of
@@ -158,19 +158,18 @@ class StepPass(Pass):
         state = super()._state(t)
         return SHARED if state is UNKNOWN and not t.requires_grad else state  # without a gradient it is a constant
 
-    def _state_after(
-        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor, look: Look
-    ) -> State:
-        if "dropout" in name and is_random(name, args, kwargs):
-            return look.fits(output.shape, look(args[0] if args else kwargs["input"]))
-        if name in ("view", "reshape", "flatten"):
-            t, state = args[0], look(args[0])
+    def _state_after(self, call: Call) -> State:
+        if "dropout" in call.name and is_random(call.name, call.args, call.kwargs):
+            return call.look.fits(call.output.shape, call.look(call.first))
+        if call.name in ("view", "reshape", "flatten"):
+            t, output = call.first, call.output
+            state = call.look(t)
             if isinstance(state, Examples) and state.dim == 1 and output.dim() == 2:
                 shape = torch.Size((t.shape[0], self.examples, state.inner * math.prod(t.shape[2:])))
                 if output.shape == (shape[0] * shape[1], shape[2]) and shape[0] > 1:
                     self._flat[id(output)] = (output, shape, Examples(1))
                     return FLAT
-        return super()._state_after(name, args, kwargs, output, look)
+        return super()._state_after(call)
 
     def _finish(self, output: Any, name: str, after: Any) -> Any:
         output = super()._finish(output, name, after)
