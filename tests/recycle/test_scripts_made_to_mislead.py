@@ -445,3 +445,31 @@ def test_matrices_norms_and_biases_in_three_groups(tmp_path, order):
     optimizer = OPTIMIZERS["AdamW"]([{"params": kinds[k]} for k in order])
     trained(model, optimizer, 3)
     assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
+def test_an_optimizer_that_was_handed_to_the_trainer_is_not_the_trainers(tmp_path, kind):
+    """The Trainer's own has biases and norms in a second group; one list of all is somebody's, in whatever order."""
+    torch.manual_seed(0)
+    model = pair()
+    optimizer = OPTIMIZERS[kind](own(model.doc, model.query))
+    trained(model, optimizer, 1)
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    (folder / "trainer_state.json").write_text("{}")
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    with pytest.raises(NamingError):
+        squisher.extract(folder)
+
+
+@pytest.mark.parametrize(("kind", "told"), [("AdamW", True), ("RMSprop", False)])
+def test_given_names_that_the_values_do_not_confirm_say_so(tmp_path, kind, told):
+    torch.manual_seed(0)
+    model = pair()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    trained(model, optimizer, 60 if told else 1)
+    path = saved(tmp_path / "c.pt", model, optimizer)
+    naming = squisher.extract(path, names=[name for name, _ in model.named_parameters()]).provenance.naming
+    assert naming.level == "given"
+    assert bool(naming.by) is not told

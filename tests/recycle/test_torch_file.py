@@ -429,6 +429,18 @@ def test_the_values_are_asked_when_a_live_model_is_given_too(tmp_path):
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     with pytest.raises(NamingError, match="values contradict"):
         squisher.extract(tmp_path / "c.pt", model)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    with pytest.raises(NamingError, match="values contradict"):  # by the live weights
+        squisher.extract(tmp_path / "optimizer.pt", model)
+
+
+def test_live_weights_of_another_moment_contradict_nothing(tmp_path):
+    torch.manual_seed(0)
+    model, optimizer = _trained(32, 32, 32)
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    other, _ = _trained(32, 32, 32)
+    imp = squisher.extract(tmp_path / "optimizer.pt", other, bias_correction=False)
+    assert all(torch.equal(imp[name], optimizer.state[p]["exp_avg_sq"]) for name, p in model.named_parameters())
 
 
 def test_of_a_model_and_its_moving_average_no_hash_is_kept(tmp_path):

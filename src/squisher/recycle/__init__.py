@@ -29,7 +29,7 @@ from ..storage.tensors import LazyTensors, TensorSource, name_pattern, shape_of
 from .assembly import assemble
 from .formats import read_source
 from .live import Tracked, from_optimizers, from_tracker, unwrapped
-from .naming.candidates import candidates_of_module, given_names, matching, with_earlier
+from .naming.candidates import candidates_of_module, given_names, matching, with_earlier, with_live_weights
 from .naming.conventions import CONVENTIONS, trainer_conventions
 from .naming.solver import resolve
 from .optimizers import GIVEN_BETA2, rows_of_class
@@ -157,10 +157,13 @@ def _with_what_is_known(found: Found, model: nn.Module | None, options: Options)
     found = replace(found, parameters=parameters, later=() if options.named else found.later)
     if model is not None:
         whole = candidates_of_module(model, frozen_too=True)
-        # The live weights may be of any moment; those of the source are evidence for names.
         saved = {(c.name, c.shape): c.weight for _, listed in found.models for c in listed if c.weight is not None}
         own = candidates_of_module(model).parameters
-        models = [("the model", [replace(c, weight=saved.get((c.name, c.shape))) for c in own])]
+        if saved:
+            own = [replace(c, weight=saved.get((c.name, c.shape))) for c in own]
+        else:  # The live weights may be of any moment: they contradict beyond doubt only.
+            own, found = with_live_weights(own, model), replace(found, vouched=True)
+        models = [("the model", own)]
         facts = replace(found.facts, tied=whole.tied)
         found = replace(found, models=models, parameters=whole.parameters, facts=facts)
     if options.base_model is not None:

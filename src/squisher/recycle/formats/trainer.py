@@ -106,6 +106,9 @@ def read_trainer(folder: Path, options: Options) -> Found:
     alone = (folder / "adapter_config.json").is_file() and not (options.base_model or options.model)
     vouched = any((folder / name).is_file() for name in ("trainer_state.json", "training_args.bin"))
     vouched |= re.fullmatch(r"checkpoint-\d+", folder.absolute().name) is not None
+    # The Trainer puts biases and norms in a group of their own: one group of all is an optimizer that somebody handed to it.
+    ranks = {len(entry.shape) for entry in optimizer.entries if entry.shape}
+    vouched &= not (len(optimizer.group_sizes) == 1 and 1 in ranks and len(ranks) > 1)
     return replace(
         found,
         models=sources,

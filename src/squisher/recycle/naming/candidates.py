@@ -39,6 +39,7 @@ __all__ = [
     "recorded_name",
     "surplus",
     "with_earlier",
+    "with_live_weights",
 ]
 
 GIVE_OTHERS = "Give the names in the optimizer's order, which is that of its groups."
@@ -86,6 +87,18 @@ def candidates_of_module(model: nn.Module, weights: Weights | None = None, *, fr
         )
     note = f"{kept} parameters under their running names, since the weight file stores them rearranged" if kept else ""
     return Candidates(out, tied, note)
+
+
+def with_live_weights(candidates: Sequence[Candidate], model: nn.Module) -> list[Candidate]:
+    """Return the candidates with the weights of the running model, where this process has them whole.
+
+    Args:
+        candidates: Its parameters.
+        model: The running model.
+    """
+    whole = {n: p for n, p in model.named_parameters() if type(p) is nn.Parameter and not p.is_meta}
+    live: dict[str, Any] = {name: p.detach() for name, p in whole.items()}
+    return [c if c.slices else replace(c, weight=live.get(c.live_name or c.name)) for c in candidates]
 
 
 def surplus(model: nn.Module, candidates: Candidates, weights: Weights | None) -> list[Candidate]:

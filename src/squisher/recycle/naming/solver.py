@@ -234,10 +234,12 @@ def _checked_given(
     wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
     if wrong:
         raise NamingError(_contradicted(given, _GIVEN, evidence, wrong, GIVE_OTHERS))
-    better, _ = _parts(evidence, given)
+    better, untold = _parts(evidence, given)
     if better is not None and better.gain >= CLEARLY:
         raise NamingError(_other_parts(_GIVEN, better, GIVE_OTHERS))
-    return Solution(list(given), [Naming(Level.GIVEN)] * len(given), list(known.values()))
+    doubt = better if better is not None and better.gain >= AGAINST else untold
+    by = f"the values do not tell {doubt.name!r} from {doubt.other!r}" if doubt is not None and doubt.other else ""
+    return Solution(list(given), [Naming(Level.GIVEN, by)] * len(given), list(known.values()))
 
 
 def _network_of(optimizer: OptimizerState, names: Sequence[str], sources: Sequence[Source]) -> dict[str, Candidate]:
