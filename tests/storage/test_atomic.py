@@ -144,6 +144,20 @@ def test_partials_of_another_machine_are_left_alone_until_they_are_old(tmp_path)
     assert names(tmp_path) == [other.name, "a"]
 
 
+def test_a_claim_of_another_machine_says_what_to_remove(tmp_path):
+    left = tmp_path / f".x.safetensors.{'0' * 8}-{'0' * 16}.partial"
+    left.write_bytes(b"")
+    with pytest.raises(FileError, match="another machine.*remove") as error, atomic.claim(tmp_path / "x.safetensors"):
+        pass
+    assert str(left) in str(error.value)
+    left.unlink()
+    with atomic.claim(tmp_path / "x.safetensors"):
+        assert len(names(tmp_path)) == 1
+        with pytest.raises(FileError, match="another process") as error, atomic.claim(tmp_path / "x.safetensors"):
+            pass
+        assert "remove" not in str(error.value)  # its writer lives
+
+
 def test_a_link_that_is_called_like_a_partial_leads_nowhere(tmp_path):
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("x")

@@ -330,10 +330,18 @@ def _refuse_writers(target: Path, partials: Iterable[Path]) -> None:
     for path in partials:
         match = _PARTIAL.fullmatch(path.name)
         if match is not None and match["name"] == _short(target.name):
-            raise FileError(
-                f"{shown(str(target))} is being written by another process (its unfinished output is {path.name}): wait for it, or "
-                "choose another name."
-            )
+            wait = "wait for it, or choose another name."
+            if match["machine"] == _machine():
+                raise FileError(
+                    f"{shown(str(target))} is being written by another process (its unfinished output is {path.name}): {wait}"
+                )
+            with contextlib.suppress(FileNotFoundError):  # it has ended since
+                minutes = max(0, time.time() - path.lstat().st_mtime) / 60
+                raise FileError(
+                    f"{shown(str(target))} is being written by another machine, or was by this one before it was restarted (the unfinished "
+                    f"output {path.name} was begun or last written {minutes:.0f} minutes ago): {wait} If its writer is dead, remove "
+                    f"{shown(str(path))}; after a day it is removed by itself."
+                )
 
 
 def _is_left_over(path: Path, same_machine: bool) -> bool:
