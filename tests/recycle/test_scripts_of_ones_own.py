@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import squisher
-from squisher.errors import NoAccumulatorError
+from squisher.errors import NamingError, NoAccumulatorError
 from tests.commands import run
 
 BETA2, STEPS = 0.95, 6
@@ -138,3 +138,39 @@ def test_a_muon_alone_asks_for_the_adamw_beside_it(tmp_path):
     torch.save({"state": {0: {"momentum_buffer": torch.rand(3, 4)}}, "param_groups": [group]}, tmp_path / "state.pt")
     with pytest.raises(NoAccumulatorError, match="AdamW beside it"):
         squisher.extract(tmp_path / "state.pt", names=["w"])
+
+
+@pytest.mark.parametrize("keys", [("m", "v"), ("momentum", "variance"), ("moment1", "moment2")])
+def test_first_moments_prove_names_whatever_they_are_called(tmp_path, keys):
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(32, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 64),
+        nn.ReLU(),
+        nn.Linear(64, 8),
+    ]
+    network, target = nn.Sequential(*layers), torch.randn(32, 8)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+    for _ in range(60):
+        inputs = torch.randn(64, 32)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(network(inputs), (inputs @ target).argmax(1)).backward()
+        optimizer.step()
+    saved = optimizer.state_dict()
+    moments = [
+        {keys[0]: one["exp_avg"], keys[1]: one["exp_avg_sq"], "step": one["step"]} for one in saved["state"].values()
+    ]
+    group = {**saved["param_groups"][0], "beta2": 0.999, "algorithm": "adamw", "ns_steps": 5}
+    for order, named in (([0, 1, 2, 3, 4, 5, 6, 7], True), ([0, 1, 4, 5, 2, 3, 6, 7], False)):
+        state = {k: moments[place] for k, place in enumerate(order)}
+        content = {"model": network.state_dict(), "optimizer": {"state": state, "param_groups": [group]}}
+        torch.save(content, tmp_path / "c.pt")
+        if named:
+            naming = squisher.extract(tmp_path / "c.pt").provenance.naming
+            assert all(naming.of(f"{k}.weight").level == "proven" for k in (0, 2, 4, 6))
+        else:
+            with pytest.raises(NamingError):
+                squisher.extract(tmp_path / "c.pt")

@@ -49,7 +49,7 @@ class Values:
     def __init__(self, candidates: Sequence[Candidate], entries: Sequence[Entry]):
         self.candidates = candidates
         self.entries = entries
-        self._kept: dict[tuple[int, str], bool] = {}
+        self._kept: dict[tuple[int, int], bool] = {}
         self._profiles: dict[int, Array] = {}
         self._weights: dict[int, Array] = {}
         self._steps: dict[int, Array] = {}
@@ -82,17 +82,17 @@ class Values:
 
     def has_moment(self, entry: int) -> bool:
         """Return whether an entry keeps a first moment of the parameter's shape."""
-        return self._keeps(entry, "exp_avg")
+        return self._keeps(entry, 0)
 
     def has_square(self, entry: int) -> bool:
         """Return whether an entry keeps an average of the squared gradient of the parameter's shape."""
-        return self._keeps(entry, "exp_avg_sq")
+        return self._keeps(entry, 1)
 
-    def _keeps(self, entry: int, key: str) -> bool:
-        if (entry, key) not in self._kept:
-            state, shape = self.entries[entry].state, self.entries[entry].shape
-            self._kept[entry, key] = is_tensor(state.get(key)) and tuple(state[key].shape) == shape
-        return self._kept[entry, key]
+    def _keeps(self, entry: int, moment: int) -> bool:
+        if (entry, moment) not in self._kept:
+            kept = _moments(self.entries[entry])[moment]
+            self._kept[entry, moment] = is_tensor(kept) and tuple(kept.shape) == self.entries[entry].shape
+        return self._kept[entry, moment]
 
     def alone(self, candidate: int) -> int | None:
         """Return the one entry of a candidate's shape, if no other candidate has it."""
@@ -103,7 +103,7 @@ class Values:
     def profile(self, entry: int) -> Array:
         """Return the logarithm of the mean of v over all axes but the first, for the sampled channels of that axis."""
         if entry not in self._profiles:
-            v = self._channels(self.entries[entry].state["exp_avg_sq"], 0).astype(np.float64).mean(1)
+            v = self._channels(_moments(self.entries[entry])[1], 0).astype(np.float64).mean(1)
             self._profiles[entry] = np.log(np.maximum(v, 1e-30))
         return self._profiles[entry]
 
@@ -130,7 +130,7 @@ class Values:
             weights = np.stack(
                 [self._channels(self.candidates[k].weight, axis, chosen) for k in self._weighty[shape]], 1
             )
-            moments = np.stack([self._channels(self.entries[k].state["exp_avg"], axis, chosen) for k in entries], 2)
+            moments = np.stack([self._channels(_moments(self.entries[k])[0], axis, chosen) for k in entries], 2)
             sums = np.asarray(np.matmul(weights, moments), dtype=np.float64)
             decay = np.array([self._decay(k) for k in entries])
             if decay.any():
@@ -166,7 +166,7 @@ class Values:
         if shape not in self._still:
             sums = self.read(shape, Reading(0), NO_HEADS) ** 2
             weights = [self._channels(self.candidates[k].weight, 0) ** 2 for k in self._weighty[shape]]
-            moments = [self._channels(self.entries[k].state["exp_avg"], 0) for k in self._moving[shape]]
+            moments = [self._channels(_moments(self.entries[k])[0], 0) for k in self._moving[shape]]
             scale = [np.max(np.abs(m), initial=1e-30) for m in moments]  # squares of small moments would vanish
             squares = [(m / s) ** 2 for m, s in zip(moments, scale, strict=True)]
             by_chance = np.matmul(np.stack(weights, 1), np.stack(squares, 2)) * np.square(scale, dtype=np.float64)
@@ -201,8 +201,7 @@ class Values:
     def steps(self, entry: int) -> Array:
         """Return the direction of the last steps, −m / √v, of sampled elements."""
         if entry not in self._steps:
-            state = self.entries[entry].state
-            m, v = _sample(state["exp_avg"]), _sample(state["exp_avg_sq"])
+            m, v = map(_sample, _moments(self.entries[entry]))
             root = np.sqrt(np.maximum(v, 0))
             self._steps[entry] = np.asarray(-m / (root + 1e-2 * root.mean() + 1e-30))
         return self._steps[entry]
@@ -277,6 +276,15 @@ def _sample(source: Any) -> Array:
         return numbers(flat[chosen, first : first + width])
     starts = [k * columns + first for k in chosen]
     return np.stack([numbers(source.read_flat(start, start + width)) for start in starts])
+
+
+_ADAMS = (("m", "v"), ("momentum", "variance"), ("moment1", "moment2"))  # of scripts, dion, and AdamW beside Muon
+
+
+def _moments(entry: Entry) -> tuple[Any, Any]:
+    """Return the first and the second moment of an entry, under whatever names Adam's writers give them."""
+    names = next((names for names in _ADAMS if entry.state.keys() >= set(names)), ("exp_avg", "exp_avg_sq"))
+    return entry.state.get(names[0]), entry.state.get(names[1])
 
 
 def _square(entry: Entry) -> Any:
