@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from importlib import metadata
 
 import pytest
 import torch
@@ -430,7 +431,8 @@ def test_two_processes_are_one_with_the_same_global_batch(folder, how):
     for name in a:
         close = {"rtol": 2e-2, "atol": 1e-7} if how == "ewc" else {"rtol": 1e-4, "atol": 1e-10}
         assert torch.allclose(a.as_fisher()[name], b.as_fisher()[name], **close), name
-    if how == "classes":  # its gradients were as many times the mean's as there are micro-batches and processes
+    if how == "classes" and metadata.version("transformers") >= "5":
+        # its gradients were as many times the mean's as there are micro-batches and processes
         assert a.provenance.training["gradients_were_times"] == 2
         assert b.provenance.training["gradients_were_times"] == 4
     ends = [torch.load(part / "end.pt")["weights"] for part in (one, two)]

@@ -71,7 +71,9 @@ def trainer(model, folder, data=None, kind=None, **more):
         str(folder), report_to=[], use_cpu=True, disable_tqdm=True, logging_steps=1, **{**settings, **more}
     )
     data = Tokens() if data is None else data
-    return (kind or Trainer)(model=model, args=args, train_dataset=data, eval_dataset=data)
+    made = (kind or Trainer)(model=model, args=args, train_dataset=data, eval_dataset=data)
+    os.environ.pop("ACCELERATE_MIXED_PRECISION", None)  # transformers 4 leaves it set, for the next test as well
+    return made
 
 
 def moments(trainer):

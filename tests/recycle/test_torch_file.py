@@ -465,3 +465,34 @@ def test_a_group_for_each_parameter_in_the_order_of_the_model(tmp_path):
     found = squisher.extract(tmp_path / "c.pt", in_order=True, bias_correction=False)
     for name, p in model.named_parameters():
         assert torch.equal(found[name], optimizer.state[p]["square_avg"])
+
+
+def test_a_complex_parameter_has_no_value_per_weight(tmp_path):
+    network = nn.ParameterDict({"real": torch.randn(3), "complex": torch.randn(4, dtype=torch.cfloat)})
+    optimizer = torch.optim.Adam(network.parameters())
+    (network["complex"].abs().sum() + network["real"].square().sum()).backward()
+    optimizer.step()
+    torch.save({"model": network.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    for imp in (squisher.extract(tmp_path / "c.pt"), squisher.extract(optimizer, network)):
+        assert list(imp) == ["real"]
+        assert "complex" in imp.provenance.absent["complex"].note
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_several_networks_that_one_optimizer_steps(tmp_path, swapped):
+    torch.manual_seed(0)
+    networks = {"actor": nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)), "critic": nn.Linear(6, 1)}
+    parts = list(networks.values())[:: -1 if swapped else 1]
+    optimizer = torch.optim.Adam([p for part in parts for p in part.parameters()])
+    for _ in range(3):
+        optimizer.zero_grad()
+        inputs = torch.randn(9, 6)
+        sum(part(inputs).square().mean() for part in parts).backward()
+        optimizer.step()
+    torch.save(
+        {**{k: n.state_dict() for k, n in networks.items()}, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt"
+    )
+    imp, live = squisher.extract(tmp_path / "c.pt"), squisher.extract(optimizer, nn.ModuleDict(networks))
+    assert set(imp) == set(live)
+    assert all(torch.equal(imp[name], live[name]) for name in live)
+    assert not imp.provenance.absent

@@ -250,8 +250,11 @@ def _named(
                 )
             naming[name] = how
             named.append((name, replace(entry, group={**entry.group, **said}) if said else entry, one.class_name))
-        if _networks(found):
-            parameters.update({c.name: c for c in solution.parameters})
+        own = {c.name: c for c in solution.parameters}
+        if own and not own.keys() & parameters.keys():  # several networks as one model
+            parameters = own
+        elif _networks(found):
+            parameters.update(own)
     return named, naming, list(parameters.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -56,7 +57,23 @@ def read_torch_file(path: str | os.PathLike[str] | ByteRange, options: Options |
     optimizers = [_with_network_names(one, tree) for one in optimizers]
     optimizers = [_with_shared_names(one, value, weights) for one, (_, value) in zip(optimizers, states, strict=True)]
     optimizers = [_with_group_names(one, models) for one in optimizers]
-    return Found(optimizers, models, RunFacts(tied=tied))
+    return Found(optimizers, models, RunFacts(tied=tied), later=_together(weights, optimizers))
+
+
+def _together(
+    weights: Sequence[tuple[str, Mapping[str, TensorSource]]], optimizers: Sequence[OptimizerState]
+) -> list[list[tuple[str, list[Candidate]]]]:
+    """Return several networks as the one model that an optimizer steps (an actor and its critic), in an order that fits."""
+    for order in itertools.permutations(weights) if 2 <= len(weights) <= 4 else ():
+        every = {f"{place}.{name}": tensor for place, tensors in order for name, tensor in tensors.items()}
+        candidates, _ = candidates_of(every)
+        shapes = [c.shape for c in candidates]
+        kept = [[e.shape for e in one.entries] for one in optimizers]
+        if any(
+            [k or s for k, s in zip(one, shapes, strict=False)] == shapes and len(one) == len(shapes) for one in kept
+        ):
+            return [[(f"the weights under {' and '.join(repr(place) for place, _ in order)}", candidates)]]
+    return []
 
 
 def read_lightning(path: Path, options: Options) -> Found:
@@ -147,7 +164,9 @@ def candidates_of(weights: Mapping[str, TensorSource]) -> tuple[list[Candidate],
     A buffer that looks like a parameter stays; fitting the shapes to the optimizer's then decides.
     """
     tied = tied_names(LazyTensors(weights))
-    parameters = {n for n, t in weights.items() if t.dtype.is_floating_point and not is_buffer(n, weights)}
+    parameters = {
+        n for n, t in weights.items() if (t.dtype.is_floating_point or t.dtype.is_complex) and not is_buffer(n, weights)
+    }
     names = [name for name in weights if name in parameters and name not in tied]
     try:
         clean = clean_names(names)

@@ -209,11 +209,15 @@ def stored(keys: Sequence[str], state: Mapping[str, Any], group: Group) -> Any:
     """Return the accumulator as it is stored: a tensor, lazy or not, or the product of two factors.
 
     Raises:
-        NoAccumulatorError: It is no tensor, or the factors do not fit together, or fit together in two ways.
+        NoAccumulatorError: It is no tensor of real numbers, or the factors do not fit together, or fit together in two ways.
     """
     for key in keys:
         if not is_tensor(state[key]):
             raise NoAccumulatorError(f"Its {key} is a {type(state[key]).__name__}, not a tensor")
+        if state[key].dtype.is_complex:
+            raise NoAccumulatorError(
+                f"Its {key} is complex: squares of real and imaginary parts, not one value per weight"
+            )
     if len(keys) == 1:
         return state[keys[0]]
     row, column = (state[key] for key in keys)
