@@ -213,7 +213,7 @@ def test_what_is_refused():
     with pytest.raises(squisher.SquisherError, match="plain or adam"):
         ewc.pull_after_steps(optimizer, "fisher")
     one_step(model, optimizer)
-    with pytest.raises(squisher.SquisherError, match="SGD does not keep"):
+    with pytest.raises(squisher.SquisherError, match="SGD"):
         ewc.pull_(optimizer, "adam")
     other = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     with pytest.raises(squisher.SquisherError, match="none of the parameters"):

@@ -64,7 +64,7 @@ def test_agrees_with_sorting(tensors, k, always, minimum) -> None:
     kept = sum(tensors[name].numel() for name in always)
     forced = sum(min(c, tensors[n].numel()) for n, c in (minimum or {}).items() if n not in always)
     if kept + forced > k:
-        with pytest.raises(SquisherError, match=f"{k} entries are to be chosen, but {kept} are always kept"):
+        with pytest.raises(SquisherError, match=f"{k} entries.* {kept} "):
             choose(sources_of(tensors), k, sizes_of(tensors), always=always, minimum=minimum)
         return
     choice = choose(sources_of(tensors), k, sizes_of(tensors), always=always, minimum=minimum)

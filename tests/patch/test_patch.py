@@ -109,9 +109,7 @@ def test_differences_outside_the_mask(tmp_path):
     tuned["head"] = torch.zeros(2, 2)
     outside = int((~masks["a"]).sum()) + 9 + 4
     path = tmp_path / "p.safetensors"
-    with pytest.raises(
-        SquisherError, match=rf"{outside:,} entries differ outside the mask, in 3 tensors \(most in 'a'"
-    ):
+    with pytest.raises(SquisherError, match=rf"{outside:,}.*outside the mask.*3 tensors.*'a'"):
         patch.make(base, tuned, path, mask=masks)
     assert not path.exists()
     summary = patch.make(base, tuned, path, mask=masks, drop_outside=True)
@@ -129,12 +127,12 @@ def test_another_base_is_refused(tmp_path):
     for name in ("a", "same", "count"):
         other = {n: t.clone() for n, t in base.items()}
         other[name].view(-1)[0] += 1
-        with pytest.raises(SquisherError, match=f"made from another base: '{name}' has other values"):
+        with pytest.raises(SquisherError, match=f"another base.*'{name}'"):
             archive.save(tmp_path / "out.safetensors", patch.apply(other, path), {})
         assert not (tmp_path / "out.safetensors").exists()
     with pytest.raises(NamingError, match="'same'"):
         patch.apply({n: t for n, t in base.items() if n != "same"}, path)
-    with pytest.raises(SquisherError, match="made from another base"):
+    with pytest.raises(SquisherError, match="another base"):
         patch.apply({**base, "a": base["a"].view(40, 50)}, path)["a"]
 
 

@@ -319,7 +319,7 @@ def test_the_command_shrinks_a_folder(tmp_path):
 
 @pytest.mark.formats
 def test_what_is_no_model_of_transformers_is_refused(tmp_path):
-    with pytest.raises(SquisherError, match="writes models of transformers"):
+    with pytest.raises(SquisherError, match="transformers"):
         prune.save(nn.Linear(2, 2), tmp_path / "x")
     with pytest.raises(FileError, match=r"no config\.json"):
         prune.load(tmp_path)

@@ -306,7 +306,7 @@ KEY = "optimizer.state.embed.weight.exp_avg_sq"
 
 def test_a_hole(fsdp2):
     rewrite(fsdp2, lambda metadata: metadata.state_dict_metadata[KEY].chunks.pop())
-    with pytest.raises(FileError, match=f"{KEY}' cannot be put together: its parts hold 12 elements instead of 21"):
+    with pytest.raises(FileError, match=f"{KEY}'.*12.*21"):
         extract(fsdp2)
 
 

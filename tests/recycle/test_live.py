@@ -238,7 +238,7 @@ def test_errors():
     optimizer = adamw(model)
     with pytest.raises(NamingError, match="pass the model too"):
         squisher.extract(optimizer)
-    with pytest.raises(NamingError, match="None of the optimizer's"):
+    with pytest.raises(NamingError, match="optimizer's"):
         squisher.extract(optimizer, copy.deepcopy(model))
     with pytest.raises(SquisherError, match="Cannot extract from int"):
         squisher.extract(3, model)

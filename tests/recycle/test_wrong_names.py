@@ -489,7 +489,7 @@ def test_towers_that_are_exchanged_in_one_group(tmp_path, kind, steps):
     model = Towers()
     hostile = optimized(exchanged_towers(model), kind)
     train(model, hostile, steps)
-    with pytest.raises(NamingError, match="The values contradict the names.*--names"):
+    with pytest.raises(NamingError, match="contradict.*--names"):
         squisher.extract(saved(tmp_path / "d.pt", model, hostile))
     names = [n for part in ("right", "left", "head") for n, _ in model.named_parameters() if n.startswith(part)]
     assert right(squisher.extract(tmp_path / "d.pt", names=names, bias_correction=False), model, hostile)

@@ -162,22 +162,20 @@ def test_inside_a_trainer_folder(z3):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_missing_rank(z2, rank):
     (z2 / "global_step3" / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt").unlink()
-    with pytest.raises(
-        FileError, match=rf"lacks the optimizer states of 1 of its 2 ranks \(the first is rank {rank}\)"
-    ):
+    with pytest.raises(FileError, match=rf"optimizer states.* 1 of .*2 ranks.*rank {rank}"):
         extract(z2)
 
 
 def test_no_rank_at_all(z2):
     for file in (z2 / "global_step3").glob("*optim_states.pt"):
         file.unlink()
-    with pytest.raises(FileError, match="lacks the optimizer states"):
+    with pytest.raises(FileError, match="optimizer states"):
         extract(z2)
 
 
 def test_no_model_states(z2):
     (z2 / "global_step3" / "mp_rank_00_model_states.pt").unlink()
-    with pytest.raises(FileError, match="lacks its model states"):
+    with pytest.raises(FileError, match="model states"):
         extract(z2)
 
 
@@ -220,7 +218,7 @@ def test_a_bit_that_flipped_is_noticed(tmp_path, variant):
 )
 def test_other_kinds_of_parallelism(z2, name, why):
     shutil.copy(z2 / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt", z2 / "global_step3" / name)
-    with pytest.raises(FileError, match=f"{why}.*only data-parallel ZeRO is read"):
+    with pytest.raises(FileError, match=f"{why}.*ZeRO"):
         extract(z2)
 
 
@@ -229,7 +227,7 @@ def test_a_rank_without_its_model_states(z2):
     shutil.copy(
         folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
     )
-    with pytest.raises(FileError, match=r"lacks its model states \(mp_rank_01_model_states.pt\)"):
+    with pytest.raises(FileError, match=r"mp_rank_01_model_states.pt"):
         extract(z2)
 
 
