@@ -63,8 +63,12 @@ def _side_by_side(folder: Path, methods: Mapping[str, str], ending: str = "") ->
     for cell, runs in _cells(folder):
         if cell.endswith(ending):
             case = ewc.case(ewc.CONFIGS[cell])
+            check = (
+                None if runs else document("ewc", cell.replace("-task", "-check"), folder)
+            )  # λ is not searched for there
+            runs, note = (Runs(check), ", λ = 100") if check else (runs, "")
             cells = [x for m in methods.values() for x in (_accuracy(runs, m), f"{ewc.PAPER[case][m]:.2f}")]
-            rows.append([case, *cells, f"{ewc.CHANCE[case]:g}"])
+            rows.append([case + note, *cells, f"{ewc.CHANCE[case]:g}"])
     return table(["benchmark", *(x for name in methods for x in (name, "paper")), "chance"], rows)
 
 
