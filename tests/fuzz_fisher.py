@@ -72,6 +72,50 @@ def _set_item(s, x):
     return y[:, 1:] + y[:, :1] + x
 
 
+def _filled(s, x):
+    y = x.new_empty(x.shape[1], len(x), 2 * WIDTH)  # both sizes may be the number of examples
+    y[..., :WIDTH].copy_(s.a(x).transpose(0, 1))
+    y[..., WIDTH:].copy_(x.transpose(0, 1)).mul_(s.p)
+    return y.transpose(0, 1).unflatten(-1, (2, -1)).sum(2)
+
+
+def _filled_parameter(s, x):
+    y = s.q[None, :1].repeat(len(x), x.shape[1], 1)
+    y[..., 1:3].copy_(s.a(x)[..., :2])
+    y[:, :1].add_(1.0)
+    return y + x
+
+
+def _heads(s, x):
+    weight = s.q.view(2, 3, WIDTH)
+    rows = x.unflatten(-1, (2, 3)).permute(2, 0, 1, 3).flatten(1, 2)
+    y = torch.baddbmm(s.p[None, None], rows, weight).view(2, *x.shape).sum(0)
+    return y + (x.unflatten(-1, (2, 3)).transpose(1, 2) @ weight).sum(1)
+
+
+def _experts(s, x):
+    flat = x.reshape(-1, WIDTH)
+    chosen, order = (flat[:, 1] > 0).long().sort()
+    y = flat[order] * 2 + s.table.weight[chosen]
+    return y[order.argsort()].view_as(x)
+
+
+def _picked(s, x):
+    last = torch.arange(x.shape[1]) == x[..., 1].argmax(1)[:, None]
+    own = torch.arange(len(x))[:, None]
+    return x + s.a(x)[last][:, None] + x[own, 0] + s.b(x)[..., [-1, 0], :].sum(1, keepdim=True)
+
+
+def _picked_in_another_order(s, x):
+    order = torch.arange(len(x)).flip(0)[:, None]
+    return x + s.a(s.b(x)[order, 0])[order, 0].flip(1)
+
+
+def _complex(s, x):
+    y = torch.view_as_complex(s.a(x).unflatten(-1, (3, 2)).contiguous())
+    return torch.view_as_real(y * torch.fft.fft(y, dim=1)).flatten(2) + s.p
+
+
 class _Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, w):
@@ -119,6 +163,16 @@ BLOCKS = {
     "routed": _routed,
     "sorted examples": _sorted_examples,
     "set item": _set_item,
+    "filled": _filled,
+    "filled, of a parameter": _filled_parameter,
+    "heads": _heads,
+    "experts": _experts,
+    "picked": _picked,
+    "picked in another order": _picked_in_another_order,
+    "complex": _complex,
+    "padded": lambda s, x: s.a(F.pad(x, (0, 0, 1, 1, 0, 0)))[:, 1:-1] + F.pad(s.b(x), (0, 0, 0, 0, 1, 0))[1:],
+    "from the left, each": lambda s, x: x + (s.q[None] @ x.mT).mT + torch.einsum("ed,btd->bte", s.a.weight, x),
+    "masked": lambda s, x: x + s.q[:1, : x.shape[1]].mT + (s.q[:1, :1, None, None] + torch.ones(len(x), 2, 1, 1)).sum((1, 2, 3))[:, None, None],
     "function": lambda s, x: _Square.apply(x, s.p),
     "checkpoint": lambda s, x: checkpoint(lambda y: s.a(y).tanh(), x, use_reentrant=False),
     "looked up": lambda s, x: x + s.q[x.argmax(-1)],
