@@ -496,3 +496,22 @@ def test_several_networks_that_one_optimizer_steps(tmp_path, swapped):
     assert set(imp) == set(live)
     assert all(torch.equal(imp[name], live[name]) for name in live)
     assert not imp.provenance.absent
+
+
+def test_an_optimizer_for_each_parameter_under_its_name(tmp_path):
+    """Pyro's `optim.save`; parameters that were never stepped have an empty state."""
+    saved = {}
+    for name in ("loc", "scale", "unused"):
+        parameter = nn.Parameter(torch.randn(3))
+        optimizer = torch.optim.Adam([parameter])
+        if name != "unused":
+            parameter.grad = torch.randn(3)
+            optimizer.step()
+        saved[name] = optimizer.state_dict()
+    torch.save(saved, tmp_path / "c.pt")
+    imp = squisher.extract(tmp_path / "c.pt")
+    assert list(imp) == ["loc", "scale"]
+    assert torch.allclose(imp["loc"], saved["loc"]["state"][0]["exp_avg_sq"] / (1 - 0.999))
+    torch.save({"opt_a": saved["loc"], "opt_b": saved["scale"]}, tmp_path / "c.pt")
+    with pytest.raises(NamingError):  # names of optimizers are no names of parameters
+        squisher.extract(tmp_path / "c.pt")

@@ -361,9 +361,15 @@ def is_optimizer(value: Any) -> bool:
 
 
 def is_in_backward(content: dict[Any, Any]) -> bool:
-    """Return whether a dictionary has an optimizer of one parameter under each parameter's name, as torchtune's in-backward steps do."""
+    """Return whether a dictionary has an optimizer of one parameter under each parameter's name, as torchtune and Pyro write it.
+
+    Several optimizers of small networks have names, too, but their own.
+    """
     return len(content) > 1 and all(
-        isinstance(name, str) and "." in name and isinstance(one, dict) and _of_one_parameter(one)
+        isinstance(name, str)
+        and ("." in name or "opt" not in name.lower())
+        and isinstance(one, dict)
+        and _of_one_parameter(one)
         for name, one in content.items()
     )
 
