@@ -116,3 +116,10 @@ def test_a_fresh_folder(tmp_path, safe):
     live = {name: optimizer.optimizer.state[p]["exp_avg_sq"] for name, p in plain.named_parameters()}
     assert set(imp) == set(live)
     assert all(torch.equal(imp[name], live[name]) for name in live)
+
+
+def test_the_optimizer_file_of_a_folder_means_the_folder(ordered):
+    with pytest.raises(NamingError):  # one of two optimizers
+        squisher.extract(ordered / "optimizer.bin")
+    (ordered / "optimizer_1.bin").unlink()
+    same(squisher.extract(ordered / "optimizer.bin", bias_correction=False), ordered / "reference_0.safetensors")

@@ -322,3 +322,12 @@ def test_a_sorted_file_without_a_config(tmp_path):
     save_file({**layers.state_dict(), "more": torch.zeros(2)}, tmp_path / "model.safetensors")
     with pytest.raises(NamingError, match="by name"):
         squisher.extract(tmp_path)
+
+
+def test_the_optimizer_file_of_a_folder_means_the_folder(bert):
+    same(squisher.extract(bert / "optimizer.pt", bias_correction=False), bert / "reference.safetensors")
+
+
+def test_the_folder_above_says_which_checkpoint_to_give(bert):
+    with pytest.raises(FileError, match="checkpoint-3"):
+        squisher.extract(bert.parent)

@@ -74,6 +74,8 @@ def read_source(path: Path, options: Options) -> Found:
         raise FileError(f"There is no file or folder {shown(str(path))}.")
     if not os.path.isdir(path):
         ByteRange.of(path)  # refuses a pipe or a device, which could block for ever
+        if options.model is None and not options.named and _is_only_state(path):
+            path = path.parent
     for reader in READERS:
         if reader.accepts(path):
             found = reader.read(path, options)
@@ -83,8 +85,23 @@ def read_source(path: Path, options: Options) -> Found:
             f"The folder {path} holds no optimizer state, and needs none: its importance was written while it was trained. Use "
             f"{path / FILE_NAME} as it is (squisher.load, squisher inspect)."
         )
+    checkpoints = [p for p in path.iterdir() if p.is_dir() and any(reader.accepts(p) for reader in READERS)]
+    if checkpoints:
+        last = max(checkpoints, key=lambda p: (p.stat().st_mtime, p.name))
+        raise FileError(
+            f"The folder {path} itself holds no optimizer state, but {len(checkpoints)} of the folders in it may: give the one that is "
+            f"meant, such as {last}, the one last written."
+        )
     inside = sorted(p.name for p in path.iterdir())[:6]
     raise FileError(
         f"The folder {path} holds no optimizer state of a known format; it has {', '.join(inside) or 'nothing'}. Give the "
         "folder or file that training saved with the optimizer (a checkpoint, not only the weights)."
     )
+
+
+def _is_only_state(path: Path) -> bool:
+    """Whether a file is the optimizer's of a Trainer's or Accelerate's folder, whose other files say more about it."""
+    folder = path.parent
+    if path.name == "optimizer.pt":
+        return any((folder / name).is_file() for name in ("trainer_state.json", "training_args.bin"))
+    return path.name == "optimizer.bin" and is_accelerate_folder(folder) and not (folder / "optimizer_1.bin").exists()
