@@ -3,7 +3,8 @@
 For each run of naming_runs.py, with and without its earlier checkpoint: the right assignment, and wrong ones (two layers
 swapped, all layers rotated by one, two tensors of one shape exchanged in one layer, same-shaped tensors permuted at random),
 each given with `names=`. A wrong assignment that is not contradicted is a false acceptance; the right one contradicted is a
-false refusal. Also counted: for how many parameters the right names come out proven.
+false refusal. Also counted: for how many parameters the right names come out proven, and whether the order of the model
+is refused as a guess unless the user vouches for it.
 """
 
 from __future__ import annotations
@@ -98,7 +99,10 @@ def rates(run: Path, base: bool) -> dict[str, Any]:
     path = last / "checkpoint.pt" if (last / "checkpoint.pt").is_file() else last
     earlier = run / "earlier" / "checkpoint.pt"
     before = (earlier if earlier.is_file() else earlier.parent) if base else None
-    right = squisher.extract(path, base_model=before)
+    try:
+        right, order_refused = squisher.extract(path, base_model=before), False
+    except squisher.SquisherError:
+        right, order_refused = squisher.extract(path, base_model=before, in_order=True), True
     files = {live: name for name, live in right.provenance.live_names.items()}
     names = [files.get(name, name) for name in run_names(run)]
     shapes = {name: tuple(right[name].shape) for name in names}
@@ -112,6 +116,7 @@ def rates(run: Path, base: bool) -> dict[str, Any]:
         "proven": sum(level.level == "proven" for level in levels),
         "margin": margins[0] if margins else None,
         "right_refused": contradicted(path, names, before),
+        "order_refused": order_refused,
         "wrong": {kind: {"tried": len(found), "refused": sum(found)} for kind, found in kinds.items()},
     }
 

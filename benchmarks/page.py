@@ -143,9 +143,10 @@ def naming() -> str:
         wrong = [[sum(kind[key] for kind in way["wrong"].values()) for key in ("refused", "tried")] for way in ways]
         cells = [f"{way['proven']} of {way['parameters']}" for way in ways]
         cells += [f"{refused} of {tried}" for refused, tried in wrong]
-        rows.append([run.replace("_", " "), *cells, str(sum(way["right_refused"] for way in ways))])
+        guess = "yes" if any(way["order_refused"] for way in ways) else ""
+        rows.append([run.replace("_", " "), *cells, str(sum(way["right_refused"] for way in ways)), guess])
     head = [*(f"proven: {kind}" for kind in KINDS.values()), *(f"wrong refused: {kind}" for kind in KINDS.values())]
-    return _table(["run", *head, "right refused"], rows)
+    return _table(["run", *head, "right refused", "wants `--in-order`"], rows)
 
 
 def naming_scripts() -> str:

@@ -1,16 +1,8 @@
-"""Whether parts of a model that have the same shapes are exchanged in a proposal: all that the values say of them, added up.
+"""Whether parts of a model that have the same shapes are exchanged in a proposal: which exchanges there are, and which is likelier.
 
 Two towers, the members of an ensemble, the layers of a stack: handed to the optimizer in another order, every shape still
-fits. One tensor alone seldom tells, but a whole part has many. What is added up, each as the logarithm of how much likelier
-it is by a law than by accident:
-
-- laws of the first moment: the sums of weight times moment over the rows of one matrix are those over the columns of the
-  next one, or of all that read it; those of a convolution before a norm are nought;
-- v carried from layer to layer: a unit with large weights behind it has large gradients, one with large weights before it
-  has large activations, so the v of one layer follows from the weights and the v of the next. This needs no first moment;
-- the way a weight has come: what it is now goes with the last steps.
-
-For the proposal and for every exchange of parts the sums are compared. It can contradict a proposal but proves no name.
+fits. One tensor alone seldom tells, but a whole part has many. For the proposal and for every exchange of parts that is tried,
+all that terms.py weighs is added up. It can contradict a proposal but proves no name.
 """
 
 from __future__ import annotations
@@ -20,14 +12,11 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
-from statistics import NormalDist
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..optimizers import step_of
-from .laws import Reading
-from .values import Array, Shape, Values, carried, certainty, concordance, independent, ranks
+from .terms import NEAR, NORM, OF_V, Assignment, Term, terms
+from .values import Shape, Values
 
 __all__ = ["AGAINST", "BEYOND_DOUBT", "CLEARLY", "Exchange", "Parts", "compared_parts"]
 
@@ -38,27 +27,12 @@ BEYOND_DOUBT = 20.0  # and by so much to contradict an order that somebody vouch
 NOISE = 0.5  # of the length of a random walk: so far may accidents move a sum of comparisons of v alone
 STEP = 3.0  # no longer is a step of that walk: larger changes are no accident
 FOR = 2.0  # by so much must the order proposed be likelier than an exchange, or nothing tells which of them is right
-SPREAD = 4.0  # standard deviations that a law, where it holds, is away from an accident
-MOST = 100.0  # of one law between neighbours, and less between others: none decides against all the rest
-NORM = 30.0  # that one law of a norm may count
-OF_V = 15.0  # that v carried from one layer to the next may count
-OF_NORM = 8.0  # that v of a norm beside a layer may count
-NEAR = 6  # matrices between which a law of the first moment is looked for
-CARRIED = 3  # and between which v is
-EMBEDDINGS = 2  # first matrices whose columns may be outputs, added to what every later layer adds to
-COME, COME_MATRIX = 8.0, 3.0  # the way of a vector, of a matrix: a query's gradient goes with the weights of its key
-STILL = 0.05  # variance of a sum that a law says is nought, of what an accident would give
-UNITS = 12  # fewer channels agree by accident too often: the ranks of small adapters
-SIBLINGS = 6  # readers of one layer that are added up
 VECTORS = 8.0  # the price of exchanging vectors alone
 STACK = 8  # layers beyond which only neighbours are exchanged
 ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
 
 _RECURRENT = re.compile(r"((?:weight|bias)_(?:ih|hh|hr))_(l\d+(?:_reverse)?)$")
-
-Assignment = dict[int, int]
-"""Candidate to entry; an entry without a state by a number below nought."""
 
 
 class Exchange(NamedTuple):
@@ -73,14 +47,6 @@ class Exchange(NamedTuple):
     name: str
     other: str
     gain: float
-
-
-class _Term(NamedTuple):
-    """One law: the candidates in it, how likely their entries make it, and whose weights it is read from."""
-
-    members: tuple[int, ...]
-    weigh: Callable[[Sequence[int]], float]
-    weights: tuple[int, ...]
 
 
 class Parts(NamedTuple):
@@ -120,13 +86,13 @@ def compared_parts(values: Values, assignment: Assignment, proven: Collection[in
         and not values.candidates[c].slices
         and values.entries[e].shape in (values.candidates[c].shape, None)
     }
+    noisy = not any(e >= 0 and values.has_moment(e) for e in usable.values())
     moves = [
         move
-        for move in _moves(values, usable)
+        for move in _moves(values, usable, noisy)
         if not any(usable[c] in proven for c in move.to) and any(usable[c] >= 0 for c in move.to)
     ]
-    noisy = not any(e >= 0 and values.has_moment(e) for e in usable.values())
-    search = _Search(list(_terms(values, usable, _families(values, usable))), noisy)
+    search = _Search(list(terms(values, usable, _families(values, usable))), noisy)
     gain, better = search.best(usable, moves)
     found = _exchange(values, usable, better, gain)
     if gain >= AGAINST:
@@ -168,7 +134,7 @@ def _exchange(values: Values, old: Assignment, new: Assignment, gain: float) -> 
 class _Search:
     """The terms of all laws, each weighed once for the same entries."""
 
-    def __init__(self, terms: Sequence[_Term], noisy: bool):
+    def __init__(self, terms: Sequence[Term], noisy: bool):
         self.terms = terms
         self._of: dict[int, list[int]] = defaultdict(list)
         for k, term in enumerate(terms):
@@ -245,7 +211,7 @@ def _families(values: Values, usable: Assignment) -> list[list[list[int]]]:
     return sorted(families, key=lambda parts: -len(parts[0]))
 
 
-def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
+def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
     """Yield the exchanges to try, those that a plausible script makes first, those of vectors alone last."""
     families = _families(values, usable)
     near = [dict(move) for family in families if _whole(values, family[0]) for move in _orders(family)]
@@ -284,7 +250,6 @@ def _moves(values: Values, usable: Assignment) -> Iterator[_Move]:
         vectors += [move for move in _orders(biases) if len(move) > 2]
     yield from (_Move(move, math.log(len(near) + len(plausible)), True) for move in plausible)
     yield from (_Move(move, math.log(len(near) + len(plausible))) for move in near if move not in plausible)
-    noisy = not any(e >= 0 and values.has_moment(e) for e in usable.values())
     for move in far:
         yield _Move(move, math.log(len(near) + len(far)) + (2 * OF_V if noisy and _two_apart(values, move) else 0.0))
     # Seldom is a norm or a bias handed over in another place without its layer. A bias in the place of a norm's weight makes one
@@ -400,215 +365,3 @@ def _is_list_of_norms(values: Values, usable: Assignment, family: Sequence[Seque
     entries = [usable[c] for c in under]
     beside = max(entries) - min(entries) < len(entries) == sum(map(len, family))
     return beside and _is_norm(values, family[0]) and len({values.entries[e].group_number for e in entries}) == 1
-
-
-# -- laws --------------------------------------------------------------------------------------------------------------------
-
-
-class _Side(NamedTuple):
-    """Channel sums: of a matrix and its bias, a norm and its bias, or of several matrices that read one layer."""
-
-    kind: str  # "rows", "columns" or "norm"
-    first: int
-    members: tuple[int, ...]
-    reading: Reading
-    length: int
-
-    def sums(self, values: Values, entries: Sequence[int]) -> Array:
-        """Return the sums with these entries."""
-        every = zip(self.members, entries, strict=True)
-        return np.sum([values.together(c, e, self.reading) for c, e in every], axis=0)
-
-
-def _terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[_Term]:
-    matrices = [c for c in usable if len(values.candidates[c].shape) > 1]
-    kept = [e for e in usable.values() if e >= 0]
-    if all(map(values.has_moment, kept)):
-        sides = list(_sides(values, usable, matrices, families))
-        for a, b in itertools.product(sides, sides):
-            far = values.place[b.first] - values.place[a.first]
-            if a.kind == "columns" or b.kind != "columns" or a.length != b.length or abs(far) > NEAR:
-                continue
-            if {*a.members} & {*b.members}:
-                continue
-            # Nought where b alone is the next matrix. Which norm is meant, neither its weights near one tell nor its place.
-            apart = abs(far - 1) + (len(b.members) > 1)
-            prior, most = 0.5 / (1 + apart), MOST / (1 + apart) ** 2
-            if a.kind == "norm":
-                prior, most = 0.1 if _apart(values, a.first, b.first) else 0.3, NORM
-            yield _law(values, a, b, prior, most)
-        yield from (_still(values, c) for c in matrices if len(values.candidates[c].shape) > 2)
-        if all(map(values.has_square, kept)):
-            yield from (_come(values, c) for c in usable if values.small or len(values.candidates[c].shape) == 1)
-    if values.wants_squares:
-        number = {values.candidates[c].name: c for c in usable}
-        for c in matrices:
-            bias = number.get(values.candidates[c].name.replace("weight", "bias"), c)
-            if bias != c and values.candidates[bias].shape == values.candidates[c].shape[:1] and len(usable) > 2:
-                yield _alike(values, (c, 0), (bias, 0), 0.8, OF_V)
-        yield from _of_norms(values, usable, matrices)
-        # Of an embedding the columns are outputs. Layers of a stack are none, however early they come.
-        tables = {c for c in matrices[:EMBEDDINGS] if not re.search(r"\d+\..*\.", values.candidates[c].name)}
-        for c, d in itertools.permutations(matrices, 2):
-            (rows, read), columns = values.candidates[c].shape[:2], values.candidates[d].shape[1]
-            far = values.place[d] - values.place[c]
-            apart = abs(far - 1)
-            if rows == columns >= UNITS and apart <= CARRIED:
-                yield from _carried_v(values, c, d, 0.5 / (1 + apart), OF_V / (1 + apart))
-                yield _alike(values, (c, 0), (d, 1), 0.5 / (1 + apart), OF_V / (1 + apart))
-            elif rows == columns >= UNITS and d in tables and far < 0:
-                yield _alike(values, (c, 0), (d, 1), 0.3, OF_V / 2)
-            if read == columns >= UNITS and c in tables and 0 < far <= 2 and rows != values.candidates[d].shape[0]:
-                yield _back(values, (c, 1), d, 0.3 / far, OF_V / 2 / far)
-            if read == columns >= UNITS and 0 < far <= CARRIED and _hidden_is_read(values, c, d):
-                yield _alike(values, (c, 1), (d, 1), 0.5 / far, OF_V / far)
-
-
-def _hidden_is_read(values: Values, a: int, b: int) -> bool:
-    """Whether b may read what the hidden-to-hidden weight a of a recurrent layer reads: the next layer, or another module."""
-    (module, _, own), (other, _, name) = (values.candidates[k].name.rpartition(".") for k in (a, b))
-    number = own.removeprefix("weight_hh_l")
-    return number.isdecimal() and (other != module or name == f"weight_ih_l{int(number) + 1}")
-
-
-def _sides(
-    values: Values, usable: Assignment, matrices: Sequence[int], families: Sequence[Sequence[Sequence[int]]]
-) -> Iterator[_Side]:
-    shapes = {c: values.candidates[c].shape for c in usable}
-    number = {values.candidates[c].name: c for c in usable}
-    for c, shape in shapes.items():
-        name = values.candidates[c].name
-        bias = number.get(f"{name.removesuffix('weight')}bias") if name.endswith("weight") else None
-        own = (c,) if bias is None or shapes[bias] != shape[:1] else (c, bias)
-        if len(shape) == 1:
-            if len(own) > 1 and shape[0] >= UNITS:
-                yield _Side("norm", c, own, Reading(0), shape[0])
-            continue
-        if shape[0] >= UNITS:
-            yield _Side("rows", c, own, Reading(0), shape[0])
-        if shape[1] >= UNITS:
-            yield _Side("columns", c, (c,), Reading(1), shape[1])
-        if shape[0] == 3 * shape[1] and shape[1] >= UNITS:  # the last third of a fused projection is the value
-            yield _Side("rows", c, own, Reading(0, third=2), shape[1])
-    for family in families:
-        for same in zip(*family, strict=True) if len(family) <= SIBLINGS else ():
-            shape = shapes[same[0]]
-            if len(shape) > 1 and shape[1] >= UNITS:
-                yield _Side("columns", same[0], same, Reading(1), shape[1])
-
-
-def _law(values: Values, a: _Side, b: _Side, prior: float, most: float) -> _Term:
-    count = len(a.members)
-
-    def weigh(entries: Sequence[int]) -> float:
-        x, y = a.sums(values, entries[:count]), b.sums(values, entries[count:])
-        agreement = float(concordance(x[:, None], y[:, None])[0, 0])
-        return _likelier(certainty(agreement, min(carried(x), carried(y))), prior, most)
-
-    return _Term((*a.members, *b.members), weigh, (*a.members, *b.members))
-
-
-def _carried_v(values: Values, a: int, b: int, prior: float, most: float) -> Iterator[_Term]:
-    """Yield that v of a's units follows from b's weights, v of what b reads from a's weights, and that the two balance.
-
-    A unit that is seldom active has small gradients on both sides of it. Their ratio does not depend on that: it is what the
-    weights before the unit and those behind it say.
-    """
-
-    def forth(entries: Sequence[int]) -> float:
-        return _agreement(values.square(entries[1], 1), values.predicted(a, entries[0], 0), prior, most)
-
-    def balanced(entries: Sequence[int]) -> float:
-        known = values.square(entries[1], 1) - values.square(entries[0], 0)
-        return _agreement(known, values.predicted(a, entries[0], 0) - values.predicted(b, entries[1], 1), prior, most)
-
-    yield from (_back(values, (a, 0), b, prior, most), _Term((a, b), forth, (a,)), _Term((a, b), balanced, (a, b)))
-
-
-def _back(values: Values, a: tuple[int, int], b: int, prior: float, most: float) -> _Term:
-    """Return that v over an axis of a follows from the weights and v of b, which reads it."""
-
-    def weigh(entries: Sequence[int]) -> float:
-        return _agreement(values.square(entries[0], a[1]), values.predicted(b, entries[1], 1), prior, most)
-
-    return _Term((a[0], b), weigh, (b,))
-
-
-def _of_norms(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[_Term]:
-    """Yield that v of a norm's weight and bias goes with the rows of the layer before it, or follows from the one behind."""
-    number = {values.candidates[c].name: c for c in usable}
-    for c in usable:
-        name, shape = values.candidates[c].name, values.candidates[c].shape
-        owner = number.get(re.sub("bias$", "weight", name), c)
-        if len(shape) != 1 or shape[0] < UNITS or len(values.candidates[owner].shape) != 1:
-            continue
-        for d in matrices:
-            apart = _apart(values, c, d)
-            prior, most = 0.3 / (1 + apart), OF_NORM / (1 + apart)
-            if apart <= CARRIED and values.candidates[d].shape[0] == shape[0]:
-                yield _alike(values, (c, 0), (d, 0), prior, most)
-            if apart <= CARRIED and values.candidates[d].shape[1] == shape[0]:
-                yield _back(values, (c, 0), d, prior, most)
-
-
-def _apart(values: Values, norm: int, matrix: int) -> int:
-    """Return how far a matrix is from a norm: not at all in a layer of the same number, or next to it."""
-    numbers = [re.findall(r"\d+", values.candidates[k].name) for k in (norm, matrix)]
-    far = values.place[matrix] - values.place[norm]
-    return 0 if numbers[0] and numbers[0] == numbers[1] else min(abs(far), abs(far + 1))
-
-
-def _alike(values: Values, a: tuple[int, int], b: tuple[int, int], prior: float, most: float) -> _Term:
-    """Return that v goes alike over an axis of a and one of b: a unit that is seldom active, an input that both read."""
-
-    def weigh(entries: Sequence[int]) -> float:
-        return _agreement(values.square(entries[0], a[1]), values.square(entries[1], b[1]), prior, most)
-
-    return _Term((a[0], b[0]), weigh, ())
-
-
-def _still(values: Values, c: int) -> _Term:
-    """Return that a filter's sum of weight times moment is nought, as before a norm."""
-
-    def weigh(entries: Sequence[int]) -> float:
-        squares = values.still(c, entries[0])
-        if len(squares) < UNITS:
-            return 0.0
-        log = float(np.sum(squares / 2 - squares / (2 * STILL) - math.log(STILL) / 2))
-        return min(math.log(0.8 + 0.2 * math.exp(min(max(log, -50.0), 2 * NORM))), NORM)
-
-    return _Term((c,), weigh, (c,))
-
-
-def _come(values: Values, c: int) -> _Term:
-    """Return that a weight goes with the steps of its state: from nought, or from a random start, it has come that way."""
-
-    def weigh(entries: Sequence[int]) -> float:
-        weight, steps = values.weight(c), values.steps(entries[0])
-        if weight.size < UNITS:
-            return 0.0
-        products = (weight - weight.mean()) * (steps - steps.mean())
-        sums = [products.reshape(-1)]
-        sums += [products.sum(axis) for axis in (0, 1) if products.ndim > 1 and products.shape[1 - axis] >= UNITS]
-        total = abs(float(products.sum()))
-        return _likelier(
-            min(total / max(math.sqrt(float(s @ s)), 1e-300) for s in sums),
-            0.3,
-            COME_MATRIX if weight.ndim > 1 else COME,
-        )
-
-    return _Term((c,), weigh, (c,))
-
-
-def _agreement(x: Array, y: Array, prior: float, most: float) -> float:
-    """Return how much likelier a law between two vectors is than an accident, by the ranks of their channels."""
-    a, b = ranks(x), ranks(y)
-    return _likelier(certainty(float(a @ b), independent(a, b)), prior, most)
-
-
-def _likelier(z: float, prior: float, most: float) -> float:
-    """Return the logarithm of how much likelier a result of z standard deviations is if a law may hold than if none does."""
-    variance = 1 + SPREAD**2
-    shrunk = SPREAD / math.sqrt(variance)
-    log = (shrunk * z) ** 2 / 2 + math.log(2 * NormalDist().cdf(min(max(shrunk * z, -8.0), 8.0)) / math.sqrt(variance))
-    return min(math.log(1 - prior + prior * math.exp(min(log, 2 * MOST))), most)
