@@ -165,6 +165,17 @@ def test_relative_names_lie_beside_the_configuration_and_options_are_passed_on(m
 
 
 @pytest.mark.formats
+def test_folders_named_relative_to_here_do_not_need_the_hub(models, tmp_path, monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    (tmp_path / "config.yml").write_text(CONFIG.format(root=".", shared="").replace("./a", "a").replace("./b", "b"))
+    done = squisher_mergekit(tmp_path / "config.yml", tmp_path / "out", models)
+    assert done.returncode == 0, done.stderr
+    assert "model.norm.weight" in weights(tmp_path / "out")
+
+
+@pytest.mark.formats
 @pytest.mark.parametrize("name", ["not-here", "owner/name"])
 def test_a_model_that_cannot_be_found_is_one_sentence(models, tmp_path, name, monkeypatch):
     import huggingface_hub.constants

@@ -67,6 +67,7 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
     """
     config, out = Path(config), Path(out)
     try:
+        import mergekit.card
         import yaml
         from mergekit.config import MergeConfiguration
         from mergekit.merge import run_merge
@@ -83,6 +84,8 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
         _check(merge_config)
     merge_options = _options(options)
     _find(merge_config, merge_options.transformers_cache)
+    asks_hub = mergekit.card.is_hf
+    mergekit.card.is_hf = lambda path: not os.path.exists(path) and asks_hub(path)  # of a folder here it would ask too
     with new_folder(out) as folder:  # it has its final name, because mergekit names the model after the folder
         try:
             run_merge(merge_config, str(folder), merge_options, config_source=source)
@@ -90,9 +93,11 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
             raise SquisherError(f"{config}: {error}") from error
         except SquisherError:
             raise
-        except Exception as error:  # errors of several libraries: mergekit asks the Hub about every folder that could be a model's name
+        except Exception as error:  # errors of several libraries
             cause = error.__cause__ if isinstance(error.__cause__, SquisherError) else error
             raise SquisherError(f"mergekit could not merge: {' '.join(str(cause).split())}") from error
+        finally:
+            mergekit.card.is_hf = asks_hub
 
 
 def _check_yaml(source: str, yaml: Any) -> None:
