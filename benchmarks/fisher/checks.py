@@ -20,7 +20,7 @@ from ..harness import write
 from .models import cases
 
 ROUNDS, BATCHES = 3, 4
-FILES = ("measure/examples.py", "measure/placements.py", "measure/capture.py")
+FILES = ("measure/examples.py", "measure/placements.py", "measure/indexing.py", "measure/capture.py")
 
 
 def share(name: str) -> dict[str, Any]:

@@ -6,8 +6,8 @@ To read it from top to bottom:
 - `batches` takes a batch apart and says who measures it; `likelihood` is what is squared, with labels drawn by `sampling`.
 - `loop` is the definition, one example after the other. Two engines are faster: `joint` for whole batches, `fast` for all examples at once.
 - `fast` believes a batch if its examples are followed through every operation (`following` runs them, `placements`, `indexing`
-  and `routing` say where the rows of each example are afterwards), every use of a parameter has a rule (`capture` sees the uses,
-  `rules` has one file for each kind of layer), and `proof` has compared it with the loop.
+  and `routing` say where the rows of each example are afterwards), every use of a parameter has a rule (`capture` sees the uses, `squaring`
+  squares what comes back, `rules` has one file for each kind of layer), and `proof` has compared it with the loop.
 - `sharded` is all this for models that are spread over processes, `training` the squares inside a training step, for `squisher.Tracker`.
 - `unfinished` keeps an interrupted measurement.
 """

@@ -1,4 +1,4 @@
-"""One forward and backward pass in which every use of a parameter is seen and its gradients are squared for each example.
+"""One forward pass in which every use of a parameter is seen.
 
 A function mode sees every operation of the forward pass and follows where the examples are (`examples`). An operation with a rule
 (`rules`) is given a detached copy of the parameter, and a hook on its output receives the gradient from which the rule finds each
@@ -9,11 +9,8 @@ source like a parameter: its per-example gradients are sent on through its own s
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
-from itertools import count
 from typing import Any
 
 import torch
@@ -39,20 +36,14 @@ from .routing import GROUPED, Routes, behind_transpose, ends_of
 from .rules import (
     OPERATIONS,
     Broadcast,
-    Dense,
     Einsum,
-    Gradients,
     Grouped,
-    Outer,
     RoutedLookup,
     Rule,
-    Squares,
-    add_squares,
 )
-from .sampling import normals
-from .sharded.parallel import can_localise, local_gradient, shard_of_gradients
+from .sharded.parallel import can_localise
 
-__all__ = ["Obstacle", "Pass", "forward_pass"]
+__all__ = ["Capture", "Obstacle", "Use"]
 
 MOST_COPIES = 1 << 24
 """Elements of the copies, one for each example, that a shared tensor may be given."""
@@ -67,7 +58,7 @@ class Obstacle(Exception):  # noqa: N818 (not an error: the loop takes over)
 
 
 @dataclass
-class _Use:
+class Use:
     """One use of a source (a parameter, or what was made of parameters alone) in an operation with a rule."""
 
     source: Tensor
@@ -76,26 +67,11 @@ class _Use:
     held: list[tuple[Tensor, int]]
 
     def intact(self) -> bool:
+        """Return whether nothing that the rule needs was changed since."""
         return all(version_of(t) == version for t, version in self.held)
 
 
 _EXPANDING = {"expand", "expand_as", "broadcast_to", "repeat", "tile"}
-
-
-def forward_pass(*args: Any, **kwargs: Any) -> tuple[Pass, Outputs]:
-    """Run a forward pass, if need be a second time without guesses; same arguments as `Pass`.
-
-    Raises:
-        Obstacle: this batch cannot be done at once.
-    """
-    one = Pass(*args, **kwargs)
-    try:
-        return one, one.forward()
-    except Obstacle:
-        if not one.guessed:
-            raise
-    one = Pass(*args, **{**kwargs, "guess": False})
-    return one, one.forward()
 
 
 class _Anchor(torch.autograd.Function):
@@ -110,22 +86,20 @@ class _Anchor(torch.autograd.Function):
         return None, None
 
 
-class Pass(Following):
-    """One forward pass over the examples of a batch and its backward passes.
+class Capture(Following):
+    """One forward pass over the examples of a batch; see `squaring.Pass` for the gradients that come back.
 
     Args:
         model: in the mode and on the device that are wanted. The parameters require gradients, no others do.
         objective: which Fisher.
         batch: two examples or more.
         parameters: those to capture, by name.
-        bounds: gets what the rounding of each parameter's gradient is measured by, if wanted.
         guess: whether a shared tensor with as many rows as there are examples is tried as one row per example.
         gathered: for a sharded model, its gathered parameters; they are there only while their layer is at work.
 
     Attributes:
         guessed: whether one was.
         reentrant: whether a parameter was used without gradients, perhaps to be used again in the backward pass (checkpointing).
-        at_least: columns to send back, with zeros after the last: processes that share a model need the same number.
         custom: whether a step of the backward pass is written in Python by the user, and may mix examples.
     """
 
@@ -137,30 +111,22 @@ class Pass(Following):
         objective: Objective,
         batch: Batch,
         parameters: Mapping[str, Tensor],
-        bounds: dict[str, list[Gradients]] | None = None,
         guess: bool = True,
         gathered: Iterable[Tensor] | None = None,
     ):
         super().__init__(batch.size, (*model.parameters(), *model.buffers(), *(gathered or ())))
         self.model, self.objective, self.batch, self.parameters = model, objective, batch, parameters
-        self.bounds = bounds
-        self.many = objective.labels == "exact" or objective.draws > 1 or objective.unit == "token"
         self.guess, self.guessed = guess, False
         self.reentrant = self.custom = False
-        self.at_least = 0
         self._names = {id(p): name for name, p in parameters.items()}
         self._sharded = gathered is not None
         self._detached: dict[int, tuple[Tensor, Tensor]] = {}
-        self._uses: list[_Use] = []
+        self._uses: list[Use] = []
         self._expected: dict[int, int] = {}
         self._behind: dict[int, tuple[Tensor, set[str]]] = {}
         self._parts: set[str] = set()
         self._refused: dict[str, str] = {}
-        self._done: set[str] = set()
         self._in_backward = False
-        self._arrivals: dict[int, int] = {}
-        self._pending: dict[int, list[Gradients]] = {}
-        self._squares: dict[str, tuple[Outer, Tensor]] = {}
         self._leaf = torch.zeros((), requires_grad=True)
         self._watch = Watch(self)
         self._routes = Routes(batch.size)
@@ -440,7 +406,7 @@ class Pass(Following):
             output = _Anchor.apply(output, self._leaf)
         found = []
         for source, rule in uses:
-            use = _Use(source, rule, state.dim, [(t, version_of(t)) for t in rule.saved()])
+            use = Use(source, rule, state.dim, [(t, version_of(t)) for t in rule.saved()])
             found.append(use)
             if id(source) not in self._names and id(source) not in self._behind:
                 self._behind[id(source)] = (source, self._names_of(source))
@@ -452,6 +418,10 @@ class Pass(Following):
         output.register_hook(lambda g: self._arrived(g, found))
         return output
 
+    def _arrived(self, g: Tensor, uses: list[Use]) -> None:
+        """Take the gradient of an output that uses parameters."""
+        raise NotImplementedError
+
     def _names_of(self, source: Tensor) -> set[str]:
         return {self._names[id(leaf)] for leaf, _ in leaves_behind(source) if id(leaf) in self._names}
 
@@ -459,177 +429,7 @@ class Pass(Following):
         name = self._names.get(id(source))
         return {name} if name is not None else self._behind[id(source)][1]
 
-    # -- backward ------------------------------------------------------------------------------------------------------
-
-    def backward(
-        self, outputs: Outputs, index: Tensor, sums: Mapping[str, Tensor], halves: bool = False, again: bool = False
-    ) -> None:
-        """Send every column back and add the squares of what arrives.
-
-        Args:
-            outputs: of `forward`.
-            index: where each example is in the stream.
-            sums: what to add to, by name.
-            halves: send back the columns of one half of the examples after those of the other: the same, if they do not mix.
-            again: whether it is called once more, so that the graph must stay.
-
-        Raises:
-            Obstacle: something arrived where it should not have (only under re-entrant checkpointing); the sums are spoiled.
-        """
-        self.sums = sums
-        self._uses.clear()  # the hooks hold what is needed, and let go of it as soon as it is not
-        if not outputs.values.requires_grad:
-            return
-        self._in_backward = True
-        self.many = self.many or halves or again
-        engine = torch.autograd.Variable._execution_engine
-        with self._watch:  # checkpointing runs parts of the forward pass again
-            for column in self._columns(outputs, index, halves):
-                self._arrivals.clear()
-                self._done.clear()
-                # Not `backward`, which switches the mode off, nor `grad`, which re-entrant checkpointing refuses.
-                engine.run_backward(
-                    (outputs.values,), (column,), self.many, False, (), allow_unreachable=True, accumulate_grad=True
-                )
-                self._end_column()
-        self._end()
-        self.sums = {}  # hooks and this pass hold each other; the sums must not wait for the garbage collector
-        leaked = [name for name, p in self.parameters.items() if p.grad is not None]
-        for name in leaked:
-            self.parameters[name].grad = None
-        if leaked:
-            raise Obstacle(dict.fromkeys(leaked, "it is used in an operation without a rule, under checkpointing"))
-
-    def _columns(self, outputs: Outputs, index: Tensor, halves: bool = False) -> Iterator[Tensor]:
-        columns = iter(self.objective.columns(outputs, index))
-        if halves:
-            columns = _in_halves(columns, index)
-        for number in count():
-            with torch._C.DisableTorchFunction():
-                column = next(columns, None)
-                if column is None and number < self.at_least:
-                    column = torch.zeros_like(outputs.values)
-            if column is None:
-                return
-            yield column
-
-    @torch.no_grad()
-    def _arrived(self, g: Tensor, uses: list[_Use]) -> None:
-        if not self._in_backward:  # the model itself takes gradients in its forward pass
-            return
-        self.types.add(g.dtype)
-        with _full_precision(g.device.type), torch._C.DisableTorchFunction():
-            squares = None if is_sharded(g) else Squares(g)  # a bias and its weight need the same ones
-            for use in uses:
-                gradients = partial(shard_of_gradients, use.source, use.rule) if is_sharded(g) else use.rule.gradients
-                if self.bounds is not None:
-                    for name in self._names_behind(use.source) if id(use.source) in self._names else ():
-                        bound = gradients(g.square(), use.dim, self.examples, squared=True)
-                        self.bounds.setdefault(name, []).append(bound)
-                self._take(use.source, gradients(g, use.dim, self.examples), squares)
-        if not self.many:
-            uses.clear()  # no other column comes: the inputs that the rules hold are free
-
-    def _take(self, source: Tensor, summand: Gradients, squares: Squares | None) -> None:
-        key = id(source)
-        name = self._names.get(key)
-        self._arrivals[key] = self._arrivals.get(key, 0) + 1
-        if name is None or name in self._parts or self._expected.get(key, 0) > 1:
-            if name in self._done or any(n in self._done for n in self._names_behind(source)):
-                raise Obstacle({n: "its uses come in several parts" for n in self._names_behind(source)})
-            self._pending.setdefault(key, []).append(summand)
-            if (
-                name is not None
-                and name not in self._parts
-                and self._arrivals[key] == self._expected[key]
-                and not self.reentrant
-            ):
-                add_squares(self.sums[name], self._pending.pop(key))
-            return
-        if name in self._done:
-            raise Obstacle({name: "it is used more often in the backward pass than in the forward pass"})
-        self._done.add(name)
-        # The squares of a sharded layer do not wait for the last column: they would be whole in all layers.
-        if self.many and not self._sharded and isinstance(summand, Outer) and summand.left.shape[1] == 1:
-            self._aggregate(name, summand)
-        else:
-            summand.add_squares(self.sums[name], squares)
-
-    def _aggregate(self, name: str, summand: Outer) -> None:
-        """Sum the squares over columns first: Σ_columns (g²)ᵀ(a²) = (Σ_columns g²)ᵀ(a²) takes one matrix product."""
-        g = (summand.left if summand.gradient_on_left else summand.right)[:, 0].to(self.sums[name].dtype)
-        if name in self._squares:
-            self._squares[name][1].addcmul_(g, g)
-        else:
-            self._squares[name] = (summand, g.square())
-
-    @torch.no_grad()
-    def _end_column(self) -> None:
-        """Finish a backward pass: add what still waits for a use whose output got no gradient."""
-        with torch._C.DisableTorchFunction():
-            waiting, self._pending = self._pending, {}
-            behind: set[str] = set()
-            sources = []
-            for key, (source, names) in self._behind.items():
-                if key in waiting:
-                    sources.append((source, waiting.pop(key)))
-                    behind |= names
-            if sources:
-                direct = {name: waiting.pop(id(self.parameters[name]), []) for name in behind}
-                self._through(sources, direct)
-            for key, summands in waiting.items():
-                add_squares(self.sums[self._names[key]], summands)
-
-    def _through(self, sources: list[tuple[Tensor, list[Gradients]]], direct: dict[str, list[Gradients]]) -> None:
-        """Send each example's gradient of what was made of parameters on to the parameters, and square it with their own uses."""
-        parameters = [self.parameters[name] for name in direct]
-        tensors = [source for source, _ in sources]
-        for n in range(self.examples):
-            arriving = [sum(p.example(n, s.shape) for p in summands).to(s.dtype) for s, summands in sources]  # type: ignore[union-attr]
-            if self.bounds is not None:
-                self._bound_through(self.bounds, direct, arriving)
-            found = torch.autograd.grad(tensors, parameters, arriving, retain_graph=True, allow_unused=True)
-            for (name, summands), gradient in zip(direct.items(), found, strict=True):
-                total = self.sums[name]
-                own = None if gradient is None else local_gradient(gradient, self.parameters[name])
-                whole = torch.zeros_like(total) if own is None else own.to(total.dtype)
-                for summand in summands:
-                    whole = whole + summand.example(n, total.shape).to(total.dtype)
-                total.addcmul_(whole, whole)
-
-    def _bound_through(self, bounds: dict[str, list[Gradients]], names: Iterable[str], arriving: list[Tensor]) -> None:
-        """Note what rounding is measured by where a gradient comes through others: all that arrives, as if spread evenly."""
-        for name in names:
-            total = sum(float(g.square().sum()) for g in arriving) / max(1, self.parameters[name].numel())
-            value = torch.full((1,) * (self.parameters[name].dim() + 1), total, device=self.parameters[name].device)
-            bounds.setdefault(name, []).append(Dense(value.expand(1, *self.parameters[name].shape)))
-
-    @torch.no_grad()
-    def _end(self) -> None:
-        """Add what was summed over columns: all of them are through."""
-        with torch._C.DisableTorchFunction():
-            for name, (summand, squares) in self._squares.items():
-                total = self.sums[name].view(summand.left.shape[2], -1)
-                if summand.gradient_on_left:
-                    total.addmm_(squares.T, summand.right[:, 0].to(total.dtype).square())
-                else:
-                    total.addmm_(summand.left[:, 0].to(total.dtype).square().T, squares)
-            self._squares.clear()
-
 
 def _apart(rule: Rule, dim: int, dims: int) -> bool:
     """Return whether a parameter has no entries of its own for each row of the dimension that the examples are in."""
     return not isinstance(rule, (Broadcast, Einsum)) or rule.apart_from(dim, dims)
-
-
-def _in_halves(columns: Iterator[Tensor], index: Tensor) -> Iterator[Tensor]:
-    """Yield each column with zeros for a half of the examples that is drawn at random, and then for the others."""
-    place = normals(0, index, 0, 1)[:, 0].argsort().argsort()
-    for column in columns:
-        for half in (place % 2 == 0, place % 2 == 1):
-            rows = half.to(column.device, column.dtype)
-            yield column * rows.view(-1, *(1,) * (column.dim() - 1))
-
-
-def _full_precision(device: str) -> AbstractContextManager[Any]:
-    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

@@ -24,11 +24,12 @@ from torch import Tensor, nn
 from ..errors import SquisherError
 from ..guard import only_requiring
 from .batches import Batch
-from .capture import Obstacle, Pass, forward_pass
+from .capture import Obstacle
 from .likelihood import Objective, Outputs
 from .loop import Loop
 from .proof import Known, Proof, check_alone, compare, prove, recall
 from .rules import Gradients
+from .squaring import Pass, forward_pass
 from .sums import Sums
 
 __all__ = ["PROVEN_ANEW", "Fast", "left_to_the_loop"]

@@ -20,11 +20,12 @@ from ..errors import SquisherError
 from ..guard import only_requiring
 from ..ranks import local_of
 from .batches import Batch, filled
-from .capture import Obstacle, forward_pass
+from .capture import Obstacle
 from .likelihood import IGNORED, Objective, Outputs
 from .loop import each_gradient
 from .rules import Gradients, examples_of
 from .sampling import normals
+from .squaring import forward_pass
 from .sums import Sums
 
 __all__ = [

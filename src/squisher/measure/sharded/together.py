@@ -20,12 +20,13 @@ from ... import ranks
 from ...errors import SquisherError
 from ...ranks import is_sharded, local_of
 from ..batches import Batch, digest_of
-from ..capture import Obstacle, Pass
+from ..capture import Obstacle
 from ..fast import PROVEN_ANEW, left_to_the_loop
 from ..likelihood import Objective, Outputs, compared_with_own
 from ..loop import requiring
 from ..proof import Difference, Probe, compare, difference_of, differing, interaction, tolerance_of, total_of, two_of
 from ..rules import Gradients
+from ..squaring import Pass
 from ..sums import Sums
 from .meshes import Replicas
 from .parallel import conversions, local_gradient

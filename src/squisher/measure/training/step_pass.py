@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..batches import Batch
-from ..capture import Pass
 from ..examples import SHARED, UNKNOWN, Call, Examples, Look, Other, State, replaced, tensors_in
 from ..following import is_custom, is_random, nodes_behind
 from ..likelihood import Objective
 from ..proof import tolerance_of, total_of
 from ..rules import Dense, Gradients, Rule, Squares, add_squares
+from ..squaring import Pass
 from ..sums import Sums
 from .reductions import REDUCTIONS, counts_positions, factor_of
 
