@@ -47,6 +47,14 @@ def test_prune_a_folder(place, tmp_path):
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_matrices_without_an_importance_are_named(place, tmp_path):
+    folder, _, importance, _, _ = place
+    importance.restrict("body").save(tmp_path / "part.safetensors")
+    options = ("prune", folder / "base", "--importance", tmp_path / "part.safetensors", "--sparsity", "0.5")
+    assert "classifier.weight" in run(*options, "--out", tmp_path / "out").stdout
+    assert "classifier.weight" not in run(*options, "--exclude", "classifier", "--out", tmp_path / "other").stdout
+
+
 @pytest.mark.parametrize(
     ("options", "arguments"),
     [

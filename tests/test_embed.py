@@ -108,6 +108,8 @@ def test_what_does_not_fit_is_named():
         embed.embedding(a, exclude=".")
     with pytest.raises(SquisherError, match="not 'tensors'.*'tensor'"):
         embed.embedding(a, by="tensors")
+    with pytest.raises(SquisherError, match="no entry"):
+        embed.embedding({"a": torch.zeros(0, 3)})
     with pytest.raises(SquisherError, match="not 'euclid'"):
         embed.distance(a, a, metric="euclid")
     with pytest.raises(ArgumentError, match="regular expression"):

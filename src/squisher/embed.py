@@ -54,6 +54,8 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
     if by == "full":
         return whole
     names = [name for name in whole if numel_of(whole, name) and not (by == "row" and _is_bias(name))]
+    if not any(numel_of(whole, name) for name in whole):
+        raise SquisherError("The importance has no entry, so there is nothing to sum up.")
     if not names:
         raise NamingError("Only biases are left, and an embedding by row has none of them: use the one by tensor.")
     means = {

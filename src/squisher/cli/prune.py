@@ -60,6 +60,7 @@ def prune(
                 "zeros": done.zeros,
                 "total": done.total,
                 "per_tensor": per_tensor,
+                "unranked": done.unranked,
                 "settings": done.settings,
             }
         )
@@ -67,3 +68,6 @@ def prune(
     typer.echo(
         f"{out}: {done.zeros:,} of {done.total:,} weights in {len(done.counts)} tensors are zero ({done.zeros / done.total:.2%})."
     )
+    if done.unranked:
+        shown = ", ".join(done.unranked[:3]) + (", …" if len(done.unranked) > 3 else "")
+        typer.echo(f"Without an importance, and as they were: {len(done.unranked)} matrices ({shown}).")

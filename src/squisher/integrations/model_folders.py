@@ -23,6 +23,7 @@ from ..errors import ArgumentError, FileError, NamingError, NoAccumulatorError, 
 from ..importance import FILE_NAME, Importance, load
 from ..importance.weights import check_weights
 from ..merge import Merged, average, fisher, ota, task_arithmetic, ubgm
+from ..names import FLOATS, excluded
 from ..prune import weights as prune_weights
 from ..recycle import extract
 from ..storage import hub, safetensors
@@ -43,10 +44,12 @@ class Pruning:
     Attributes:
         counts: For each pruned tensor, how many entries stay and how many there are.
         settings: How it was pruned.
+        unranked: Matrices that stay as they are because they have no importance.
     """
 
     counts: dict[str, tuple[int, int]]
     settings: dict[str, Any] = field(default_factory=dict)
+    unranked: list[str] = field(default_factory=list)
 
     @property
     def zeros(self) -> int:
@@ -107,10 +110,13 @@ def prune_folder(
     pruned = prune_weights(opened.weights, importance, **options, seed=seed, progress=reporting("ranking"))
     settings = {key: value for key, value in options.items() if value is not None}
     settings |= {"seed": seed} if score == "random" else {}
-    done = Pruning(pruned.counts(reporting("counting")), settings)
+    counts, tied = pruned.counts(reporting("counting")), tied_names(opened.weights)
+    known = {*counts, *tied, *excluded(exclude, opened.weights, tied)}
+    matrices = [name for name in opened.weights if dtype_of(opened.weights, name) in FLOATS and name not in known]
+    done = Pruning(counts, settings, [name for name in matrices if len(opened.weights.shape(name)) > 1])
     card = pruning_card(label, settings, None if importance is None else described(importance), done.counts)
     like = opened.path if opened.path.is_dir() else None
-    write_model(out, pruned, like, card=card, leave_out=tied_names(opened.weights), progress=reporting("writing"))
+    write_model(out, pruned, like, card=card, leave_out=tied, progress=reporting("writing"))
     return done
 
 
