@@ -230,7 +230,7 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
     alike: dict[tuple[Shape, ...], dict[tuple[int, ...], None]] = defaultdict(dict)
     for part in parts.values():
         alike[tuple(values.candidates[c].shape for c in part)][tuple(part)] = None
-    vectors: list[dict[int, int]] = []
+    loose: list[dict[int, int]] = []
     for same in alike.values():
         for a, b in itertools.combinations(same, 2):
             move = _swap(a, b)
@@ -241,9 +241,9 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
             if rows and move not in near:
                 far.append(move)
             elif not _whole(values, a) and abs(values.place[a[0]] - values.place[b[0]]) <= NEAR:
-                vectors.append(move)
+                loose.append(move)
     norms = [family for family in families if _is_norm(values, family[0])]
-    vectors += [*_in_all_layers(values, norms), *(dict(move) for family in norms for move in _orders(family))]
+    vectors = [*_in_all_layers(values, norms), *(dict(move) for family in norms for move in _orders(family))]
     kind = _kinds(values, usable)
     for same in alike.values():
         biases = [part for part in same if len(part) == 1 and kind.get(part[0]) == "bias"]
@@ -252,11 +252,12 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
     yield from (_Move(move, math.log(len(near) + len(plausible))) for move in near if move not in plausible)
     for move in far:
         yield _Move(move, math.log(len(near) + len(far)) + (2 * OF_V if noisy and _two_apart(values, move) else 0.0))
-    # Seldom is a norm or a bias handed over in another place without its layer. A bias in the place of a norm's weight makes one
-    # law by itself: its moment goes with the columns of what reads the norm.
-    for move in vectors:
-        halves = not noisy and len(move) == 2 and {kind.get(c) for c in move} != {"bias"}
-        yield _Move(move, math.log(len(near) + len(far) + len(vectors)) + VECTORS + (NORM if halves else 0.0))
+    # Seldom is a norm or a bias handed over in another place without its layer. One law of a norm does not tell where: what its
+    # bias is to the layer that reads it, or another norm of the same stream, makes that law nearly as well.
+    price = math.log(max(1, len(near) + len(far) + len(vectors) + len(loose))) + VECTORS
+    yield from (_Move(move, price) for move in vectors)
+    for move in loose:
+        yield _Move(move, price + (0.0 if noisy or {kind.get(c) for c in move} == {"bias"} else NORM))
 
 
 def _two_apart(values: Values, move: dict[int, int]) -> bool:
