@@ -110,7 +110,7 @@ def test_the_same_input_gives_the_same_bytes(checkpoint, tmp_path):
         (["extract", "checkpoint.pt", "--out", "a.safetensors", "--dtype", "float16"], "float16 underflows", 2),
         (
             ["extract", "checkpoint.pt", "--out", "a.safetensors", "--loss-reduction", "avg"],
-            "reduction is mean",
+            "--loss-reduction is mean",
             2,
         ),
         (["inspect", "nothing.safetensors"], "There is no file nothing.safetensors", 1),
