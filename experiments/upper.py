@@ -58,7 +58,8 @@ class Upper(text.Pooled):
             return self(states.flatten(0, 1), attention_mask.flatten(0, 1)).view(states.shape[:2])
         seen = (1.0 - attention_mask[:, None, None, :].to(states.dtype)) * torch.finfo(states.dtype).min
         for layer in self.body:
-            states = layer(states, seen)
+            found = layer(states, seen)
+            states = found[0] if isinstance(found, tuple) else found  # transformers 4 gives a tuple
         return self.pooled(states, attention_mask)
 
 
