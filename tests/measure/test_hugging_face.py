@@ -76,7 +76,8 @@ def _vit(t):
 
 def _mixtral(t):
     config = t.MixtralConfig(**SIZES, num_key_value_heads=1, num_local_experts=3, num_experts_per_tok=2)
-    return t.MixtralForCausalLM(config), _text(None), set()
+    left = {"model.", "lm_head"} if t.__version__.startswith("4.") else set()  # there, Python loops over the experts
+    return t.MixtralForCausalLM(config), _text(None), left
 
 
 MODELS = {
@@ -115,9 +116,7 @@ def test_equals_the_loop(name, labels):
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_families_equal_the_definition(name):
     """What the page says of a family still holds, in the installed version if that has it."""
-    transformers = pytest.importorskip("transformers")
-    if not hasattr(transformers, families.FAMILIES[name][1]):
-        pytest.skip(f"transformers {transformers.__version__} has no {families.FAMILIES[name][1]}")
+    transformers = pytest.importorskip("transformers", "5", reason="the page is of transformers 5")
     expected = json.loads((families.RESULTS / "families.json").read_text())
     found, step = families.measure(name), families.track(name)
     assert found["error"] <= 1e-5
@@ -193,9 +192,10 @@ def _plain():
 
 def test_models_loaded_with_a_tensor_parallel_plan(tmp_path):
     import torch.multiprocessing as mp
-    import transformers
 
     import squisher
+
+    transformers = pytest.importorskip("transformers", "5", reason="transformers 4 loads no such plan on a CPU")
 
     sizes = {**SIZES, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4}
     torch.manual_seed(3)
