@@ -501,7 +501,7 @@ def test_several_networks_that_one_optimizer_steps(tmp_path, swapped):
 def test_an_optimizer_for_each_parameter_under_its_name(tmp_path):
     """Pyro's `optim.save`; parameters that were never stepped have an empty state."""
     saved = {}
-    for name in ("loc", "scale", "unused"):
+    for name in ("net$$$loc", "scale", "unused"):
         parameter = nn.Parameter(torch.randn(3))
         optimizer = torch.optim.Adam([parameter])
         if name != "unused":
@@ -510,8 +510,9 @@ def test_an_optimizer_for_each_parameter_under_its_name(tmp_path):
         saved[name] = optimizer.state_dict()
     torch.save(saved, tmp_path / "c.pt")
     imp = squisher.extract(tmp_path / "c.pt")
-    assert list(imp) == ["loc", "scale"]
-    assert torch.allclose(imp["loc"], saved["loc"]["state"][0]["exp_avg_sq"] / (1 - 0.999))
-    torch.save({"opt_a": saved["loc"], "opt_b": saved["scale"]}, tmp_path / "c.pt")
-    with pytest.raises(NamingError):  # names of optimizers are no names of parameters
-        squisher.extract(tmp_path / "c.pt")
+    assert list(imp) == ["net$$$loc", "scale"]
+    assert torch.allclose(imp["scale"], saved["scale"]["state"][0]["exp_avg_sq"] / (1 - 0.999))
+    for names in (("opt_a", "opt_b"), ("actor", "critic")):  # names of optimizers are no names of parameters
+        torch.save(dict(zip(names, saved.values(), strict=False)), tmp_path / "c.pt")
+        with pytest.raises(NamingError):
+            squisher.extract(tmp_path / "c.pt")

@@ -363,15 +363,12 @@ def is_optimizer(value: Any) -> bool:
 def is_in_backward(content: dict[Any, Any]) -> bool:
     """Return whether a dictionary has an optimizer of one parameter under each parameter's name, as torchtune and Pyro write it.
 
-    Several optimizers of small networks have names, too, but their own.
+    Several optimizers of small networks have names, too, but their own: one name at least must have a path (Pyro's have "$$$").
     """
-    return len(content) > 1 and all(
-        isinstance(name, str)
-        and ("." in name or "opt" not in name.lower())
-        and isinstance(one, dict)
-        and _of_one_parameter(one)
-        for name, one in content.items()
-    )
+    named = all(isinstance(name, str) and ("." in name or "opt" not in name.lower()) for name in content)
+    if len(content) < 2 or not named or not any("." in name or "$$$" in name for name in content):
+        return False
+    return all(isinstance(one, dict) and _of_one_parameter(one) for one in content.values())
 
 
 def _of_one_parameter(one: dict[Any, Any]) -> bool:
