@@ -183,7 +183,7 @@ def _named(importance: Importance, known: _Known) -> list[str]:
 def _what_proves(importance: Importance, known: _Known) -> str:
     p = importance.provenance
     groups = (p.optimizer or {}).get("groups") or [p.optimizer or {}]
-    if all(group.get("key") in _WITHOUT_FIRST_MOMENT for group in groups):
+    if all(g.get("key") in _WITHOUT_FIRST_MOMENT and g.get("class") != "AdamW (dion)" for g in groups):
         return "Without first moments no weights can prove them: compare the order with your script, or give it with --names."
     sources = [] if (p.model or {}).get("content") else ["the model (--model)"]
     if not known.base:
