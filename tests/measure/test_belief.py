@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 
 from squisher import SquisherError, fisher
+from squisher.measure.squaring import Pass
 from tests.measure.zoo import Apply
 
 CLASSES = 4
@@ -638,3 +641,27 @@ def test_rows_that_are_examples_are_not_broadcast_against_a_parameter():
     found = fisher(model, batches)
     for name, value in expected.items():
         assert torch.allclose(found[name], value, rtol=1e-4), name
+
+
+def test_an_index_of_an_array_beside_a_tensor():
+    torch.manual_seed(0)
+    model = _module(
+        lambda s, x: s.out(s.inside(x)[torch.arange(len(x)), np.zeros(len(x), int)]),
+        inside=nn.Linear(5, 6),
+        out=nn.Linear(6, CLASSES),
+    )
+    batches = _batches(torch.randn(4, 3, 5))
+    expected, found = fisher(model, batches, method="loop"), fisher(model, batches)
+    for name, value in expected.items():
+        assert torch.allclose(found[name], value, rtol=1e-4), name
+
+
+def test_the_mask_of_a_pruned_convolution_is_not_taken_for_rows_of_examples(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 16, CLASSES)).double()
+    prune.random_unstructured(model[0], "weight", 0.5)
+    passes = []
+    monkeypatch.setattr(Pass, "forward", lambda s, real=Pass.forward: passes.append(s.guessed) or real(s))
+    found = fisher(model, _batches(torch.randn(4, 3, 6, 6)), method="fast")
+    assert found["0.weight_orig"].sum() > 0
+    assert len(passes) == 1 + len(_batches(torch.randn(4, 3, 6, 6)))  # the proof, and each batch once

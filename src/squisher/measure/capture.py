@@ -27,6 +27,7 @@ from .following import (
     is_custom,
     is_random,
     leaves_behind,
+    name_of,
     nodes_behind,
     version_of,
 )
@@ -305,8 +306,8 @@ class Capture(Following):
             or func not in OPERATIONS
             or not others
             or any(t.dim() < 2 or t.shape[0] % self.examples for t in others)
-            # Several rows each only where they are matrices: the masks of an example's windows.
-            or any(t.shape[0] != self.examples and t.dim() < 4 for t in others)
+            # Several rows each only where matrices are added: the masks of an example's windows, not those of a pruned weight.
+            or any(t.shape[0] != self.examples and (t.dim() < 4 or name_of(func) != "add") for t in others)
             or not all(t.shape[0] for t in others)
         ):
             return False

@@ -165,8 +165,9 @@ class Following:
     def _why(self, t: Tensor) -> str:
         mark = self._marks.get(id(t))
         reason = mark[3] if mark is not None and mark[0]() is t else ""
-        if not reason and is_custom(t.grad_fn):
-            return f"{t.grad_fn.name()} is written in Python: its forward pass is not seen"  # type: ignore[union-attr]
+        node = t.grad_fn
+        if not reason and node is not None and is_custom(node):
+            return f"{node.name()} is written in Python: its forward pass is not seen"
         return reason or "which rows of the outputs belong to which example is not known"
 
     def _mark(self, t: Tensor, state: State, reason: str = "") -> None:

@@ -34,7 +34,7 @@ class Routes:
 
     def taken(self, t: Tensor, state: State, index: Any) -> State | None:
         """Return the state of `t[index]`, where that takes rows of examples by their number or by a mask; otherwise None."""
-        if isinstance(index, tuple) and index and all(p == slice(None) for p in index[1:]):
+        if isinstance(index, tuple) and index and all(isinstance(p, slice) and p == slice(None) for p in index[1:]):
             index = index[0]
         if not isinstance(state, (Examples, Routed)) or state.dim or not isinstance(index, Tensor) or not index.dim():
             return None
