@@ -11,8 +11,8 @@ end of a context, with a λ searched around N·λ_F. Five trials.
 to train on (the split is ours), and 2,000 iterations a context, which is the paper's number of epochs. λ on one search seed
 (0), trained on 90 % of the training set and scored on the rest, over as many values for every estimator; then fresh seeds, the
 whole training set, the test set. The search of permuted MNIST and CIFAR-100 learns the first five contexts. Scale
-`permuted-reduced` is an older run of 1,500 iterations and a Fisher of 5,000 images; `permuted-check` is two seeds by the
-paper's protocol at the λ of the work that the paper follows, 100.
+`permuted-reduced` is an older run of 1,500 iterations and a Fisher of 5,000 images; `permuted-check` and `cifar-check` are two seeds by
+the paper's protocol at the λ of the work that the paper follows, 100 and 1,000.
 
 Methods (`experiments.continual.METHODS`):
 
@@ -194,6 +194,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "exponents": {},
         "strengths": {"fisher": 100.0, "squisher": 100.0},
     },
+    "cifar-check": _CIFAR
+    | {
+        "seeds": 2,
+        "methods": ["none", "fisher", "squisher", "squisher (without rescaling)", "squisher (N·v)"],
+        "exponents": {},
+        "strengths": {"fisher": 1000.0, "squisher": 1000.0},
+    },
 }
 """`exponents`: λ is searched over 10ᵉ, equally many for every method of a benchmark; `beyond`: run for the curve and not chosen from;
 `strengths`: λ is given."""
@@ -202,7 +209,7 @@ BENCHMARKS = {
     "cpu": {
         scale: f"EWC, {config['case']}, {config['scenario']}" + ", reduced" * (scale == "permuted-reduced")
         for scale, config in CONFIGS.items()
-        if scale not in ("quick", "permuted-check")
+        if scale != "quick" and not scale.endswith("-check")
     }
 }
 """The documents that one name of a scale stands for, with their titles."""

@@ -63,10 +63,10 @@ def _side_by_side(folder: Path, methods: Mapping[str, str], ending: str = "") ->
     for cell, runs in _cells(folder):
         if cell.endswith(ending):
             case = ewc.case(ewc.CONFIGS[cell])
-            check = (
-                None if runs else document("ewc", cell.replace("-task", "-check"), folder)
-            )  # λ is not searched for there
-            runs, note = (Runs(check), ", λ = 100") if check else (runs, "")
+            note = ""
+            if runs is None and (check := document("ewc", cell.replace("-task", "-check"), folder)):
+                runs = Runs(check)  # λ is not searched for there
+                note = f", λ = {runs.config['strengths']['fisher']:,g}"
             cells = [x for m in methods.values() for x in (_accuracy(runs, m), f"{ewc.PAPER[case][m]:.2f}")]
             rows.append([case + note, *cells, f"{ewc.CHANCE[case]:g}"])
     return table(["benchmark", *(x for name in methods for x in (name, "paper")), "chance"], rows)

@@ -39,7 +39,7 @@ import torch
 from torch import Tensor, nn
 
 import squisher
-from experiments import text
+from experiments import text, upper
 from experiments.fish_digits import METHODS, chosen, overlap_of
 from experiments.fish_digits import digits as digits  # units call it here
 from experiments.fish_digits import search_digits as search_digits
@@ -154,7 +154,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
-BENCHMARKS = {"cpu": {"glue": "FISH mask, GLUE", "cpu": "FISH mask, two tasks"}}
+_GLUE = CONFIGS["glue"]
+CONFIGS["glue-upper"] = {
+    **_GLUE,
+    "text": {**_GLUE["text"], "layers": 2, "frozen": None, "train": 4800, "test": 1000, "steps": 200},
+}
+BENCHMARKS = {
+    "cpu": {"glue": "FISH mask, GLUE", "glue-upper": "FISH mask, GLUE, two layers", "cpu": "FISH mask, two tasks"}
+}
 _GUESSED = dict.fromkeys(("sst2", "mrpc", "qnli", "qqp", "rte"), 50.0) | {
     "trec6": 50 / 3,
     "mnli": 100 / 3,
@@ -225,7 +232,7 @@ def scores(results: Mapping[str, dict[str, Any]]) -> list[Score]:
 def masks(run: Run, task: str, seed: int) -> dict[str, Any]:
     """Makes the importances of a task; says how far their masks agree, and what they cost."""
     recipe = _recipe(run, task)
-    dense = text.fine_tune(_with_data(run), task, seed, recipe)
+    dense = _kind(run).fine_tune(_with_data(run), task, seed, recipe)
     steps = _mask_steps(run, recipe)
     found = importances(run, task, seed)
     overlap = {}
@@ -259,7 +266,7 @@ def search_dense(run: Run, rate: float) -> dict[str, Any]:
     """Validation score of dense training on the first task, on a seed of its own."""
     task = run.config["tasks"][0]
     recipe, splits = {**run.config["text"], "rate": rate}, _splits(run, task)
-    model = text.load(recipe, splits.classes, 0)
+    model = _kind(run).load(recipe, splits.classes, 0)
     text.train(model, splits.train, recipe, 0)
     return {"method": "dense", "rate": rate, "validation": measured(model, splits.validation, task)}
 
@@ -294,8 +301,8 @@ def one_rate(run: Run, task: str, seed: int, method: str) -> dict[str, Any]:
 def reset(run: Run, task: str, seed: int) -> dict[str, Any]:
     """The densely trained model as it is, and with everything outside the mask as it was before."""
     recipe = _recipe(run, task)
-    tuned = text.fine_tune(_with_data(run), task, seed, recipe)["snapshots"]["final"]["weights"]
-    model = text.load(recipe, _splits(run, task).classes, seed)
+    tuned = _kind(run).fine_tune(_with_data(run), task, seed, recipe)["snapshots"]["final"]["weights"]
+    model = _kind(run).load(recipe, _splits(run, task).classes, seed)
     base = text.weights_of(model)
     model.load_state_dict(tuned, strict=False)
     rows = _rows(run, model, task, "dense")
@@ -316,14 +323,16 @@ def importances(run: Run, task: str, seed: int, tuned: bool = False) -> dict[str
     generator = torch.Generator().manual_seed(seed)
     return {
         "fisher": fisher,
-        "squisher": text.fine_tune(_with_data(run), task, seed, recipe)["snapshots"][snapshot]["squares"],
+        "squisher": _kind(run).fine_tune(_with_data(run), task, seed, recipe)["snapshots"][snapshot]["squares"],
         "random": {name: torch.rand(value.shape, generator=generator) for name, value in fisher.items()},
     }
 
 
 def _trained(run: Run, task: str, seed: int, method: str, rate: float) -> nn.Module:
     recipe, splits = _recipe(run, task), _splits(run, task)
-    model = text.load(recipe, splits.classes, seed)  # the pretrained weights and the head that the mask was made with
+    model = _kind(run).load(
+        recipe, splits.classes, seed
+    )  # the pretrained weights and the head that the mask was made with
     mask = chosen(importances(run, task, seed)[method], run.config["keep"])
     optimizer = squisher.mask.compact(
         model, mask, torch.optim.AdamW, lr=rate, betas=(0.9, recipe["beta2"]), eps=recipe["eps"], weight_decay=0.0
@@ -338,7 +347,7 @@ def _rows(run: Run, model: nn.Module, task: str, method: str, ending: str = "") 
     columns: dict[str, Any] = {task: _splits(run, task).test}
     second, whole = SECOND.get(task), _with_data(run)
     if second and (whole.data_folder("text") / task / f"{second}.jsonl.gz").exists():
-        columns[f"{task} {second}"] = text.second_test(whole, task, second, run.config["text"])
+        columns[f"{task} {second}"] = _kind(run).second_test(whole, task, second, run.config["text"])
     return [
         {"case": f"{column}{ending}", "method": method, "score": measured(model, rows, task)}
         for column, rows in columns.items()
@@ -350,14 +359,14 @@ def _fishers(run: Run, task: str, seed: int) -> dict[str, Any]:
 
     def make() -> dict[str, Any]:
         recipe, splits = _recipe(run, task), _splits(run, task)
-        model = text.load(recipe, splits.classes, seed)
+        model = _kind(run).load(recipe, splits.classes, seed)
         order = torch.randperm(len(splits.train), generator=torch.Generator().manual_seed(seed))
         batches = splits.train.take(order[: run.config["examples"]]).batches(32)
         begin = time.perf_counter()
         kind = "gaussian" if splits.train.labels.is_floating_point() else "auto"
         out: dict[str, Any] = {"pretrained": _on_cpu(squisher.fisher(model, batches, likelihood=kind))}
         out["seconds"] = time.perf_counter() - begin
-        tuned = text.fine_tune(_with_data(run), task, seed, recipe)["snapshots"]["final"]["weights"]
+        tuned = _kind(run).fine_tune(_with_data(run), task, seed, recipe)["snapshots"]["final"]["weights"]
         model.load_state_dict(tuned, strict=False)
         return out | {"tuned": _on_cpu(squisher.fisher(model, batches, likelihood=kind))}
 
@@ -385,8 +394,13 @@ def _recipe(run: Run, task: str) -> dict[str, Any]:
     return recipe
 
 
+def _kind(run: Run) -> Any:
+    """What has `splits`, `load` and `fine_tune`: the whole encoder, or its upper layers."""
+    return upper if "layers" in run.config["text"] else text
+
+
 def _splits(run: Run, task: str) -> text.Splits:
-    return text.splits(_with_data(run), task, run.config["text"])
+    return _kind(run).splits(_with_data(run), task, run.config["text"])
 
 
 def _with_data(run: Run) -> Run:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 import squisher
-from experiments import rotated, text
+from experiments import rotated, text, upper
 from experiments.runs import Right, Run, Score, Unit
 from experiments.tuning import Splits, accuracy, fingerprint, importance, right_rows, share
 
@@ -56,7 +56,14 @@ PAPER = {  # the main table of this setting
     "Amazon": {"fisher": 95.97, "squisher": 96.47, "linear": 95.97},
 }
 
-BENCHMARKS = {"cpu": {"mpnet": "UBGM, MPNet, five data sets", "cpu": "UBGM, MiniLM, four data sets"}}
+KINDS: dict[str, Any] = {"text": text, "upper": upper, "rotated": rotated}
+BENCHMARKS = {
+    "cpu": {
+        "mpnet": "UBGM, MPNet, five data sets",
+        "upper": "UBGM, five data sets, two layers",
+        "cpu": "UBGM, MiniLM, four data sets",
+    }
+}
 
 _ADAM = {"beta2": 0.999, "eps": 1e-8, "decay": 0.0, "every": None, "keep": []}
 _TINY = {**_ADAM, "schedule": "constant", "warmup": 0, "clip": None}
@@ -122,6 +129,23 @@ CONFIGS: dict[str, dict[str, Any]] = {
         ),
         "delta": "relative",
     },
+    "upper": {
+        **_TEXT,
+        "seeds": 5,
+        "kind": "upper",
+        "model": "minilm",
+        "layers": 2,
+        "frozen": None,
+        "length": 96,
+        "train": 6000,
+        "warmup": 20,
+        "base": "imdb",
+        "base_rate": 1e-4,
+        "rate": 5e-5,
+        "steps": dict.fromkeys(("imdb", "yelp_sentence", "rotten_tomatoes", "sst2", "amazon_polarity")),
+        "fisher_examples": dict.fromkeys(("imdb", "yelp_sentence", "rotten_tomatoes", "sst2", "amazon_polarity"), 1000),
+        "delta": "relative",
+    },
     "paper": {
         **_TEXT,
         "seeds": 3,
@@ -183,7 +207,7 @@ def merge(run: Run, seed: int) -> dict[str, Any]:
     results = {task: run.result(f"{seed}/{task}") for task in tasks}
     out["individual"] = {task: result["individual"] for task, result in results.items()}
     rows = {task: result["rows"]["test"] for task, result in results.items()}
-    return {"accuracy": out, "rows": rows, **({"right": right} if config["kind"] == "text" else {})}
+    return {"accuracy": out, "rows": rows, **({} if config["kind"] == "rotated" else {"right": right})}
 
 
 def merged(
@@ -262,7 +286,7 @@ def _tuned(run: Run, task: str, seed: int) -> dict[str, Any]:
     """The final snapshot of a model; that of the base is what the others start from."""
     config = run.config
     start = None if task == config["base"] else _tuned(run, config["base"], seed)["weights"]
-    tune = (text if config["kind"] == "text" else rotated).fine_tune
+    tune = KINDS[config["kind"]].fine_tune
     base = _recipe(run, config["base"])
     name = "" if start is None else f"-from-{config['base']}-{fingerprint(base)}"
     kept = tune(run, task, seed, _recipe(run, task), start, name)
@@ -278,11 +302,11 @@ def _recipe(run: Run, task: str) -> dict[str, Any]:
 
 
 def _splits(run: Run, task: str) -> Splits:
-    return (text if run.config["kind"] == "text" else rotated).splits(run, task, run.config)
+    return KINDS[run.config["kind"]].splits(run, task, run.config)
 
 
 def _loaded(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Module:
-    model = text.load(config, 2, 0) if config["kind"] == "text" else rotated.network(config, 0)
+    model = rotated.network(config, 0) if config["kind"] == "rotated" else KINDS[config["kind"]].load(config, 2, 0)
     model.load_state_dict(weights, strict=False)
     return model
 

@@ -20,7 +20,7 @@ from experiments import text
 from experiments.runs import Run
 from experiments.tuning import Splits, fingerprint
 
-__all__ = ["States", "Upper", "fine_tune", "load", "splits"]
+__all__ = ["States", "Upper", "fine_tune", "load", "second_test", "splits"]
 
 
 class States(NamedTuple):
@@ -74,10 +74,19 @@ def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
 def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
     """A task behind the lower layers, computed once."""
     read = text.splits(run, task, config)
+    parts = {part: getattr(read, part) for part in ("train", "validation", "test")}
     shape = {key: config[key] for key in ("model", "length", "validation", "test", "train", "layers")}
-    made = run.cached(f"states/{task}-{fingerprint(shape)}", lambda: _below(read, config))
-    found = {part: States(made[part], getattr(read, part).mask, getattr(read, part).labels) for part in made}
+    made = run.cached(f"states/{task}-{fingerprint(shape)}", lambda: {n: _below(p, config) for n, p in parts.items()})
+    found = {part: States(made[part], rows.mask, rows.labels) for part, rows in parts.items()}
     return Splits(**found, classes=read.classes)
+
+
+def second_test(run: Run, task: str, part: str, config: Mapping[str, Any]) -> States:
+    """All rows of another evaluation file of a task behind the lower layers, computed once."""
+    rows = text.second_test(run, task, part, config)
+    shape = {key: config[key] for key in ("model", "length", "layers")}
+    made = run.cached(f"states/{task}-{part}-{fingerprint(shape)}", lambda: _below(rows, config))
+    return States(made, rows.mask, rows.labels)
 
 
 def fine_tune(*arguments: Any, **options: Any) -> dict[str, Any]:
@@ -86,19 +95,15 @@ def fine_tune(*arguments: Any, **options: Any) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _below(data: Splits, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """By part, what the layer below the trained ones gives for every token; 0 for padding."""
-    body = text.load(config, data.classes, 0).body
-    out = {}
-    for part in ("train", "validation", "test"):
-        rows = getattr(data, part)
-        found = torch.zeros(*rows.tokens.shape, body.config.hidden_size, dtype=torch.float16)
-        for place in text.by_length(rows.mask).split(32):
-            batch = rows.batch(place)
-            batch.pop("labels")
-            shape = batch["input_ids"].shape
-            flat = {name: value.flatten(0, -2) for name, value in batch.items()}
-            states = body(**flat, output_hidden_states=True).hidden_states[-1 - config["layers"]]
-            found[place, ..., : shape[-1], :] = states.view(*shape, -1).half()
-        out[part] = found
-    return out
+def _below(rows: text.Texts, config: Mapping[str, Any]) -> Tensor:
+    """What the layer below the trained ones gives for every token; 0 for padding."""
+    body = text.load(config, 2, 0).body
+    found = torch.zeros(*rows.tokens.shape, body.config.hidden_size, dtype=torch.float16)
+    for place in text.by_length(rows.mask).split(32):
+        batch = rows.batch(place)
+        batch.pop("labels")
+        shape = batch["input_ids"].shape
+        flat = {name: value.flatten(0, -2) for name, value in batch.items()}
+        states = body(**flat, output_hidden_states=True).hidden_states[-1 - config["layers"]]
+        found[place, ..., : shape[-1], :] = states.view(*shape, -1).half()
+    return found

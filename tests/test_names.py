@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import squisher
-from squisher.errors import ArgumentError, NamingError, SquisherError
+from squisher.errors import ArgumentError, NamingError, SquisherError, SquisherWarning
 from squisher.names import align, check_known, find, live_tensors, shared
 
 CALLED = ("the importance", "the model")
@@ -133,3 +133,33 @@ def test_shared_names_have_one_shape_everywhere():
     assert shared([first]) == ["c", "a", "b"]
     assert shared([first, {"a": torch.ones(2), "b": torch.ones(1), "c": torch.ones(2)}]) == ["c", "a"]
     assert shared([first, {"a": torch.ones(2)}, {"c": torch.ones(2)}]) == []
+
+
+def _tensors() -> dict[str, torch.Tensor]:
+    return {"body.weight": torch.rand(4, 4) + 0.5, "head.weight": torch.rand(2, 4) + 0.5}
+
+
+def _consolidated(importance: squisher.Importance, exclude: str) -> None:
+    model = nn.ModuleDict({"body": nn.Linear(4, 4, bias=False), "head": nn.Linear(4, 2, bias=False)})
+    squisher.EWC(model, 1.0, exclude=exclude).consolidate(importance)
+
+
+EXCLUDING = {
+    "prune.weights": lambda w, f, e: squisher.prune.weights(w, f, sparsity=0.5, exclude=e),
+    "prune.weights, magnitude": lambda w, f, e: squisher.prune.weights(w, None, 0.5, score="magnitude", exclude=e),
+    "merge.average": lambda w, f, e: squisher.merge.average([w, w], exclude=e),
+    "merge.fisher": lambda w, f, e: squisher.merge.fisher([w, w], [f, f], exclude=e),
+    "quantize.sensitivity": lambda w, f, e: squisher.quantize.sensitivity(w, f, exclude=e),
+    "unlearn.dampen": lambda w, f, e: squisher.unlearn.dampen(w, f, f, exclude=e),
+    "embed.embedding": lambda w, f, e: squisher.embed.embedding(f, exclude=e),
+    "embed.distance": lambda w, f, e: squisher.embed.distance(f, f, exclude=e),
+    "EWC": lambda w, f, e: _consolidated(f, e),
+}
+
+
+@pytest.mark.parametrize("name", EXCLUDING)
+def test_a_pattern_that_excludes_nothing_is_told(name):
+    importance = squisher.Importance(_tensors(), quantity="fisher_empirical", unit="example")
+    EXCLUDING[name](_tensors(), importance, "head")
+    with pytest.warns(SquisherWarning, match=r"'heda'.*body\.weight"):
+        EXCLUDING[name](_tensors(), importance, "heda")

@@ -7,6 +7,7 @@ not, and which names come near. The parameters of a live module go by the names 
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .errors import NamingError, SquisherError, near
+from .errors import NamingError, SquisherError, SquisherWarning, near
 from .storage.tensors import Computed, chunks_of, dtype_of, name_pattern, shape_of, tied_names
 
 __all__ = [
@@ -144,13 +145,23 @@ def check_boolean(mask: Mapping[str, Tensor]) -> None:
 def excluded(exclude: str | None, names: Iterable[str], tied: Mapping[str, str] | None = None) -> set[str]:
     """Return the names that a regular expression leaves out: those in which it finds something, and their tied names.
 
+    Warns where it finds nothing: what was to be left alone is not.
+
     Raises:
         ArgumentError: It is not a regular expression.
     """
     pattern, edges = name_pattern(exclude), (tied or {}).items()
     if pattern is None:
         return set()
-    found = {name for name in (*names, *(name for edge in edges for name in edge)) if pattern.search(name)}
+    known = dict.fromkeys((*names, *(name for edge in edges for name in edge)))
+    found = {name for name in known if pattern.search(name)}
+    if known and not found:
+        some = ", ".join(list(known)[:4])
+        warnings.warn(
+            f"exclude={exclude!r} matches no name, so nothing is left out; there are {some}, ….",
+            SquisherWarning,
+            stacklevel=5,
+        )
     while more := {name for edge in edges if not found.isdisjoint(edge) for name in edge} - found:
         found |= more
     return found

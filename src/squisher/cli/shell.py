@@ -271,5 +271,5 @@ def notes() -> Iterator[None]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SquisherWarning)
         yield
-    for warning in caught:
-        typer.echo(f"Note: {warning.message}", err=True)
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        typer.echo(f"Note: {message}", err=True)

@@ -31,7 +31,7 @@ def similarity(
     for name, file in zip(shell.distinct_names(files), files, strict=True):
         importance = shell.open_importance(file)
         embedded = importance.provenance.embedding is not None
-        tasks[name] = importance if embedded else embedding(importance, by=by, exclude=exclude)
+        tasks[name] = importance if embedded else embedding(importance, by=by)
     names, matrix = distances(tasks, scale=scale, exclude=exclude)
     if plot is not None:
         from ..report import plot_similarities

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, NamingError, ScaleError, SquisherError, check_choice
-from ..names import align
-from ..storage.tensors import CHUNK, Computed, name_pattern
+from ..names import align, excluded
+from ..storage.tensors import CHUNK, Computed
 from .checks import Checked
 from .core import Importance
 from .provenance import scale_differences
@@ -73,14 +73,14 @@ def without(importance: Importance, exclude: str | None) -> Importance:
         ArgumentError: It is not a regular expression.
         NamingError: Nothing is left.
     """
-    pattern = name_pattern(exclude)
-    if pattern is None:
+    left_out = excluded(exclude, importance)
+    if not left_out:
         return importance
-    if all(pattern.search(name) for name in importance):
+    if len(left_out) == len(importance):
         raise NamingError(
             f"Nothing of the importance is left: {exclude!r} excludes all of its {len(importance)} parameters."
         )
-    return importance.restrict(lambda name: not pattern.search(name))
+    return importance.restrict(lambda name: name not in left_out)
 
 
 def tied_in(importances: Sequence[Mapping[str, Tensor]]) -> dict[str, str]:

@@ -289,7 +289,7 @@ def plan(
     pattern = name_pattern(exclude)
     first, others = models[0], models[1:]
     aliases = _aliases(models, tied or {})
-    left_out = excluded(exclude, first, aliases)
+    left_out = excluded(exclude, [name for model in models for name in model], aliases)
     same = set(shared(models))
     merged, copied, kept, unasked = [], [], {}, []
     for name in first:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, NamingError, SquisherError, check_choice, check_fraction, require
 from ..importance import checked
-from ..names import align, check_known, live_tensors
-from ..storage.tensors import is_finite, name_pattern, not_finite
+from ..names import align, check_known, excluded, live_tensors
+from ..storage.tensors import is_finite, not_finite
 from .hugging_face import heads_of
 from .unstructured import SCOPES, check_score
 
@@ -84,7 +84,7 @@ def channels(
         raise ArgumentError(f"round_to is what widths are multiples of, 1 or more, not {round_to!r}.")
     if score == "orthoreg" and gradients is None:
         raise ArgumentError("The score orthoreg needs gradients=, the mean gradient of the loss by parameter name.")
-    pattern = name_pattern(exclude)
+    left_out = excluded(exclude, [name for name, _ in model.named_modules() if name])
     for name, parameter in model.named_parameters():
         if not is_finite(parameter):
             raise not_finite(name)
@@ -106,7 +106,7 @@ def channels(
     head_counts = {modules[name]: count for name, count in heads.items()}
     scorer = _Scorer(smaller, values, score, minimum, seed, head_counts, torch_pruning)
     before, last = _outputs(smaller, example_input, "The model does not run on the example input: {}")
-    ignored = [*last, *(m for name, m in modules.items() if pattern is not None and name and pattern.search(name))]
+    ignored = [*last, *(modules[name] for name in modules if name in left_out)]
     try:
         pruner = torch_pruning.pruner.BasePruner(
             smaller,

@@ -233,10 +233,11 @@ def _fitted(
             for name in stored
             if name not in aliases and dtype_of(stored, name).is_floating_point and len(shape_of(stored, name)) > 1
         }
+        left_out = excluded(exclude, stored, aliases)
     else:
         called = ("the importance", "the model")
         names, _ = align_tied(importance, stored, called, tied=tied_in([importance]), exclude=exclude, aliases=aliases)
-    left_out = excluded(exclude, stored, aliases)
+        left_out = set()
     if parameters is not None:
         left_out |= names.keys() - parameters
     kept = {name: importance_name for name, importance_name in names.items() if name not in left_out}
