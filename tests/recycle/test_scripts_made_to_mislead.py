@@ -124,6 +124,11 @@ def recurrent():
     return Net(recurrent_loss, rnn=nn.LSTM(24, 24, 2, batch_first=True), head=nn.Linear(24, 5))
 
 
+def both_ways():
+    rnn = nn.LSTM(24, 24, 2, batch_first=True, bidirectional=True)
+    return Net(recurrent_loss, rnn=rnn, head=nn.Linear(48, 5))
+
+
 def embeddings_loss(m):
     users, items = torch.randint(40, (2, 64))
     return functional.mse_loss((m.users(users) * m.items(items)).sum(1), ((users * items) % 7).float() - 3)
@@ -254,6 +259,10 @@ MISLEADING = {
     "the path up first": (unet, lambda m: own(m.inc, m.up1, m.up2, m.down1, m.down2, m.outc)),
     "heads sorted by name": (heads, lambda m: own(m.trunk, *(m.heads[k] for k in sorted(m.heads)))),
     "recurrent layers from the top": (recurrent, lambda m: [*recurrent_layers(m, "l1", "l0"), *own(m.head)]),
+    "the way back first": (
+        both_ways,
+        lambda m: [*recurrent_layers(m, "l0_reverse", "l0", "l1_reverse", "l1"), *own(m.head)],
+    ),
     "norms from the top": (normed, lambda m: own(m.layers, *reversed(m.norms), m.head)),
     "biases, then norms": (blocks, listed_apart),
     "the spread before the mean": (narrow, lambda m: own(m.fc, m.spread, m.mean, m.back, m.out)),
@@ -311,6 +320,22 @@ def test_another_order_is_refused_or_right(tmp_path, script, kind, steps):
     except NamingError:
         return
     assert right(imp, model, optimizer)
+
+
+@pytest.mark.parametrize("steps", [1, 60])
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_directions_of_a_recurrent_layer_are_told_by_what_reads_them(tmp_path, kind, steps):
+    """What the next layer reads of a direction is what the direction reads of itself: v goes alike over both."""
+    torch.manual_seed(steps)
+    model = both_ways()
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    trained(model, optimizer, steps)
+    path = saved(tmp_path / "c.pt", model, optimizer)
+    assert right(squisher.extract(path, bias_correction=False), model, optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    turned = [n.removesuffix("_reverse") if n.endswith("_reverse") else f"{n}_reverse" for n in names[:-2]]
+    with pytest.raises(NamingError, match="contradict"):
+        squisher.extract(path, names=[*turned, *names[-2:]])
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -215,8 +215,13 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
     """Yield the exchanges to try, those that a plausible script makes first, those of vectors alone last."""
     families = _families(values, usable)
     near = [dict(move) for family in families if _whole(values, family[0]) for move in _orders(family)]
-    # Norms count where they have a list of their own: between layers, nobody exchanges them alone.
-    doubtful = [f for f in families if _whole(values, f[0]) or _is_list_of_norms(values, usable, f)]
+    # Norms count where they have a list of their own: between layers, nobody exchanges them alone. Layers and directions of one
+    # recurrent module are listed by its class.
+    doubtful = [
+        f
+        for f in families
+        if (_whole(values, f[0]) and not _in_one_recurrent_module(values, f)) or _is_list_of_norms(values, usable, f)
+    ]
     plausible = [*_in_all_layers(values, doubtful), *_kinds_apart(values, usable)]
     lists = [part for family in families if _is_list_of_norms(values, usable, family) for part in family]
     plausible += [{a: b for part in lists for a, b in _swap(part[:1], part[1:]).items()}] if lists else []
@@ -273,12 +278,7 @@ def _in_all_layers(values: Values, families: Sequence[Sequence[Sequence[int]]]) 
         stacks[tuple(re.sub(r"\d+(?=\..*\.)", "#", values.candidates[part[0]].name) for part in family)].append(family)
     for same in stacks.values():
         for moves in zip(*(_orders(family) for family in same), strict=True):
-            both = {a: b for move in moves for a, b in move.items()}
-            cells = {
-                _words(values.candidates[c].name)[-2] for c in both if _RECURRENT.search(values.candidates[c].name)
-            }
-            if len(both) != 2 or len(cells) != 1:  # not the two weights of one recurrent cell
-                yield both
+            yield {a: b for move in moves for a, b in move.items()}
 
 
 def _habits(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
@@ -350,6 +350,12 @@ def _whole(values: Values, part: Sequence[int]) -> bool:
     """Whether a part has a matrix; a class token, (1, 1, n), is none."""
     shapes = [values.candidates[c].shape for c in part]
     return any(len(shape) == 2 or sum(n > 1 for n in shape) > 1 for shape in shapes)
+
+
+def _in_one_recurrent_module(values: Values, family: Sequence[Sequence[int]]) -> bool:
+    """Whether parts are layers or directions of one torch.nn.LSTM, GRU or RNN, or weights of one such layer."""
+    names = [values.candidates[c].name for part in family for c in part]
+    return all(map(_RECURRENT.search, names)) and len({_RECURRENT.sub("", name) for name in names}) == 1
 
 
 def _is_norm(values: Values, part: Sequence[int]) -> bool:

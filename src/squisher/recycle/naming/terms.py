@@ -113,13 +113,26 @@ def terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequen
                 yield _back(values, (c, 1), d, 0.3 / far, OF_V / 2 / far)
             if read == columns >= UNITS and 0 < far <= CARRIED and _hidden_is_read(values, c, d):
                 yield _alike(values, (c, 1), (d, 1), 0.5 / far, OF_V / far)
+            both = f"{values.candidates[c].name.removesuffix('_reverse')}_reverse" in number
+            if both and 2 * read == columns >= 2 * UNITS and 0 < far <= 2 * CARRIED and _hidden_is_read(values, c, d):
+                yield _half_alike(values, c, d, 0.5, OF_V)
 
 
 def _hidden_is_read(values: Values, a: int, b: int) -> bool:
     """Whether b may read what the hidden-to-hidden weight a of a recurrent layer reads: the next layer, or another module."""
     (module, _, own), (other, _, name) = (values.candidates[k].name.rpartition(".") for k in (a, b))
-    number = own.removeprefix("weight_hh_l")
-    return number.isdecimal() and (other != module or name == f"weight_ih_l{int(number) + 1}")
+    number = own.removeprefix("weight_hh_l").removesuffix("_reverse")
+    return number.isdecimal() and (other != module or name.removesuffix("_reverse") == f"weight_ih_l{int(number) + 1}")
+
+
+def _half_alike(values: Values, a: int, b: int, prior: float, most: float) -> Term:
+    """Return that v goes alike over what a direction of a recurrent layer reads and its half of what b reads of both."""
+    half = int(values.candidates[a].name.endswith("_reverse"))
+
+    def weigh(entries: Sequence[int]) -> float:
+        return _agreement(values.square(entries[0], 1), values.half(entries[1], half), prior, most)
+
+    return Term((a, b), weigh, ())
 
 
 def _sides(

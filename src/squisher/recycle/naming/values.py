@@ -55,6 +55,7 @@ class Values:
         self._steps: dict[int, Array] = {}
         self._read: dict[tuple[Shape, Reading, int], Array] = {}
         self._carried: dict[tuple[Shape, int], _Carried] = {}
+        self._halves: dict[tuple[int, int], Array] = {}
         self._still: dict[Shape, Array] = {}
         total = sum(math.prod(c.shape) for c in candidates)
         self.channels = 128 if total <= 200_000_000 else 64 if total <= 1_000_000_000 else 32
@@ -178,6 +179,15 @@ class Values:
         """Return the logarithm of the mean of v over all axes but one, for the sampled channels."""
         shape = self.entries[entry].shape or ()
         return self._carry(shape, axis).own[entry]
+
+    def half(self, entry: int, which: int) -> Array:
+        """Return the same for the channels of the first or the second half of the second axis, as an axis of that length has them."""
+        if (entry, which) not in self._halves:
+            length = (self.entries[entry].shape or ())[1] // 2
+            chosen = _chosen(length, self.channels) + which * length
+            v = self._channels(_square(self.entries[entry]), 1, chosen)
+            self._halves[entry, which] = _logarithm(v.mean(1, dtype=np.float64))
+        return self._halves[entry, which]
 
     def predicted(self, candidate: int, entry: int, axis: int) -> Array:
         """Return the logarithm of the sums of weight² · v over all axes but one, v as it is on average along that axis."""
