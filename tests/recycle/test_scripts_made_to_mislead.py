@@ -338,6 +338,24 @@ def test_the_directions_of_a_recurrent_layer_are_told_by_what_reads_them(tmp_pat
         squisher.extract(path, names=[*turned, *names[-2:]])
 
 
+def cell_loss(m):
+    x, y = batch(24 * 6, 24)
+    state = None
+    for now in x.reshape(24, 6, -1).unbind(1):
+        state = m.cell(now, state)
+    return functional.cross_entropy(m.head(state[0]), y[::6])
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_the_weights_of_one_recurrent_cell_stay_in_its_order(tmp_path, kind):
+    torch.manual_seed(0)
+    model = Net(cell_loss, cell=nn.LSTMCell(24, 24), head=nn.Linear(24, 5))
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    trained(model, optimizer, 3)
+    path = saved(tmp_path / "c.pt", model, optimizer)
+    assert right(squisher.extract(path, bias_correction=False), model, optimizer)
+
+
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_the_biases_of_norms_before_their_weights(tmp_path, kind):
     """A norm's weight and bias have one shape; their first moments tell them apart, v does not."""

@@ -33,6 +33,7 @@ ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
 
 _RECURRENT = re.compile(r"((?:weight|bias)_(?:ih|hh|hr))_(l\d+(?:_reverse)?)$")
+_OF_RECURRENT = re.compile(r"(?:weight|bias)_(?:ih|hh|hr)(?:_l\d+(?:_reverse)?)?$")  # also of a single cell
 
 
 class Exchange(NamedTuple):
@@ -353,9 +354,9 @@ def _whole(values: Values, part: Sequence[int]) -> bool:
 
 
 def _in_one_recurrent_module(values: Values, family: Sequence[Sequence[int]]) -> bool:
-    """Whether parts are layers or directions of one torch.nn.LSTM, GRU or RNN, or weights of one such layer."""
+    """Whether parts are layers or directions of one torch.nn.LSTM, GRU or RNN, or weights of one such layer or cell."""
     names = [values.candidates[c].name for part in family for c in part]
-    return all(map(_RECURRENT.search, names)) and len({_RECURRENT.sub("", name) for name in names}) == 1
+    return all(map(_OF_RECURRENT.search, names)) and len({_OF_RECURRENT.sub("", name) for name in names}) == 1
 
 
 def _is_norm(values: Values, part: Sequence[int]) -> bool:
