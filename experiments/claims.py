@@ -80,14 +80,14 @@ class Judged(NamedTuple):
 
 _EWC = tuple(f"ewc/{b}-{s}" for b in ("split", "permuted", "cifar") for s in ("task", "domain", "class"))
 _MERGING = ("merging/eight", "merging/eight-upper", "merging/eight-generative", "merging")
+_UBGM = ("ubgm/mpnet", "ubgm/upper", "ubgm")
+_FISH = ("fish/glue", "fish/glue-upper", "fish")
 _ALL = (
     *_MERGING,
-    "ubgm/mpnet",
-    "ubgm",
+    *_UBGM,
     "pruning/cifar10",
     "pruning",
-    "fish/glue",
-    "fish",
+    *_FISH,
     "embedding_text",
     "embedding",
     *_EWC,
@@ -101,7 +101,7 @@ CLAIMS: tuple[Claim, ...] = (
     *(Claim("The Squisher is as good as the Fisher", s, "squisher", "fisher", alike=True) for s in _ALL),
     *(
         Claim(f"At one learning rate for all, the {m.title()}'s mask is better than a random one", s, m, "baseline", case="average, one rate")
-        for s in ("fish/glue", "fish")
+        for s in _FISH
         for m in ("squisher", "fisher")
     ),
     *(Claim(f"The {m.title()} is better than the identity matrix", s, m, "identity") for m in ("squisher", "fisher") for s in _EWC_TASK),
@@ -117,10 +117,10 @@ CLAIMS: tuple[Claim, ...] = (
         Claim("After a shorter training of the base the Squisher is as good as OrthoReg's form of the Fisher", s, "squisher", "fisher (OrthoReg)", alike=True, case="75% pruned, base 10 epochs")
         for s in ("pruning/cifar10", "pruning")
     ),
-    *(Claim("Bias correction changes the merge for the better", s, "squisher", "squisher (without bias correction)", ours=True) for s in (*_MERGING, "ubgm/mpnet", "ubgm")),
+    *(Claim("Bias correction changes the merge for the better", s, "squisher", "squisher (without bias correction)", ours=True) for s in (*_MERGING, *_UBGM)),
     *(Claim("β₂ = 0.999 is better than 0.95", s, "squisher", "squisher (β₂ = 0.95)", ours=True) for s in _MERGING),
     *(Claim("With an absolute floor of 1e-8 the Squisher's merge is better than the plain average", s, "squisher (floor 1e-8)", "baseline", ours=True) for s in _MERGING),
-    *(Claim("The joint Fisher is as good as the Fisher", s, "joint", "fisher", alike=True, ours=True) for s in (*_MERGING, "ubgm/mpnet", "ubgm", "embedding")),
+    *(Claim("The joint Fisher is as good as the Fisher", s, "joint", "fisher", alike=True, ours=True) for s in (*_MERGING, *_UBGM, "embedding")),
     *(
         Claim("Early in training the exact Fisher is better than the Squisher", "merging", "fisher (exact)", "squisher", case=case, ours=True)
         for case in ("average, short training", "MNIST rotations: average, short training")

@@ -11,7 +11,8 @@ from), two tasks of short sentences (SST-2 and TREC's six classes of questions; 
 The learning rate is chosen for each method from the same five values, on seed 0 of the first task and validation rows, and used
 for all tasks; cases "… one rate" use the Fisher's for every method, as the paper uses one. Scale `glue` is the same on all eight tasks of the
 paper's table (STS-B is a regression, scored by Pearson's correlation), with a search of dense training's rate too; not run, about 12
-hours of one thread. The ninth column is MNLI's second test set: it is scored, and counts in the average, where the folder of the task
+hours of one thread. Scale `glue-upper` trains the upper two layers alone, 200 steps on at most 4,800 rows, 1,000 test rows at most; not run, about 3
+hours. The ninth column is MNLI's second test set: it is scored, and counts in the average, where the folder of the task
 has a file `mismatched.jsonl.gz`. Scale `paper` is the recipe itself, all nine columns, from `--data` or from the Hub; validation
 splits stand in for the test server. Methods:
 
