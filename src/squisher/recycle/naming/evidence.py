@@ -181,7 +181,7 @@ def _needed(compared: int) -> float:
 
 
 def _matrices(values: Values) -> Iterator[_Side]:
-    for shape in values.shapes:
+    for shape in values.comparable:
         candidates = [(k,) for k, c in enumerate(values.candidates) if c.shape == shape and c.weight is not None]
         entries = [(k,) for k, e in enumerate(values.entries) if e.shape == shape and values.has_moment(k)]
         if len(shape) >= 2 and candidates and entries:
@@ -192,7 +192,7 @@ def _matrices(values: Values) -> Iterator[_Side]:
 
 def _norms(values: Values) -> Iterator[_Side]:
     """Weight and bias of the norms of one length, with every two neighbours among the entries."""
-    for shape in values.shapes:
+    for shape in values.comparable:
         if len(shape) != 1 or shape[0] < FEWEST:
             continue
         own = {c.name: k for k, c in enumerate(values.candidates) if c.shape == shape and c.weight is not None}
@@ -266,6 +266,8 @@ def _members(values: Values, law: Law, number: Mapping[str, int]) -> dict[int, _
     shapes = {name: values.candidates[number[name]].shape for name, _, _ in law.terms}
     sets = [reading.channels(shapes[name][reading.axis], law.heads) for name, reading, _ in law.terms]
     if any(s is None for s in sets) or len({len(s) for s in sets if s is not None}) > 1:
+        return {}
+    if any(shape not in values.comparable for shape in shapes.values()):
         return {}
     most = max(16, values.channels // max(s.shape[1] for s in sets if s is not None))
     members: dict[int, _Member] = {}
@@ -349,7 +351,7 @@ def _by_profiles(values: Values, known: Mapping[int, _Vote]) -> Iterator[_Vote]:
 def _copies(values: Values) -> dict[int, list[int]]:
     """Return the matrices that have copies among the candidates, each with its copies."""
     found: dict[int, list[int]] = {}
-    for shape in values.shapes:
+    for shape in values.comparable:
         own = [k for k, c in enumerate(values.candidates) if c.shape == shape and c.weight is not None]
         if len(shape) < 2 or len(own) < 2 or not any(map(values.has_moment, range(len(values.entries)))):
             continue
@@ -365,7 +367,7 @@ def _by_movement(values: Values, copies: Mapping[int, Sequence[int]]) -> Iterato
     """Compare how each weight differs from its earlier values, and from each of its copies, with the steps of every entry."""
     found: list[_Vote] = []
     compared = 0
-    for shape in values.shapes:
+    for shape in values.comparable:
         members = [k for k, c in enumerate(values.candidates) if c.shape == shape]
         candidates = [k for k in members if values.candidates[k].before is not None or k in copies]
         entries = [

@@ -11,7 +11,8 @@ import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from ..optimizers import step_of
@@ -28,6 +29,7 @@ NOISE = 0.5  # of the length of a random walk: so far may accidents move a sum o
 STEP = 3.0  # no longer is a step of that walk: larger changes are no accident
 FOR = 2.0  # by so much must the order proposed be likelier than an exchange, or nothing tells which of them is right
 VECTORS = 8.0  # the price of exchanging vectors alone
+PAIRS = 10_000  # of parts of one shape that are exchanged
 STACK = 8  # layers beyond which only neighbours are exchanged
 ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
@@ -150,14 +152,12 @@ class _Search:
         found, better, reached, current = -math.inf, start, 0.0, start
         for _ in range(ROUNDS):
             for move in moves:
-                following = _moved(current, move)
                 if self._left <= 0:
                     return found, better
-                if following != start:
-                    change, accident = self.change(current, move)
-                    gain = reached + change - accident - move.price
-                    if gain > found:
-                        found, better = gain, following
+                change, accident = self.change(current, move)
+                gain = reached + change - accident - move.price
+                if gain > found and (following := _moved(current, move)) != start:
+                    found, better = gain, following
             if found <= reached or found >= AGAINST:
                 break
             reached, current = found, better
@@ -172,14 +172,13 @@ class _Search:
 
         Without first moments many weak comparisons add up: each may come out either way, like a step of a random walk.
         """
-        new = _moved(old, move)
         terms = {k for member in move.to for k in self._of[member]}
-        changes = [self._weight(k, new) - self._weight(k, old) for k in terms]
+        changes = [self._weight(k, old, move.to) - self._weight(k, old) for k in terms]
         walk = math.sqrt(sum(min(abs(change), STEP) ** 2 for change in changes))
         return sum(changes), NOISE * walk if self._noisy else 0.0
 
-    def _weight(self, k: int, assignment: Assignment) -> float:
-        entries = tuple(assignment[c] for c in self.terms[k].members)
+    def _weight(self, k: int, assignment: Assignment, to: Mapping[int, int] | None = None) -> float:
+        entries = tuple(assignment[c if to is None else to.get(c, c)] for c in self.terms[k].members)
         if min(entries) < 0:  # without a state
             return 0.0
         if (k, entries) not in self._known:
@@ -191,6 +190,7 @@ class _Search:
 # -- exchanges ---------------------------------------------------------------------------------------------------------------
 
 
+@lru_cache(maxsize=1 << 16)
 def _words(name: str) -> list[str]:
     """Return the parts of a name, the layers of a recurrent module apart: rnn.weight_ih_l1_reverse is in rnn.l1_reverse."""
     return _RECURRENT.sub(r"\2.\1", name).split(".")
@@ -227,6 +227,7 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
     lists = [part for family in families if _is_list_of_norms(values, usable, family) for part in family]
     plausible += [{a: b for part in lists for a, b in _swap(part[:1], part[1:]).items()}] if lists else []
     plausible += [move for move in _habits(values, usable) if move not in plausible]
+    known, likely = ({frozenset(move.items()) for move in moves} for moves in (near, plausible))
     far: list[dict[int, int]] = []
     parts: dict[str, list[int]] = defaultdict(list)
     for c in usable:
@@ -238,13 +239,14 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
         alike[tuple(values.candidates[c].shape for c in part)][tuple(part)] = None
     loose: list[dict[int, int]] = []
     for same in alike.values():
-        for a, b in itertools.combinations(same, 2):
-            move = _swap(a, b)
-            # The gains of weight norm, one a row, obey no law of their own.
-            rows = any(len(values.candidates[c].shape) > 1 and math.prod(values.candidates[c].shape[1:]) > 1 for c in a)
+        one = next(iter(same))
+        # The gains of weight norm, one a row, obey no law of their own.
+        rows = any(len(values.candidates[c].shape) > 1 and math.prod(values.candidates[c].shape[1:]) > 1 for c in one)
+        for a, b in _pairs(list(same)):
             if set(a) & set(b):
                 continue
-            if rows and move not in near:
+            move = _swap(a, b)
+            if rows and frozenset(move.items()) not in known:
                 far.append(move)
             elif not _whole(values, a) and abs(values.place[a[0]] - values.place[b[0]]) <= NEAR:
                 loose.append(move)
@@ -255,7 +257,9 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
         biases = [part for part in same if len(part) == 1 and kind.get(part[0]) == "bias"]
         vectors += [move for move in _orders(biases) if len(move) > 2]
     yield from (_Move(move, math.log(len(near) + len(plausible)), True) for move in plausible)
-    yield from (_Move(move, math.log(len(near) + len(plausible))) for move in near if move not in plausible)
+    yield from (
+        _Move(move, math.log(len(near) + len(plausible))) for move in near if frozenset(move.items()) not in likely
+    )
     for move in far:
         yield _Move(move, math.log(len(near) + len(far)) + (2 * OF_V if noisy and _two_apart(values, move) else 0.0))
     # Seldom is a norm or a bias handed over in another place without its layer. One law of a norm does not tell where: what its
@@ -264,6 +268,13 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
     yield from (_Move(move, price) for move in vectors)
     for move in loose:
         yield _Move(move, price + (0.0 if noisy or {kind.get(c) for c in move} == {"bias"} else NORM))
+
+
+def _pairs(parts: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield the pairs of parts of one shape; of a crowd, those that are not far from each other."""
+    reach = max(1, PAIRS // len(parts))
+    for k, a in enumerate(parts):
+        yield from ((a, b) for b in parts[k + 1 : k + 1 + reach])
 
 
 def _two_apart(values: Values, move: dict[int, int]) -> bool:

@@ -9,12 +9,12 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from statistics import NormalDist
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ STILL = 0.05  # variance of a sum that a law says is nought, of what an accident
 UNITS = 12  # fewer channels agree by accident too often: the ranks of small adapters
 SIBLINGS = 6  # readers of one layer that are added up
 
+T = TypeVar("T")
 Assignment = dict[int, int]
 """Candidate to entry; an entry without a state by a number below nought."""
 
@@ -64,6 +65,22 @@ class _Side(NamedTuple):
         return np.sum([values.together(c, e, self.reading) for c, e in every], axis=0)
 
 
+class _Places(Generic[T]):
+    """Things by the place of their candidate among the model's matrices."""
+
+    def __init__(self, values: Values, things: Sequence[tuple[int, T]]):
+        self._place = values.place
+        self._things: dict[int, list[T]] = defaultdict(list)
+        for candidate, thing in things:
+            self._things[values.place[candidate]].append(thing)
+
+    def around(self, candidate: int, first: int, last: int) -> Iterator[T]:
+        """Yield what is between two distances from a candidate."""
+        place = self._place[candidate]
+        for k in range(place + first, place + last + 1):
+            yield from self._things.get(k, ())
+
+
 def terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[Term]:
     """Yield all that the values may say of these candidates.
 
@@ -75,46 +92,64 @@ def terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequen
     matrices = [c for c in usable if len(values.candidates[c].shape) > 1]
     kept = [e for e in usable.values() if e >= 0]
     if all(map(values.has_moment, kept)):
-        sides = list(_sides(values, usable, matrices, families))
-        for a, b in itertools.product(sides, sides):
-            far = values.place[b.first] - values.place[a.first]
-            if a.kind == "columns" or b.kind != "columns" or a.length != b.length or abs(far) > NEAR:
-                continue
-            if {*a.members} & {*b.members}:
-                continue
-            # Nought where b alone is the next matrix. Which norm is meant, neither its weights near one tell nor its place.
-            apart = abs(far - 1) + (len(b.members) > 1)
-            prior, most = 0.5 / (1 + apart), MOST / (1 + apart) ** 2
-            if a.kind == "norm":
-                prior, most = 0.1 if _apart(values, a.first, b.first) else 0.3, NORM
-            yield _law(values, a, b, prior, most)
+        yield from _of_moments(values, _sides(values, usable, matrices, families))
         yield from (_still(values, c) for c in matrices if len(values.candidates[c].shape) > 2)
         if all(map(values.has_square, kept)):
             yield from (_come(values, c) for c in usable if values.small or len(values.candidates[c].shape) == 1)
     if values.wants_squares:
-        number = {values.candidates[c].name: c for c in usable}
-        for c in matrices:
-            bias = number.get(values.candidates[c].name.replace("weight", "bias"), c)
-            if bias != c and values.candidates[bias].shape == values.candidates[c].shape[:1] and len(usable) > 2:
-                yield _alike(values, (c, 0), (bias, 0), 0.8, OF_V)
+        yield from _of_biases(values, usable, matrices)
         yield from _of_norms(values, usable, matrices)
-        # Of an embedding the columns are outputs. Layers of a stack are none, however early they come.
-        tables = {c for c in matrices[:EMBEDDINGS] if not re.search(r"\d+\..*\.", values.candidates[c].name)}
-        for c, d in itertools.permutations(matrices, 2):
-            (rows, read), columns = values.candidates[c].shape[:2], values.candidates[d].shape[1]
-            far = values.place[d] - values.place[c]
-            apart = abs(far - 1)
-            if rows == columns >= UNITS and apart <= CARRIED:
-                yield from _carried_v(values, c, d, 0.5 / (1 + apart), OF_V / (1 + apart))
-                yield _alike(values, (c, 0), (d, 1), 0.5 / (1 + apart), OF_V / (1 + apart))
-            elif rows == columns >= UNITS and d in tables and far < 0:
-                yield _alike(values, (c, 0), (d, 1), 0.3, OF_V / 2)
-            if read == columns >= UNITS and c in tables and 0 < far <= 2 and rows != values.candidates[d].shape[0]:
-                yield _back(values, (c, 1), d, 0.3 / far, OF_V / 2 / far)
-            if read == columns >= UNITS and 0 < far <= CARRIED and _hidden_is_read(values, c, d):
+        yield from _of_neighbours(values, usable, matrices)
+
+
+def _of_moments(values: Values, sides: Iterator[_Side]) -> Iterator[Term]:
+    """Yield that sums over the rows of a matrix, or over a norm, are those over the columns of what reads it."""
+    every = list(sides)
+    columns = _Places(values, [(side.first, side) for side in every if side.kind == "columns"])
+    for a in (side for side in every if side.kind != "columns"):
+        for b in columns.around(a.first, -NEAR, NEAR):
+            if a.length != b.length or {*a.members} & {*b.members}:
+                continue
+            # Nought where b alone is the next matrix. Which norm is meant, neither its weights near one tell nor its place.
+            apart = abs(values.place[b.first] - values.place[a.first] - 1) + (len(b.members) > 1)
+            prior, most = 0.5 / (1 + apart), MOST / (1 + apart) ** 2
+            if a.kind == "norm":
+                prior, most = 0.1 if _apart(values, a.first, b.first) else 0.3, NORM
+            yield _law(values, a, b, prior, most)
+
+
+def _of_biases(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[Term]:
+    """Yield that v of a bias goes with the rows of its weight."""
+    number = {values.candidates[c].name: c for c in usable}
+    for c in matrices:
+        bias = number.get(values.candidates[c].name.replace("weight", "bias"), c)
+        if bias != c and values.candidates[bias].shape == values.candidates[c].shape[:1] and len(usable) > 2:
+            yield _alike(values, (c, 0), (bias, 0), 0.8, OF_V)
+
+
+def _of_neighbours(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[Term]:
+    """Yield what v of a matrix says of v of those near it in the model."""
+    names = {values.candidates[c].name for c in usable}
+    # Of an embedding the columns are outputs. Layers of a stack are none, however early they come.
+    tables = [c for c in matrices[:EMBEDDINGS] if not re.search(r"\d+\..*\.", values.candidates[c].name)]
+    near = _Places(values, [(d, d) for d in matrices])
+    pairs = [(c, d) for c in matrices for d in {*near.around(c, -CARRIED, 2 * CARRIED), *tables} if d != c]
+    for c, d in pairs:
+        (rows, read), columns = values.candidates[c].shape[:2], values.candidates[d].shape[1]
+        far = values.place[d] - values.place[c]
+        apart = abs(far - 1)
+        if rows == columns >= UNITS and apart <= CARRIED:
+            yield from _carried_v(values, c, d, 0.5 / (1 + apart), OF_V / (1 + apart))
+            yield _alike(values, (c, 0), (d, 1), 0.5 / (1 + apart), OF_V / (1 + apart))
+        elif rows == columns >= UNITS and d in tables and far < 0:
+            yield _alike(values, (c, 0), (d, 1), 0.3, OF_V / 2)
+        if read == columns >= UNITS and c in tables and 0 < far <= 2 and rows != values.candidates[d].shape[0]:
+            yield _back(values, (c, 1), d, 0.3 / far, OF_V / 2 / far)
+        if far > 0 and read >= UNITS and _hidden_is_read(values, c, d):
+            both = f"{values.candidates[c].name.removesuffix('_reverse')}_reverse" in names
+            if read == columns and far <= CARRIED:
                 yield _alike(values, (c, 1), (d, 1), 0.5 / far, OF_V / far)
-            both = f"{values.candidates[c].name.removesuffix('_reverse')}_reverse" in number
-            if both and 2 * read == columns >= 2 * UNITS and 0 < far <= 2 * CARRIED and _hidden_is_read(values, c, d):
+            if both and 2 * read == columns:
                 yield _half_alike(values, c, d, 0.5, OF_V)
 
 
@@ -201,12 +236,16 @@ def _back(values: Values, a: tuple[int, int], b: int, prior: float, most: float)
 def _of_norms(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[Term]:
     """Yield that v of a norm's weight and bias goes with the rows of the layer before it, or follows from the one behind."""
     number = {values.candidates[c].name: c for c in usable}
+    others, layers = _Places(values, [(d, d) for d in matrices]), defaultdict(list)
+    for d in matrices:
+        layers[_numbers(values, d)].append(d)
     for c in usable:
         name, shape = values.candidates[c].name, values.candidates[c].shape
         owner = number.get(re.sub("bias$", "weight", name), c)
         if len(shape) != 1 or shape[0] < UNITS or len(values.candidates[owner].shape) != 1:
             continue
-        for d in matrices:
+        layer = layers[_numbers(values, c)] if _numbers(values, c) else []
+        for d in sorted({*layer, *others.around(c, -CARRIED - 1, CARRIED)}):
             apart = _apart(values, c, d)
             prior, most = 0.3 / (1 + apart), OF_NORM / (1 + apart)
             if apart <= CARRIED and values.candidates[d].shape[0] == shape[0]:
@@ -217,9 +256,13 @@ def _of_norms(values: Values, usable: Assignment, matrices: Sequence[int]) -> It
 
 def _apart(values: Values, norm: int, matrix: int) -> int:
     """Return how far a matrix is from a norm: not at all in a layer of the same number, or next to it."""
-    numbers = [re.findall(r"\d+", values.candidates[k].name) for k in (norm, matrix)]
+    numbers = _numbers(values, norm)
     far = values.place[matrix] - values.place[norm]
-    return 0 if numbers[0] and numbers[0] == numbers[1] else min(abs(far), abs(far + 1))
+    return 0 if numbers and numbers == _numbers(values, matrix) else min(abs(far), abs(far + 1))
+
+
+def _numbers(values: Values, candidate: int) -> tuple[str, ...]:
+    return tuple(re.findall(r"\d+", values.candidates[candidate].name))
 
 
 def _alike(values: Values, a: tuple[int, int], b: tuple[int, int], prior: float, most: float) -> Term:

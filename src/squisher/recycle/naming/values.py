@@ -26,16 +26,18 @@ _OPENING = 1 << 15  # elements that are read in the time it takes to open a file
 FEWEST = 8  # channels; fewer cannot tell anything
 _SOON = 20_000_000  # elements of a model whose v is read beside its first moments
 _MOST = 2_000_000_000  # elements of the model beyond which a look would take minutes
+_CROWD = 400  # tensors of one shape beyond which not all are compared with all: the experts of many layers
+_RECENT = 512  # tensors whose sampled channels are kept
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
 
 class _Carried(NamedTuple):
-    """Logarithms over sampled channels: of each entry's own v, and of what a candidate's weight makes of an entry's v."""
+    """Of each entry's v: the logarithm over the sampled channels of an axis, and the mean over them."""
 
     own: dict[int, Array]
-    predicted: dict[tuple[int, int], Array]
+    means: dict[int, Array]
 
 
 class Values:
@@ -55,8 +57,9 @@ class Values:
         self._steps: dict[int, Array] = {}
         self._read: dict[tuple[Shape, Reading, int], Array] = {}
         self._carried: dict[tuple[Shape, int], _Carried] = {}
+        self._predicted: dict[tuple[int, int, int], Array] = {}
         self._halves: dict[tuple[int, int], Array] = {}
-        self._still: dict[Shape, Array] = {}
+        self._recent: dict[tuple[str, int, Reading], Array] = {}
         total = sum(math.prod(c.shape) for c in candidates)
         self.channels = 128 if total <= 200_000_000 else 64 if total <= 1_000_000_000 else 32
         wanted = {entry.shape for entry in entries}
@@ -72,6 +75,7 @@ class Values:
             moving = [k for k, e in enumerate(entries) if e.shape == shape and self.has_moment(k)]
             self._weighty[shape] = {k: place for place, k in enumerate(weighty)}
             self._moving[shape] = {k: place for place, k in enumerate(moving)}
+        self.comparable = [s for s in self.shapes if max(len(self._weighty[s]), len(self._moving[s])) <= _CROWD]
         # Laws of the first moment say more; v and the way of matrices are looked at too where that is soon done.
         self.small = total <= _SOON
         self.wants_squares = self.small or not any(map(self.has_moment, range(len(entries))))
@@ -150,8 +154,25 @@ class Values:
 
     def together(self, candidate: int, entry: int, reading: Reading) -> Array:
         """Return the channel sums of one weight with one first moment."""
-        table = self.read(self.candidates[candidate].shape, reading, NO_HEADS)
-        return np.asarray(table[:, self.row(candidate), self._moving[self.candidates[candidate].shape][entry]])
+        shape = self.candidates[candidate].shape
+        if shape in self.comparable:
+            table = self.read(shape, reading, NO_HEADS)
+            return np.asarray(table[:, self.row(candidate), self._moving[shape][entry]])
+        weight, moment = self._sampled("weight", candidate, reading), self._sampled("moment", entry, reading)
+        sums = (weight * moment).sum(-1, dtype=np.float64)
+        return np.asarray(sums - np.square(weight, dtype=np.float64).sum(-1) * self._decay(entry))
+
+    def _sampled(self, what: str, number: int, reading: Reading) -> Array:
+        """Return the sampled channels of a candidate's weight or an entry's first moment, kept for a while."""
+        if (what, number, reading) not in self._recent:
+            if len(self._recent) >= _RECENT:
+                self._recent.clear()
+            source: Any = self.candidates[number].weight if what == "weight" else _moments(self.entries[number])[0]
+            sets = reading.channels(source.shape[reading.axis], NO_HEADS)
+            assert sets is not None
+            chosen = sets[_chosen(len(sets), self.channels)].reshape(-1)
+            self._recent[what, number, reading] = self._channels(source, reading.axis, chosen)
+        return self._recent[what, number, reading]
 
     def row(self, candidate: int) -> int:
         """Return a candidate's place among those of its shape."""
@@ -163,17 +184,11 @@ class Values:
 
     def still(self, candidate: int, entry: int) -> Array:
         """Return the square of each row's sum of weight times first moment, relative to what an accident would give."""
-        shape = self.candidates[candidate].shape
-        if shape not in self._still:
-            sums = self.read(shape, Reading(0), NO_HEADS) ** 2
-            weights = [self._channels(self.candidates[k].weight, 0) ** 2 for k in self._weighty[shape]]
-            moments = [self._channels(_moments(self.entries[k])[0], 0) for k in self._moving[shape]]
-            scale = [np.max(np.abs(m), initial=1e-30) for m in moments]  # squares of small moments would vanish
-            squares = [(m / s) ** 2 for m, s in zip(moments, scale, strict=True)]
-            by_chance = np.matmul(np.stack(weights, 1), np.stack(squares, 2)) * np.square(scale, dtype=np.float64)
-            self._still[shape] = np.where(by_chance > 0, sums / np.maximum(by_chance, 1e-300), np.nan)
-        found = self._still[shape][:, self.row(candidate), self._moving[shape][entry]]
-        return np.asarray(found[~np.isnan(found)])
+        sums = self.together(candidate, entry, Reading(0)) ** 2
+        weight, moment = self._sampled("weight", candidate, Reading(0)), self._sampled("moment", entry, Reading(0))
+        scale = float(np.max(np.abs(moment), initial=1e-30))  # squares of small moments would vanish
+        by_chance = (weight**2 * (moment / scale) ** 2).sum(-1) * np.float64(scale) ** 2
+        return np.asarray((sums / np.maximum(by_chance, 1e-300))[by_chance > 0])
 
     def square(self, entry: int, axis: int) -> Array:
         """Return the logarithm of the mean of v over all axes but one, for the sampled channels."""
@@ -191,21 +206,18 @@ class Values:
 
     def predicted(self, candidate: int, entry: int, axis: int) -> Array:
         """Return the logarithm of the sums of weight² · v over all axes but one, v as it is on average along that axis."""
-        return self._carry(self.candidates[candidate].shape, axis).predicted[candidate, entry]
+        if (candidate, entry, axis) not in self._predicted:
+            mean = self._carry(self.candidates[candidate].shape, axis).means[entry]
+            sums = np.square(self._sampled("weight", candidate, Reading(axis))) @ mean
+            self._predicted[candidate, entry, axis] = _logarithm(sums)
+        return self._predicted[candidate, entry, axis]
 
     def _carry(self, shape: Shape, axis: int) -> _Carried:
         if (shape, axis) not in self._carried:
-            own: dict[int, Array] = {}
-            profiles: dict[int, Array] = {}
+            carried = self._carried[shape, axis] = _Carried({}, {})
             for entry in (k for k, e in enumerate(self.entries) if e.shape == shape and e.state):
                 v = self._channels(_square(self.entries[entry]), axis)
-                own[entry], profiles[entry] = _logarithm(v.mean(1, dtype=np.float64)), v.mean(0)
-            every = np.stack(list(profiles.values()), 1)
-            predicted: dict[tuple[int, int], Array] = {}
-            for candidate in self._weighty[shape]:
-                sums = np.square(self._channels(self.candidates[candidate].weight, axis)) @ every
-                predicted |= {(candidate, entry): _logarithm(s) for entry, s in zip(profiles, sums.T, strict=True)}
-            self._carried[shape, axis] = _Carried(own, predicted)
+                carried.own[entry], carried.means[entry] = _logarithm(v.mean(1, dtype=np.float64)), v.mean(0)
         return self._carried[shape, axis]
 
     def steps(self, entry: int) -> Array:
