@@ -66,19 +66,46 @@ class _Side(NamedTuple):
 
 
 class _Places(Generic[T]):
-    """Things by the place of their candidate among the model's matrices."""
+    """Things by the place of their candidate among the model's matrices.
+
+    Candidates with one number in two lists of one module, w1.3 and w2.3, are near each other, wherever they are.
+    """
 
     def __init__(self, values: Values, things: Sequence[tuple[int, T]]):
-        self._place = values.place
+        self._values = values
         self._things: dict[int, list[T]] = defaultdict(list)
+        self._listed: dict[tuple[str, ...], list[tuple[int, T]]] = defaultdict(list)
         for candidate, thing in things:
             self._things[values.place[candidate]].append(thing)
+            for key in _in_lists(values, candidate):
+                self._listed[key].append((candidate, thing))
 
     def around(self, candidate: int, first: int, last: int) -> Iterator[T]:
-        """Yield what is between two distances from a candidate."""
-        place = self._place[candidate]
+        """Yield what is between two distances from a candidate, and what has its number in another list."""
+        place = self._values.place[candidate]
         for k in range(place + first, place + last + 1):
             yield from self._things.get(k, ())
+        for key in _in_lists(self._values, candidate):
+            for other, thing in self._listed.get(key, ()):
+                if not first <= self._values.place[other] - place <= last:
+                    yield thing
+
+    def apart(self, candidate: int, other: int) -> int:
+        """Return how far another is from where the next matrix is expected."""
+        far = abs(self._values.place[other] - self._values.place[candidate] - 1)
+        return min(far, 1) if self.listed(candidate, other) else far
+
+    def listed(self, candidate: int, other: int) -> bool:
+        """Return whether two have one number in two lists of one module."""
+        return not {*_in_lists(self._values, candidate)}.isdisjoint(_in_lists(self._values, other))
+
+
+def _in_lists(values: Values, candidate: int) -> Iterator[tuple[str, ...]]:
+    """Yield a candidate's name without that of a list which numbers it."""
+    words = values.candidates[candidate].name.split(".")
+    for k, word in enumerate(words[1:]):
+        if word.isdecimal() and not words[k].isdecimal():
+            yield (*words[:k], "", *words[k + 1 :])
 
 
 def terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[Term]:
@@ -111,7 +138,7 @@ def _of_moments(values: Values, sides: Iterator[_Side]) -> Iterator[Term]:
             if a.length != b.length or {*a.members} & {*b.members}:
                 continue
             # Nought where b alone is the next matrix. Which norm is meant, neither its weights near one tell nor its place.
-            apart = abs(values.place[b.first] - values.place[a.first] - 1) + (len(b.members) > 1)
+            apart = columns.apart(a.first, b.first) + (len(b.members) > 1)
             prior, most = 0.5 / (1 + apart), MOST / (1 + apart) ** 2
             if a.kind == "norm":
                 prior, most = 0.1 if _apart(values, a.first, b.first) else 0.3, NORM
@@ -136,8 +163,9 @@ def _of_neighbours(values: Values, usable: Assignment, matrices: Sequence[int]) 
     pairs = [(c, d) for c in matrices for d in {*near.around(c, -CARRIED, 2 * CARRIED), *tables} if d != c]
     for c, d in pairs:
         (rows, read), columns = values.candidates[c].shape[:2], values.candidates[d].shape[1]
-        far = values.place[d] - values.place[c]
-        apart = abs(far - 1)
+        far, apart = values.place[d] - values.place[c], near.apart(c, d)
+        if c < d and rows == values.candidates[d].shape[0] >= UNITS and near.listed(c, d):
+            yield _alike(values, (c, 0), (d, 0), 0.5, OF_V)
         if rows == columns >= UNITS and apart <= CARRIED:
             yield from _carried_v(values, c, d, 0.5 / (1 + apart), OF_V / (1 + apart))
             yield _alike(values, (c, 0), (d, 1), 0.5 / (1 + apart), OF_V / (1 + apart))
