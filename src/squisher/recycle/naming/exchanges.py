@@ -35,7 +35,7 @@ ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
 
 _RECURRENT = re.compile(r"((?:weight|bias)_(?:ih|hh|hr))_(l\d+(?:_reverse)?)$")
-_OF_RECURRENT = re.compile(r"(?:weight|bias)_(?:ih|hh|hr)(?:_l\d+(?:_reverse)?)?$")  # also of a single cell
+_OF_CELL = re.compile(r"(?:weight|bias)_(?:ih|hh|hr)((?:_l\d+(?:_reverse)?)?)$")
 
 
 class Exchange(NamedTuple):
@@ -216,13 +216,8 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
     """Yield the exchanges to try, those that a plausible script makes first, those of vectors alone last."""
     families = _families(values, usable)
     near = [dict(move) for family in families if _whole(values, family[0]) for move in _orders(family)]
-    # Norms count where they have a list of their own: between layers, nobody exchanges them alone. Layers and directions of one
-    # recurrent module are listed by its class.
-    doubtful = [
-        f
-        for f in families
-        if (_whole(values, f[0]) and not _in_one_recurrent_module(values, f)) or _is_list_of_norms(values, usable, f)
-    ]
+    # Norms count where they have a list of their own: between layers, nobody exchanges them alone.
+    doubtful = [f for f in families if _whole(values, f[0]) or _is_list_of_norms(values, usable, f)]
     plausible = [*_in_all_layers(values, doubtful), *_kinds_apart(values, usable)]
     lists = [part for family in families if _is_list_of_norms(values, usable, family) for part in family]
     plausible += [{a: b for part in lists for a, b in _swap(part[:1], part[1:]).items()}] if lists else []
@@ -290,7 +285,12 @@ def _in_all_layers(values: Values, families: Sequence[Sequence[Sequence[int]]]) 
         stacks[tuple(re.sub(r"\d+(?=\..*\.)", "#", values.candidates[part[0]].name) for part in family)].append(family)
     for same in stacks.values():
         for moves in zip(*(_orders(family) for family in same), strict=True):
-            yield {a: b for move in moves for a, b in move.items()}
+            both = {a: b for move in moves for a, b in move.items()}
+            cells = {_OF_CELL.sub(r"\1", values.candidates[c].name) for c in both}
+            ways = {values.candidates[part[0]].name.removesuffix("_reverse") for part in same[0]}
+            # Nobody lists the two directions of a recurrent layer himself, nor the two weights of a single cell.
+            if len(ways) > 1 and (len(both) != 2 or len(cells) != 1):
+                yield both
 
 
 def _habits(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
@@ -362,12 +362,6 @@ def _whole(values: Values, part: Sequence[int]) -> bool:
     """Whether a part has a matrix; a class token, (1, 1, n), is none."""
     shapes = [values.candidates[c].shape for c in part]
     return any(len(shape) == 2 or sum(n > 1 for n in shape) > 1 for shape in shapes)
-
-
-def _in_one_recurrent_module(values: Values, family: Sequence[Sequence[int]]) -> bool:
-    """Whether parts are layers or directions of one torch.nn.LSTM, GRU or RNN, or weights of one such layer or cell."""
-    names = [values.candidates[c].name for part in family for c in part]
-    return all(map(_OF_RECURRENT.search, names)) and len({_OF_RECURRENT.sub("", name) for name in names}) == 1
 
 
 def _is_norm(values: Values, part: Sequence[int]) -> bool:
