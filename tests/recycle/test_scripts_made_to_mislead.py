@@ -138,8 +138,8 @@ def experts_loss(m):
 
 def experts():
     """Two lists with one number an expert."""
-    lists = {name: nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6)) for name in ("ups", "downs")}
-    return Net(experts_loss, gate=nn.Linear(WIDTH, 6), **lists, head=nn.Linear(WIDTH, 5))
+    ups, downs = (nn.ModuleList(nn.Linear(*size) for _ in range(6)) for size in ((WIDTH, 48), (48, WIDTH)))
+    return Net(experts_loss, gate=nn.Linear(WIDTH, 6), ups=ups, downs=downs, head=nn.Linear(WIDTH, 5))
 
 
 def embeddings_loss(m):

@@ -273,8 +273,8 @@ def _pairs(parts: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], 
 
 
 def _two_apart(values: Values, move: dict[int, int]) -> bool:
-    """Whether an exchange is of parts whose names differ in two words: `encoder.q` and `decoder.o`, `ups.4` and `downs.1`."""
-    a, b = (values.candidates[c].name.split(".") for c in (min(move), move[min(move)]))
+    """Whether an exchange is of parts whose names, but for numbers, differ in two words: `encoder.q` and `decoder.o`."""
+    a, b = (re.sub(r"\d+", "#", values.candidates[c].name).split(".") for c in (min(move), move[min(move)]))
     return len(a) != len(b) or sum(x != y for x, y in zip(a, b, strict=True)) > 1
 
 

@@ -68,7 +68,7 @@ class _Side(NamedTuple):
 class _Places(Generic[T]):
     """Things by the place of their candidate among the model's matrices.
 
-    Candidates with one number in two lists of one module, w1.3 and w2.3, are near each other, wherever they are.
+    Two with one number in two lists of one module, one of whom may read the other (w1.3 and w2.3), are neighbours wherever they are.
     """
 
     def __init__(self, values: Values, things: Sequence[tuple[int, T]]):
@@ -81,23 +81,30 @@ class _Places(Generic[T]):
                 self._listed[key].append((candidate, thing))
 
     def around(self, candidate: int, first: int, last: int) -> Iterator[T]:
-        """Yield what is between two distances from a candidate, and what has its number in another list."""
+        """Yield what is between two distances from a candidate, and its neighbours by number."""
         place = self._values.place[candidate]
         for k in range(place + first, place + last + 1):
             yield from self._things.get(k, ())
-        for key in _in_lists(self._values, candidate):
-            for other, thing in self._listed.get(key, ()):
-                if not first <= self._values.place[other] - place <= last:
-                    yield thing
+        for other, thing in self.listed(candidate):
+            if not first <= self._values.place[other] - place <= last and self._reads(candidate, other):
+                yield thing
 
     def apart(self, candidate: int, other: int) -> int:
         """Return how far another is from where the next matrix is expected."""
         far = abs(self._values.place[other] - self._values.place[candidate] - 1)
-        return min(far, 1) if self.listed(candidate, other) else far
+        listed = {*_in_lists(self._values, candidate)}.intersection(_in_lists(self._values, other))
+        return min(far, 1) if listed and self._reads(candidate, other) else far
 
-    def listed(self, candidate: int, other: int) -> bool:
-        """Return whether two have one number in two lists of one module."""
-        return not {*_in_lists(self._values, candidate)}.isdisjoint(_in_lists(self._values, other))
+    def listed(self, candidate: int) -> Iterator[tuple[int, T]]:
+        """Yield what has the number of a candidate in another list, and another shape: two of one shape may be twins."""
+        shape = self._values.candidates[candidate].shape
+        for key in _in_lists(self._values, candidate):
+            yield from (both for both in self._listed.get(key, ()) if self._values.candidates[both[0]].shape != shape)
+
+    def _reads(self, candidate: int, other: int) -> bool:
+        """Return whether the shapes are those of a layer into a wider space and of the one back."""
+        a, b = (self._values.candidates[c].shape for c in (candidate, other))
+        return len(a) == 2 and a != b == a[::-1]
 
 
 def _in_lists(values: Values, candidate: int) -> Iterator[tuple[str, ...]]:
@@ -160,12 +167,14 @@ def _of_neighbours(values: Values, usable: Assignment, matrices: Sequence[int]) 
     # Of an embedding the columns are outputs. Layers of a stack are none, however early they come.
     tables = [c for c in matrices[:EMBEDDINGS] if not re.search(r"\d+\..*\.", values.candidates[c].name)]
     near = _Places(values, [(d, d) for d in matrices])
+    for c in matrices:
+        for d, _ in near.listed(c):
+            if c < d and values.candidates[c].shape[0] == values.candidates[d].shape[0] >= UNITS:
+                yield _alike(values, (c, 0), (d, 0), 0.5, OF_V)
     pairs = [(c, d) for c in matrices for d in {*near.around(c, -CARRIED, 2 * CARRIED), *tables} if d != c]
     for c, d in pairs:
         (rows, read), columns = values.candidates[c].shape[:2], values.candidates[d].shape[1]
         far, apart = values.place[d] - values.place[c], near.apart(c, d)
-        if c < d and rows == values.candidates[d].shape[0] >= UNITS and near.listed(c, d):
-            yield _alike(values, (c, 0), (d, 0), 0.5, OF_V)
         if rows == columns >= UNITS and apart <= CARRIED:
             yield from _carried_v(values, c, d, 0.5 / (1 + apart), OF_V / (1 + apart))
             yield _alike(values, (c, 0), (d, 1), 0.5 / (1 + apart), OF_V / (1 + apart))
