@@ -127,10 +127,7 @@ class Values:
         most = most or self.channels
         key = (shape, reading, most)
         if key not in self._read:
-            sets = reading.channels(shape[reading.axis], heads)
-            if sets is None:
-                raise ValueError(f"{reading} does not fit {shape}.")
-            sets = sets[_chosen(len(sets), most)]
+            sets = _chosen_sets(shape, reading, heads, most)
             chosen, axis, entries = sets.reshape(-1), reading.axis, list(self._moving[shape])
             weights = np.stack(
                 [self._channels(self.candidates[k].weight, axis, chosen) for k in self._weighty[shape]], 1
@@ -168,9 +165,7 @@ class Values:
             if len(self._recent) >= _RECENT:
                 self._recent.clear()
             source: Any = self.candidates[number].weight if what == "weight" else _moments(self.entries[number])[0]
-            sets = reading.channels(source.shape[reading.axis], NO_HEADS)
-            assert sets is not None
-            chosen = sets[_chosen(len(sets), self.channels)].reshape(-1)
+            chosen = _chosen_sets(tuple(source.shape), reading, NO_HEADS, self.channels).reshape(-1)
             self._recent[what, number, reading] = self._channels(source, reading.axis, chosen)
         return self._recent[what, number, reading]
 
@@ -281,6 +276,14 @@ def _chosen(length: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
     if length <= most:
         return np.arange(length)
     return np.linspace(0, length - 1, most).round().astype(np.int64)
+
+
+def _chosen_sets(shape: Shape, reading: Reading, heads: Heads, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Return the sampled channels of a law, each as the channels of the axis that are summed."""
+    sets = reading.channels(shape[reading.axis], heads)
+    if sets is None:
+        raise ValueError(f"{reading} does not fit {shape}.")
+    return sets[_chosen(len(sets), most)]
 
 
 def _sample(source: Any) -> Array:
