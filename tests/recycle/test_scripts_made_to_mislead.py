@@ -16,6 +16,7 @@ from torch.nn import functional
 
 import squisher
 from squisher.errors import NamingError
+from squisher.recycle.naming import values
 
 WIDTH = 32
 KEYS = ("exp_avg_sq", "square_avg", "sum")
@@ -336,10 +337,13 @@ def test_another_order_is_refused_or_right(tmp_path, script, kind, steps):
     assert right(imp, model, optimizer)
 
 
+@pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("steps", [1, 60])
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_the_directions_of_a_recurrent_layer_are_told_by_what_reads_them(tmp_path, kind, steps):
+def test_the_directions_of_a_recurrent_layer_are_told_by_what_reads_them(tmp_path, monkeypatch, kind, steps, small):
     """What the next layer reads of a direction is what the direction reads of itself: v goes alike over both."""
+    if not small:  # of large models, v is not compared otherwise
+        monkeypatch.setattr(values, "_SOON", 0)
     torch.manual_seed(steps)
     model = both_ways()
     optimizer = OPTIMIZERS[kind](model.parameters())

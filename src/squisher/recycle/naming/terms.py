@@ -66,9 +66,9 @@ class _Side(NamedTuple):
 
 
 class _Places(Generic[T]):
-    """Things by the place of their candidate among the model's matrices.
+    """Find what belongs to the candidates near a candidate, by their places among the model's matrices.
 
-    Two with one number in two lists of one module, one of whom may read the other (w1.3 and w2.3), are neighbours wherever they are.
+    Two layers with one number in two lists of one module (w1.3 and w2.3) are neighbours wherever they stand, if one may read the other.
     """
 
     def __init__(self, values: Values, things: Sequence[tuple[int, T]]):
@@ -96,7 +96,7 @@ class _Places(Generic[T]):
         return min(far, 1) if listed and self._reads(candidate, other) else far
 
     def listed(self, candidate: int) -> Iterator[tuple[int, T]]:
-        """Yield what has the number of a candidate in another list, and another shape: two of one shape may be twins."""
+        """Yield what has a candidate's number in another list and another shape; with one shape, they may be twin networks."""
         shape = self._values.candidates[candidate].shape
         for key in _in_lists(self._values, candidate):
             yield from (both for both in self._listed.get(key, ()) if self._values.candidates[both[0]].shape != shape)
@@ -108,7 +108,7 @@ class _Places(Generic[T]):
 
 
 def _in_lists(values: Values, candidate: int) -> Iterator[tuple[str, ...]]:
-    """Yield a candidate's name without that of a list which numbers it."""
+    """Yield a candidate's name with that of a numbered list left blank: w1.3.weight and w2.3.weight give the same."""
     words = values.candidates[candidate].name.split(".")
     for k, word in enumerate(words[1:]):
         if word.isdecimal() and not words[k].isdecimal():
@@ -133,7 +133,9 @@ def terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequen
     if values.wants_squares:
         yield from _of_biases(values, usable, matrices)
         yield from _of_norms(values, usable, matrices)
-        yield from _of_neighbours(values, usable, matrices)
+        yield from _of_neighbours(values, matrices)
+    if values.wants_squares or all(map(values.has_square, kept)):
+        yield from _of_directions(values, usable, matrices)
 
 
 def _of_moments(values: Values, sides: Iterator[_Side]) -> Iterator[Term]:
@@ -161,9 +163,8 @@ def _of_biases(values: Values, usable: Assignment, matrices: Sequence[int]) -> I
             yield _alike(values, (c, 0), (bias, 0), 0.8, OF_V)
 
 
-def _of_neighbours(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[Term]:
+def _of_neighbours(values: Values, matrices: Sequence[int]) -> Iterator[Term]:
     """Yield what v of a matrix says of v of those near it in the model."""
-    names = {values.candidates[c].name for c in usable}
     # Of an embedding the columns are outputs. Layers of a stack are none, however early they come.
     tables = [c for c in matrices[:EMBEDDINGS] if not re.search(r"\d+\..*\.", values.candidates[c].name)]
     near = _Places(values, [(d, d) for d in matrices])
@@ -182,12 +183,20 @@ def _of_neighbours(values: Values, usable: Assignment, matrices: Sequence[int]) 
             yield _alike(values, (c, 0), (d, 1), 0.3, OF_V / 2)
         if read == columns >= UNITS and c in tables and 0 < far <= 2 and rows != values.candidates[d].shape[0]:
             yield _back(values, (c, 1), d, 0.3 / far, OF_V / 2 / far)
-        if far > 0 and read >= UNITS and _hidden_is_read(values, c, d):
-            both = f"{values.candidates[c].name.removesuffix('_reverse')}_reverse" in names
-            if read == columns and far <= CARRIED:
-                yield _alike(values, (c, 1), (d, 1), 0.5 / far, OF_V / far)
-            if both and 2 * read == columns:
-                yield _half_alike(values, c, d, 0.5, OF_V)
+        if read == columns >= UNITS and 0 < far <= CARRIED and _hidden_is_read(values, c, d):
+            yield _alike(values, (c, 1), (d, 1), 0.5 / far, OF_V / far)
+
+
+def _of_directions(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[Term]:
+    """Yield that v of a direction of a recurrent layer goes with its half of what the next layer reads of both."""
+    names = {values.candidates[c].name for c in usable}
+    near = _Places(values, [(d, d) for d in matrices])
+    for c in matrices:
+        read = values.candidates[c].shape[1]
+        if f"{values.candidates[c].name.removesuffix('_reverse')}_reverse" in names and read >= UNITS:
+            for d in near.around(c, 1, 2 * CARRIED):
+                if values.candidates[d].shape[1] == 2 * read and _hidden_is_read(values, c, d):
+                    yield _half_alike(values, c, d, 0.5, OF_V)
 
 
 def _hidden_is_read(values: Values, a: int, b: int) -> bool:
