@@ -193,6 +193,8 @@ class Recycled(Mapping[str, Tensor]):
             return
         # A convolution in channels-last order is saved so: its elements stand in the file in another order.
         flat = None if in_file else loaded(source).reshape(-1)
+        if in_file and hasattr(source, "storage"):
+            source.storage.verify()  # the checksum is of more than is read here
         for start in range(first, end, size):
             stop = min(start + size, end)
             yield source.read_flat(start, stop) if flat is None else flat[start:stop].cpu().clone()

@@ -24,7 +24,7 @@ from .atomic import check_free, new_folder
 from .byte_range import shown
 from .json_files import read_object
 from .tensors import CHUNK, Computed, LazyTensors, Progress, TensorSource, chunks_of, dtype_of, numel_of
-from .torch_files import find_weights, read
+from .torch_files import StoredTensor, find_weights, read
 
 __all__ = ["Ahead", "Model", "Weights", "has_weights", "open_model", "open_weights", "write_model"]
 
@@ -93,7 +93,10 @@ def open_weights(path: Path) -> Weights | None:
 
 
 def _torch_weights(path: Path) -> Mapping[str, TensorSource]:
-    found = [tensors for _, tensors in find_weights(read(path))]
+    tree = read(path)
+    found = [tensors for _, tensors in find_weights(tree)] or [tensors for _, tensors in find_weights(tree, least=1)]
+    if isinstance(tree, StoredTensor):
+        raise FileError(f"{path} holds a tensor without a name. Save it under one: torch.save({{name: tensor}}, file).")
     if not found:
         raise FileError(f"{path} holds no weights: no dictionary of named tensors is in it.")
     return max(found, key=len)
@@ -102,9 +105,12 @@ def _torch_weights(path: Path) -> Mapping[str, TensorSource]:
 def _torch_shards(index: Path) -> Weights:
     weight_map, _ = safetensors.read_index(index)
     tensors: dict[str, TensorSource] = {}
+    left_out: list[str] = []
     for shard in sorted(set(weight_map.values())):  # their numbers follow the order of the parameters
-        tensors.update(_torch_weights(index.parent / shard))
-    safetensors.check_promised(index, weight_map, tensors)
+        held = _torch_weights(index.parent / shard)
+        tensors.update({name: held[name] for name in held if weight_map.get(name) == shard})
+        left_out += [name for name in held if name not in weight_map]
+    safetensors.check_promised(index, weight_map, tensors, left_out)
     return Weights(index.name, tensors, True)
 
 
@@ -260,6 +266,8 @@ class Ahead(Computed):
             chunk = next(self._chunks)
             left -= chunk.numel()
             yield from chunk.split(CHUNK)
+        if self._next is None:
+            next(self._chunks, None)  # what goes wrong behind the last chunk is raised here
 
     def _ahead(self) -> Generator[Tensor, None, None]:
         chunks = (chunk for name in self for chunk in self._chunks_of(name))

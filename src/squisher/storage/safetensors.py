@@ -14,7 +14,7 @@ import re
 import stat
 import struct
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -130,8 +130,8 @@ def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, 
     return weight_map, strings
 
 
-def check_promised(index: Path, weight_map: Mapping[str, str], found: Collection[str]) -> None:
-    """Refuse an index that names a tensor which its shards do not hold.
+def check_promised(index: Path, weight_map: Mapping[str, str], found: Collection[str], left_out: Sequence[str]) -> None:
+    """Refuse an index that names a tensor which its shards do not hold; warn of tensors that it does not name.
 
     Raises:
         NamingError: It does.
@@ -139,6 +139,12 @@ def check_promised(index: Path, weight_map: Mapping[str, str], found: Collection
     for name, shard in weight_map.items():
         if name not in found:
             raise NamingError(f"{index} promises {name!r} in {shard}, which does not have it.")
+    if left_out:
+        warnings.warn(
+            f"{index} does not name {len(left_out)} tensors that its shards hold, {left_out[0]!r} for example: they are left out.",
+            SquisherWarning,
+            stacklevel=3,
+        )
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
@@ -161,13 +167,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
         held = read_header(path.parent / shard)[0]
         found.update({n: t for n, t in held.items() if weight_map.get(n) == shard})
         left_out += [name for name in held if name not in weight_map]
-    check_promised(path, weight_map, found)
-    if left_out:
-        warnings.warn(
-            f"{path} does not name {len(left_out)} tensors that its shards hold, {left_out[0]!r} for example: they are left out.",
-            SquisherWarning,
-            stacklevel=2,
-        )
+    check_promised(path, weight_map, found, left_out)
     opened.read()  # replacing a set begins with its index: if that is unchanged, so were all shards
     return LazyTensors({name: found[name] for name in weight_map}, metadata)
 

@@ -269,7 +269,7 @@ class LazyTensors(Mapping[str, Tensor]):
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names that share a tensor with an earlier name: `{alias: first name}`.
 
-    In memory, tensors that share address and shape; in files, those that share their bytes. A mapping that computes its tensors
+    In memory, tensors that share address, type, shape and strides; in files, those that share their bytes likewise. A mapping that computes its tensors
     knows it itself, in its attribute `tied`.
     """
     if not isinstance(tensors, LazyTensors) and callable(getattr(tensors, "chunks", None)):
@@ -294,9 +294,8 @@ def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 def _place(source: Any) -> Any:
     if isinstance(source, FileTensor):
-        return (source.byte_range, source.shape)
-    storage = getattr(source, "storage", None)
-    return None if storage is None else (storage.byte_range, source.storage_offset, source.shape)
+        return (source.byte_range, id(source.byte_range.buffer), source.dtype, source.shape)
+    return getattr(source, "place", None)
 
 
 def _address(tensor: Tensor) -> Any:
@@ -304,7 +303,7 @@ def _address(tensor: Tensor) -> Any:
     return (
         None
         if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel()
-        else (tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride())
+        else (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
     )
 
 

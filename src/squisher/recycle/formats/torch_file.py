@@ -251,18 +251,14 @@ def _with_shared_names(
     names: dict[Any, str] = {}
     for _, tensors in weights:
         for name, tensor in tensors.items():
-            names.setdefault(_bytes_of(tensor), name)  # the first of tied names
+            names.setdefault(tensor.place, name)  # the first of tied names
     members = [member for group in groups for member in group["params"]]
-    found = [names.get(_bytes_of(m)) if isinstance(m, StoredTensor) and m.numel else None for m in members]
+    found = [names.get(m.place) if isinstance(m, StoredTensor) and m.numel else None for m in members]
     if len(found) != len(optimizer.entries) or None in found or len(set(found)) != len(found):
         return optimizer
     return replace(
         optimizer, entries=[replace(entry, name=name) for entry, name in zip(optimizer.entries, found, strict=True)]
     )
-
-
-def _bytes_of(tensor: StoredTensor) -> Any:
-    return tensor.storage.byte_range, tensor.storage_offset, tensor.shape
 
 
 def _with_group_names(optimizer: OptimizerState, models: Sequence[tuple[str, Sequence[Candidate]]]) -> OptimizerState:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,7 +123,7 @@ class Storage:
         checksum: The bytes that the zip archive keeps a CRC-32 of, and the CRC-32, if it does.
     """
 
-    __slots__ = ("_byte_range", "checksum", "dtype", "location", "nbytes")
+    __slots__ = ("_byte_range", "_verified", "checksum", "dtype", "location", "nbytes")
 
     def __init__(
         self, dtype: torch.dtype, nbytes: int, location: str = "cpu", byte_range: ByteRange | None = None
@@ -133,6 +133,7 @@ class Storage:
         self.location = location
         self.checksum: tuple[ByteRange, int] | None = None
         self._byte_range = byte_range
+        self._verified = False
 
     @property
     def byte_range(self) -> ByteRange:
@@ -146,8 +147,8 @@ class Storage:
         self._byte_range = byte_range
 
     def verify(self) -> None:
-        """Compare the bytes with the checksum in the file; does nothing where the file keeps none."""
-        if self.checksum is None:
+        """Compare the bytes with the checksum in the file, once; does nothing where the file keeps none."""
+        if self.checksum is None or self._verified:
             return
         kept, expected = self.checksum
         found = 0
@@ -155,6 +156,7 @@ class Storage:
             found = zlib.crc32(kept.read(start, min(CHECKED_AT_ONCE, kept.length - start)), found)
         if found != expected:
             raise self.damaged()
+        self._verified = True
 
     def damaged(self) -> FileError:
         """Return the error for bytes that are not the ones that were written."""
@@ -170,7 +172,7 @@ class Storage:
 class StoredTensor:
     """A tensor in a file; equal only to itself, so that a pickled optimizer can use it as a key.
 
-    All of it has been checked against the size of its storage. Two tensors with the same storage bytes, offset and shape are tied.
+    All of it has been checked against the size of its storage. Two tensors with the same `place` are tied.
 
     Attributes:
         storage: The block of bytes that it looks into.
@@ -229,6 +231,14 @@ class StoredTensor:
             expected *= size
         return True
 
+    @property
+    def place(self) -> Hashable:
+        """Which bytes it is and in which order: a matrix and its transpose share their bytes and are not the same."""
+        at = self.storage.byte_range
+        steps = tuple(step for size, step in zip(self.shape, self.stride, strict=True) if size > 1)
+        # Bytes in memory have no place but their own: those of another tensor begin at 0 as well.
+        return at, id(at.buffer), self.dtype, self.storage_offset, self.shape, steps
+
     def byte_range(self) -> ByteRange:
         """Return where the elements of a contiguous tensor are.
 
@@ -243,13 +253,14 @@ class StoredTensor:
         """Read it: a fresh contiguous CPU tensor."""
         if self.is_contiguous:
             flat = self.read_flat(0, self.numel)
-            self._compare(zlib.crc32(flat.view(torch.uint8).numpy().data) if self._checksum is not None else 0)
+            self._compare(zlib.crc32(flat.view(torch.uint8).numpy().data))
             return flat.reshape(self.shape)
+        self.storage.verify()
         flat = self._read(self.storage_offset, self._last + 1)
         return flat.as_strided(self.shape, self.stride).contiguous()
 
     def read_flat(self, start: int, stop: int) -> torch.Tensor:
-        """Read the elements [start, stop) of a contiguous tensor, counted in its flat order.
+        """Read the elements [start, stop) of a contiguous tensor, counted in its flat order; no checksum is compared.
 
         Raises:
             ValueError: If it is not contiguous, or the range is not inside the tensor.
@@ -261,30 +272,30 @@ class StoredTensor:
         return self._read(self.storage_offset + start, self.storage_offset + stop)
 
     def chunks(self, size: int) -> Iterator[torch.Tensor]:
-        """Read a contiguous tensor front to back in flat chunks of at most `size` elements.
+        """Read it front to back in flat chunks of at most `size` elements; one that is not contiguous is loaded first.
 
         Where the file keeps a checksum of exactly these bytes, it is compared on the way, at no further read.
 
         Raises:
-            FileError: If the checksum does not fit; after the last chunk, since it cannot be known before.
+            FileError: If the checksum does not fit; before the last chunk, so that nobody can take all of them without knowing.
         """
+        if not self.is_contiguous:
+            yield from self.load().view(-1).split(size)
+            return
         found = 0
         for start in range(0, self.numel, size):
             chunk = self.read_flat(start, min(start + size, self.numel))
-            if self._checksum is not None:
-                found = zlib.crc32(chunk.view(torch.uint8).numpy().data, found)
+            found = zlib.crc32(chunk.view(torch.uint8).numpy().data, found) if self.storage.checksum else 0
+            if start + size >= self.numel:
+                self._compare(found)
             yield chunk
-        self._compare(found)
-
-    @property
-    def _checksum(self) -> int | None:
-        """The checksum that the file keeps of exactly the bytes of this tensor, if it does."""
-        kept = self.storage.checksum
-        alone = kept is not None and self.storage_offset == 0 and 0 < self.nbytes == kept[0].length
-        return kept[1] if alone and kept is not None else None
 
     def _compare(self, found: int) -> None:
-        if self._checksum not in (None, found):
+        """Compare the checksum of all bytes of a contiguous tensor with the file's, which may be of more bytes than these."""
+        kept = self.storage.checksum
+        if kept is None or self.nbytes != kept[0].length:
+            self.storage.verify()
+        elif found != kept[1]:
             raise self.storage.damaged()
 
     @property
@@ -312,22 +323,16 @@ class Verified:
     def __init__(self, stored: StoredTensor) -> None:
         self.shape, self.dtype = stored.shape, stored.dtype
         self._stored = stored
-        self._verified = False
 
     def load(self) -> torch.Tensor:
         """Return the whole tensor."""
-        return self._checked().load()
+        return self._stored.load()
 
     def read_flat(self, start: int, stop: int) -> torch.Tensor:
         """Return elements `start` to `stop` in flat order."""
-        stored = self._checked()
+        stored = self._stored
+        stored.storage.verify()
         return stored.read_flat(start, stop) if stored.is_contiguous else stored.load().reshape(-1)[start:stop]
-
-    def _checked(self) -> StoredTensor:
-        if not self._verified:
-            self._stored.storage.verify()
-            self._verified = True
-        return self._stored
 
 
 def shortened(text: object, length: int = 80) -> str:
@@ -339,12 +344,15 @@ def shortened(text: object, length: int = 80) -> str:
 _DEPTH = 8  # deeper than any training script nests; the walk stays short on hostile files
 
 
-def find_weights(tree: Any) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
-    """Yield every dictionary of named tensors outside what optimizers save, and every pickled module, with its place."""
+def find_weights(tree: Any, least: int = 2) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
+    """Yield every dictionary of named tensors outside what optimizers save, and every pickled module, with its place.
+
+    A dictionary with fewer than `least` tensors is none: a number that a training script keeps is a tensor with a name as well.
+    """
     for place, value in walk(tree):
         if _is_module(value):
             yield place, dict(_of_module(value))
-        elif isinstance(value, dict) and len(value) > 1 and not is_optimizer(value):
+        elif isinstance(value, dict) and len(value) >= least and not is_optimizer(value):
             tensors = {k: v for k, v in value.items() if isinstance(v, StoredTensor)}
             if len(tensors) == len(value) and all(isinstance(name, str) for name in tensors):
                 yield place, tensors
