@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import copy
 import io
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 
 from squisher.errors import NamingError, SquisherError, SquisherWarning
 from squisher.tracker import Tracker
+from tests.processes import run_together
 
 
 def reasons(tracker: Tracker) -> dict[str, str]:
@@ -625,70 +624,52 @@ def test_complex_and_resized_parameters_are_refused_by_name() -> None:
         tracker.observe()
 
 
-WORKER = """
-import sys
-import torch
-import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
-from squisher.tracker import Tracker
+def _worker(rank: int, case: dict[str, Any]) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-rank, folder = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-case = torch.load(f"{folder}/case.pt")
+    def loaded() -> nn.Module:
+        model = network()
+        model.load_state_dict(case["weights"])
+        return model
 
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tracker:
+        tracker = Tracker(model, optimizer, beta2=0.9)
+        for step, (x, y) in enumerate(case["batches"]):
+            optimizer.zero_grad()
+            half = slice(8 * rank, 8 * rank + 8)
+            nn.functional.cross_entropy(model(x[half]), y[half]).backward()
+            tracker.observe()
+            if step + 1 < len(case["batches"]):
+                optimizer.step()
+        return tracker
 
-def network():
-    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
-    model.load_state_dict(case["weights"])
-    return model
+    model = loaded()
+    local: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda gradient, name=name: local.__setitem__(name, gradient.clone()))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    ddp = run(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
+    averaged = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
 
-
-def run(model, optimizer):
-    tracker = Tracker(model, optimizer, beta2=0.9)
-    for step, (x, y) in enumerate(case["batches"]):
-        optimizer.zero_grad()
-        half = slice(8 * rank, 8 * rank + 8)
-        nn.functional.cross_entropy(model(x[half]), y[half]).backward()
-        tracker.observe()
-        if step + 1 < len(case["batches"]):
-            optimizer.step()
-    return tracker
-
-
-model = network()
-local = {}
-for name, parameter in model.named_parameters():
-    parameter.register_hook(lambda gradient, name=name: local.__setitem__(name, gradient.clone()))
-wrapped = DistributedDataParallel(model)
-ddp = run(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.1))
-averaged = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-
-model = network()
-fully_shard(model[2], mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
-fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
-sharded = run(model, optimizer)
-whole = {name: value.full_tensor() for name, _, value, _ in sharded.items()}
-optimizer.step()
-# Only one process holds the entry that is not finite; all must leave the step out.
-next(model.parameters()).grad.to_local()[:1].fill_(float("inf") if rank == 0 else 1.0)
-counted = sharded.observe()
-torch.save(
-    {
+    model = loaded()
+    fully_shard(model[2], mesh=init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard")))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    sharded = run(model, optimizer)
+    whole = {name: value.full_tensor() for name, _, value, _ in sharded.items()}
+    optimizer.step()
+    # Only one process holds the entry that is not finite; all must leave the step out.
+    next(model.parameters()).grad.to_local()[:1].fill_(float("inf") if rank == 0 else 1.0)
+    counted = sharded.observe()
+    return {
         "ddp": ddp.state_dict(),
         "hook": local,
         "averaged": averaged,
         "sharded": whole,
         "sharded_shapes": {name: tuple(value.to_local().shape) for name, _, value, _ in sharded.items()},
         "counted": counted,
-    },
-    f"{folder}/{rank}.pt",
-)
-dist.destroy_process_group()
-"""
+    }
 
 
 @pytest.mark.skipif(
@@ -697,25 +678,7 @@ dist.destroy_process_group()
 def test_two_processes_see_the_gradient_of_the_joined_batch(tmp_path: Path) -> None:
     model = network()
     batches = [batch(step) for step in range(4)]
-    torch.save({"weights": model.state_dict(), "batches": batches}, tmp_path / "case.pt")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": ":".join(sys.path)}
-    workers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), str(tmp_path)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [worker.communicate(timeout=120)[0] for worker in workers]
-    finally:
-        for worker in workers:
-            worker.kill()
-    assert [worker.returncode for worker in workers] == [0, 0], "\n".join(outputs)
-
+    ranks = run_together(_worker, tmp_path, {"weights": model.state_dict(), "batches": batches})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     alone = Tracker(model, optimizer, beta2=0.9)
     for step in range(4):
@@ -723,7 +686,6 @@ def test_two_processes_see_the_gradient_of_the_joined_batch(tmp_path: Path) -> N
         alone.observe()
         optimizer.step()
     expected = values(alone)
-    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert_equal(ranks[0]["ddp"]["values"], ranks[1]["ddp"]["values"])
     for name, right in expected.items():
         torch.testing.assert_close(ranks[0]["ddp"]["values"][f"module.{name}"], right, rtol=1e-4, atol=1e-12)

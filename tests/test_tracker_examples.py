@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +19,7 @@ import squisher
 from squisher import SquisherError, Tracker
 from squisher.errors import SquisherWarning
 from squisher.measure.training.step import StepPass
+from tests.processes import run_together
 
 BETA = 0.9
 
@@ -537,41 +535,25 @@ def test_a_compiled_model_runs_eagerly_while_it_is_observed() -> None:
     assert_same(tracker, by_hand, 1)
 
 
-SEVERAL = """
-import os, sys
-import torch, torch.distributed as dist
-import torch.nn.functional as F
-from squisher import Tracker
-
-rank, folder = int(os.environ["RANK"]), sys.argv[1]
-dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-torch.manual_seed(0)
-model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3))
-both = torch.nn.parallel.DistributedDataParallel(model)
-optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
-tracker = Tracker(both, optimizer, beta2=0.9, per="example", every=2)
-for step in range(3):
-    generator = torch.Generator().manual_seed(step)
-    x, y = torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
-    mine = slice(0, 5) if rank == 0 else slice(5, 8)  # uneven
-    optimizer.zero_grad()
-    with tracker.step():
-        F.cross_entropy(both(x[mine]), y[mine]).backward()
-    optimizer.step()
-torch.save({"values": {n: v for n, _, v, _ in tracker.items()}, "examples": tracker.examples,
-            "weights": model.state_dict()}, f"{folder}/{rank}.pt")
-dist.destroy_process_group()
-"""
+def _several(rank: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = mlp()
+    both = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(both.parameters(), lr=0.1)
+    tracker = squisher.Tracker(both, optimizer, beta2=0.9, per="example", every=2)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        x, y = torch.randn(8, 6, generator=generator), torch.randint(0, 3, (8,), generator=generator)
+        mine = slice(0, 5) if rank == 0 else slice(5, 8)  # uneven
+        optimizer.zero_grad()
+        with tracker.step():
+            F.cross_entropy(both(x[mine]), y[mine]).backward()
+        optimizer.step()
+    return {"values": {n: v for n, _, v, _ in tracker.items()}, "examples": tracker.examples}
 
 
 def test_two_processes_average_the_squares_of_all_their_examples(tmp_path: Any) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    children = [
-        subprocess.Popen([sys.executable, "-c", SEVERAL, str(tmp_path)], env={**environment, "RANK": str(rank)})
-        for rank in (0, 1)
-    ]
-    assert [child.wait(timeout=120) for child in children] == [0, 0]
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1))
+    first, second = run_together(_several, tmp_path)
     assert all(torch.equal(first["values"][name], second["values"][name]) for name in first["values"])
     assert first["examples"] == second["examples"] == 16
 

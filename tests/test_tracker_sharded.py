@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import os
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,6 +17,7 @@ import squisher
 from squisher import Tracker
 from squisher.ranks import whole
 from tests.measure.test_together import Block
+from tests.processes import run_together
 from tests.test_tracker_examples import BETA, ByHand, squares_of, sum_of
 
 WORLD, STEPS = 4, 3
@@ -102,11 +99,7 @@ def train(model: Any, case: str, tracker: Tracker | None, rank: int) -> None:
         optimizer.step()
 
 
-def worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
+def worker(rank: int) -> dict[str, Any]:
     results: dict[str, Any] = {}
     for case in CASES:
         model, plain = sharded(case), sharded(case)
@@ -124,21 +117,12 @@ def worker(rank: int, folder: str) -> None:
                 for a, b in zip(model.parameters(), plain.parameters(), strict=True)
             ],
         }
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("sharded")
-    before = dict(os.environ)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        mp.spawn(worker, (str(folder),), nprocs=WORLD)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return run_together(worker, tmp_path_factory.mktemp("sharded"), count=WORLD)
 
 
 def by_hand(case: str) -> tuple[dict[str, Tensor], int]:

@@ -9,6 +9,7 @@ from torch import nn
 import squisher
 from squisher import mask
 from squisher.errors import ArgumentError, NamingError, SquisherError, SquisherWarning
+from tests.processes import run_together
 
 
 def importance(seed=0, **provenance):
@@ -147,26 +148,13 @@ def test_impossible_wishes(arguments, message):
         mask.top_k({}, 0.5)
 
 
-def _shard(rank, port, results):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def _shard(rank):
     mine = importance().restrict("bias|head" if rank else "body.weight")
-    results[rank] = dict(mask.top_k(mine, 0.2, always="head", sharded=True))
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return dict(mask.top_k(mine, 0.2, always="head", sharded=True))
 
 
-def test_processes_that_hold_other_parameters_share_one_budget():
-    import socket
-
-    import torch.multiprocessing as mp
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_shard, (port, results), nprocs=2)
-        found = {**results[0], **results[1]}
+def test_processes_that_hold_other_parameters_share_one_budget(tmp_path):
+    first, second = run_together(_shard, tmp_path)
+    found = {**first, **second}
     expected = mask.top_k(importance(), 0.2, always="head")
     assert all(torch.equal(found[name], expected[name]) for name in expected)

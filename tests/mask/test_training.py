@@ -9,6 +9,7 @@ from torch import nn
 
 from squisher import mask
 from squisher.errors import NamingError, SquisherError
+from tests.processes import run_together
 
 WIDTH, WORDS, LENGTH = 16, 11, 6
 
@@ -300,9 +301,7 @@ def test_what_does_not_fit_is_refused():
         mask.train_only(model, optimizer, masks)
 
 
-def _data_parallel(rank, port, masks, results):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def _data_parallel(rank, masks):
     model, _ = model_and_mask()
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=0.01, weight_decay=0.3)
@@ -312,25 +311,13 @@ def _data_parallel(rank, port, masks, results):
             backward(wrapped, 2 * step + rank)
             nn.utils.clip_grad_norm_(wrapped.parameters(), 0.05)
             optimizer.step()
-    results[rank] = [p.detach().clone() for p in model.parameters()]
-    torch.distributed.barrier()
-    torch.distributed.destroy_process_group()
+    return [p.detach().clone() for p in model.parameters()]
 
 
-def test_data_parallel_processes_stay_together_and_within_the_mask():
-    import socket
-
-    import torch.multiprocessing as mp
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+def test_data_parallel_processes_stay_together_and_within_the_mask(tmp_path):
     model, masks = model_and_mask()
     before = bits(model)
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_data_parallel, (port, masks, results), nprocs=2)
-        first, second = results[0], results[1]
+    first, second = run_together(_data_parallel, tmp_path, masks)
     # One process with both halves of each batch: the mean of the two losses.
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.3)
     with mask.train_only(model, optimizer, masks):

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks import families
 from squisher.measure import fisher
+from tests.processes import run_together
 
 pytestmark = [
     pytest.mark.formats,
@@ -171,19 +172,15 @@ def test_gradient_checkpointing_and_adapters():
 def _parallel(rank: int, folder: str) -> None:
     import os
 
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from transformers import AutoModelForCausalLM
 
-    torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
     for kind in ("llama", "qwen3"):
         model = AutoModelForCausalLM.from_pretrained(f"{folder}/{kind}", tp_plan="auto", device_mesh=mesh)
         found = fisher(model, [_plain()])
         found.save(f"{folder}/{kind}.safetensors")
-    dist.destroy_process_group()
 
 
 def _plain():
@@ -191,8 +188,6 @@ def _plain():
 
 
 def test_models_loaded_with_a_tensor_parallel_plan(tmp_path):
-    import torch.multiprocessing as mp
-
     import squisher
 
     transformers = pytest.importorskip("transformers", "5", reason="transformers 4 loads no such plan on a CPU")
@@ -205,7 +200,7 @@ def test_models_loaded_with_a_tensor_parallel_plan(tmp_path):
     }
     for kind, model in models.items():
         model.save_pretrained(tmp_path / kind)
-    mp.spawn(_parallel, (str(tmp_path),), nprocs=2)
+    run_together(_parallel, tmp_path, str(tmp_path))
     for kind, model in models.items():
         expected = fisher(model, [_plain()], method="loop")
         found = squisher.load(tmp_path / f"{kind}.safetensors")

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import squisher
 from squisher.errors import SquisherError
 from squisher.measure import fisher
+from tests.processes import run_together
 
 torch.manual_seed(0)
 X, Y = torch.randn(7, 5, dtype=torch.float64), torch.randint(0, 4, (7,))
@@ -144,10 +143,8 @@ def _message(action):
     return "nothing was raised"
 
 
-def _worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def _worker(rank: int, folder: str) -> dict:
     torch._logging.set_logs(all=40)  # torch warns about two gathers in a row
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD)
     results = {}
     for form, cases in FORMS.items():
         mesh = init_device_mesh("cpu", form, mesh_dim_names=("data", "parallel"))
@@ -165,8 +162,7 @@ def _worker(rank: int, folder: str) -> None:
     found = fisher(_spread("mlp", mesh), own, dtype=torch.float64, divided=True)
     results["divided"] = _whole(found), found.provenance
     results["messages"] = _messages(rank, mesh)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 def _messages(rank, mesh):
@@ -190,14 +186,12 @@ def _messages(rank, mesh):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("parallel")
-    mp.spawn(_worker, (str(path),), nprocs=WORLD)
-    return path
+    return tmp_path_factory.mktemp("parallel")
 
 
 @pytest.fixture(scope="module")
 def results(folder):
-    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(WORLD)]
+    return run_together(_worker, folder, str(folder), count=WORLD)
 
 
 def _same(found, expected, tolerance):

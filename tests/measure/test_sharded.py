@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +18,7 @@ from squisher.importance import Importance
 from squisher.measure import fisher
 from squisher.storage.tensors import tied_names
 from tests.measure.zoo import build
+from tests.processes import run_together
 
 torch.manual_seed(0)
 X, Y = torch.randn(11, 5), torch.randint(0, 4, (11,))
@@ -75,9 +74,7 @@ def _message(action):
     return "nothing was raised"
 
 
-def _worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def _worker(rank: int, folder: str) -> dict[str, object]:
     out: dict[str, object] = {}
     for case, settings in SETTINGS.items():
         model = _sharded(case)
@@ -104,8 +101,7 @@ def _worker(rank: int, folder: str) -> None:
     out["state"] = _state()
     out["parts"] = _parts(folder)
     out["messages"] = _messages(rank, folder)
-    torch.save(out, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return out
 
 
 def _state():
@@ -189,14 +185,12 @@ def _messages(rank, folder):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("sharded")
-    mp.spawn(_worker, (str(path),), nprocs=2)
-    return path
+    return tmp_path_factory.mktemp("sharded")
 
 
 @pytest.fixture(scope="module")
 def results(folder):
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return run_together(_worker, folder, str(folder))
 
 
 def _read(path, like):
@@ -235,7 +229,7 @@ def test_two_processes_give_the_result_of_one(folder, results, case):
 
 
 @pytest.mark.parametrize("unit", ["sequence", "token"])
-def test_a_decoder_with_tied_weights(folder, unit):
+def test_a_decoder_with_tied_weights(folder, results, unit):
     model, batches = _decoder()
     alone = fisher(model, batches, likelihood="tokens", unit=unit, labels="sampled")
     found = squisher.load(folder / f"decoder-{unit}.safetensors")

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from squisher import SquisherError, fisher
+from tests.processes import run_together
 
 torch.manual_seed(0)
 X, Y = torch.randn(12, 5), torch.randint(0, 4, (12,))
@@ -28,10 +27,9 @@ def _message(action):
     return "nothing was raised"
 
 
-def _worker(rank, folder):
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+def _worker(rank):
     own = BATCHES[rank::2]
-    found = {
+    return {
         "divided": dict(fisher(_model(), own, divided=True)),
         "sampled": dict(fisher(_model(), own, divided=True, labels="sampled", draws=300)),
         "same": dict(fisher(_model(), BATCHES)),
@@ -40,15 +38,11 @@ def _worker(rank, folder):
         "not divided": _message(lambda: fisher(_model(), BATCHES, divided=True)),
         "different models": _message(lambda: fisher(_model(rank), BATCHES)),
     }
-    torch.save(found, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("stream")
-    mp.spawn(_worker, (str(folder),), nprocs=2)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return run_together(_worker, tmp_path_factory.mktemp("stream"))
 
 
 def test_divided_data_gives_what_one_process_gives(found):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -20,6 +19,7 @@ from squisher.errors import SquisherError
 from squisher.measure import fisher
 from squisher.measure.sharded.shards import WholeSums
 from tests.measure.zoo import build, split
+from tests.processes import run_together
 
 WORLD = 4
 torch.manual_seed(0)
@@ -125,11 +125,7 @@ def _whole(found):
     return {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in found.items()}, found.provenance.coverage
 
 
-def _worker(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
+def _worker(rank: int) -> dict:
     results = {}
     for case in MODELS:
         x = _inputs(case)
@@ -158,21 +154,12 @@ def _worker(rank: int, folder: str) -> None:
         fisher(_sharded("blocks"), [(X[:2] + rank, bad)], divided=True)
     except SquisherError as error:
         results["bad labels"] = str(error)
-    torch.save(results, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("together")
-    before = dict(os.environ)
-    os.environ["OMP_NUM_THREADS"] = "1"
-    try:
-        mp.spawn(_worker, (str(folder),), nprocs=WORLD)
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    return run_together(_worker, tmp_path_factory.mktemp("together"), count=WORLD)
 
 
 @functools.cache

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from torch import Tensor, distributed
+from torch import Tensor
 
 from squisher.errors import SquisherError
 from squisher.order import Source, choose, per_source
+from tests.processes import run_together
 
 
 def sources_of(tensors: dict[str, Tensor], size: int = 5) -> dict[str, Source]:
@@ -95,9 +95,7 @@ def test_progress_reaches_no_further_than_its_end(tensors) -> None:
     assert seen[-1] == (127, 254)
 
 
-def _process(rank: int, port: int, tensors, results) -> None:
-    torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+def _process(rank: int, tensors) -> dict:
     names = list(tensors)
     mine = {name: tensors[name] for name in (names[:2] if rank == 0 else names[2:])}
     found = {}
@@ -108,21 +106,11 @@ def _process(rank: int, port: int, tensors, results) -> None:
         choose(sources_of(mine), 3, sizes_of(mine), always=("head",), sharded=True)
     except SquisherError as error:
         found["error"] = str(error)
-    results[rank] = found
-    distributed.barrier()
-    distributed.destroy_process_group()
+    return found
 
 
-def test_two_processes_choose_what_one_would(tensors) -> None:
-    import socket
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_process, (port, tensors, results), nprocs=2)
-        first, second = dict(results[0]), dict(results[1])
+def test_two_processes_choose_what_one_would(tensors, tmp_path) -> None:
+    first, second = run_together(_process, tmp_path, tensors)
     for k in (20, 64, 127):
         assert {**first[k], **second[k]} == by_sorting(tensors, k, ("head",), {"weak": 3})
     assert first["error"] == second["error"]
