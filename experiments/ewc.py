@@ -122,7 +122,9 @@ _CIFAR: dict[str, Any] = _PERMUTED | {
     "widths": [1024, 2000, 2000, 100],
     "iterations": 2000,
     "batch": 256,
-    "exponents": _PERMUTED["exponents"] | {"fisher": [1, 2, 3, 4]},
+    # The Fisher's λ of 1,000, as the paper scales it for v, is 8,000 for B·v̂ here.
+    "exponents": _PERMUTED["exponents"]
+    | {"fisher": [1, 2, 3, 4], "squisher": [3, 4, 5, 6], "squisher (tracked)": [3, 4, 5, 6]},
 }
 _REDUCED: dict[str, Any] = _PERMUTED | {
     "seeds": 3,

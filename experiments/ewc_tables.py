@@ -49,7 +49,8 @@ class Runs:
 
 def beside(folder: Path) -> str:
     """All nine cells of the paper's table: its three columns beside ours."""
-    return _side_by_side(folder, {"Fisher": "fisher", "Squisher": "squisher", "none": "none"})
+    names = {"Fisher": "fisher", "Squisher (N·v)": "squisher (N·v)", "Squisher (B·v̂)": "squisher", "none": "none"}
+    return _side_by_side(folder, names)
 
 
 def ablations(folder: Path) -> str:
@@ -67,9 +68,13 @@ def _side_by_side(folder: Path, methods: Mapping[str, str], ending: str = "") ->
             if runs is None and (check := document("ewc", cell.replace("-task", "-check"), folder)):
                 runs = Runs(check)  # λ is not searched for there
                 note = f", λ = {runs.config['strengths']['fisher']:,g}"
-            cells = [x for m in methods.values() for x in (_accuracy(runs, m), f"{ewc.PAPER[case][m]:.2f}")]
+            paper = ewc.PAPER[case]
+            cells = []
+            for method in methods.values():
+                cells += [_accuracy(runs, method), *([f"{paper[method]:.2f}"] if method in paper else [])]
             rows.append([case + note, *cells, f"{ewc.CHANCE[case]:g}"])
-    return table(["benchmark", *(x for name in methods for x in (name, "paper")), "chance"], rows)
+    heads = [x for name, method in methods.items() for x in (name, "paper")[: 1 + (method in paper)]]
+    return table(["benchmark", *heads, "chance"], rows)
 
 
 def ours(folder: Path) -> str:

@@ -295,7 +295,7 @@ def test_a_wider_search_makes_results_at_another_strength_stale(monkeypatch, tmp
 
 
 def test_what_was_not_run_is_said(tmp_path):
-    assert ewc_tables.beside(tmp_path).count("not run") == 9 * 3
+    assert ewc_tables.beside(tmp_path).count("not run") == 9 * 4
     assert ewc_tables.ablations(tmp_path).count("not run") == 3 * 5
     assert ewc_tables.ours(tmp_path).count("not run") == 9 * 7
 
