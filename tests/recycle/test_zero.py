@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from squisher.errors import FileError, NoAccumulatorError, ScaleError, SquisherError
 from squisher.importance import Importance
@@ -218,7 +218,7 @@ def test_a_bit_that_flipped_is_noticed(tmp_path, variant):
 )
 def test_other_kinds_of_parallelism(z2, name, why):
     shutil.copy(z2 / "global_step3" / "zero_pp_rank_0_mp_rank_00_optim_states.pt", z2 / "global_step3" / name)
-    with pytest.raises(FileError, match=f"{why}.*ZeRO"):
+    with pytest.raises(FileError, match=why):
         extract(z2)
 
 
@@ -574,131 +574,31 @@ def test_a_pipeline_of_one_stage_is_plain_data_parallelism(tmp_path):
     check(extract(tmp_path / "run", bias_correction=False), ZERO / "z1" / "reference.safetensors")
 
 
-# -- GPT-NeoX with DeeperSpeed 1, by its published layout --------------------------------------------------------------
+BLOOM = {"tied_modules.embed.word_embeddings.weight": (8, 4), "tied_modules.embed.word_embeddings.norm.weight": (4,),
+         "3.self_attention.query_key_value.weight": (12, 4), "3.self_attention.query_key_value.bias": (12,),
+         "3.self_attention.dense.weight": (4, 4), "3.self_attention.dense.bias": (4,),
+         "3.mlp.dense_h_to_4h.weight": (6, 4), "3.mlp.dense_4h_to_h.weight": (4, 6), "5.bias": (4,)}  # fmt: skip
 
 
-NEOX = {"0.word_embeddings.weight": (7, 3), "2.attention.dense.weight": (3, 5), "2.attention.dense.bias": (5,),
-        "2.norm.weight": (3,), "4.final_linear.weight": (4, 3)}  # fmt: skip
-
-
-def neox(folder: Path, world: int, intervals: int, shapes: Any = NEOX, stage: int = 0, stages: int = 1) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Write what two Adam groups leave behind: flat, cut into intervals, each dealt out to the ranks, padding removed."""
-    torch.manual_seed(stage)
-    moments = {name: torch.rand(shape) for name, shape in shapes.items()}
-    ranks: list[list[list[dict[str, Any]]]] = [[] for _ in range(world)]
-    for matrices in (True, False):
-        flat = torch.cat([m.flatten() for m in moments.values() if (m.dim() > 1) == matrices])
-        size = -(-flat.numel() // (world * intervals))
-        for rank in range(world):
-            begins = [(interval * world + rank) * size for interval in range(intervals)]
-            ranks[rank].append(
-                [{"exp_avg": -flat[b : b + size], "exp_avg_sq": flat[b : b + size].clone()} for b in begins]
-            )
-    folder.mkdir(exist_ok=True)
-    for rank, groups in enumerate(ranks):
-        saved = {
-            "base_optimizer_state": groups,
-            "zero_stage": 1,
-            "partition_count": world,
-            "num_comm_intervals_per_group": [intervals] * 2,
-        }
-        content = {"optimizer_state_dict": saved, "param_shapes": {n: torch.Size(s) for n, s in shapes.items()}}
-        torch.save(content, folder / f"zero_pp_rank_{rank}_mp_rank_{stage:02d}_optim_states.pt")
-    model = {
-        "module": None,
-        "optimizer": None,
-        "global_steps": 12,
-        "skipped_steps": 2,
-        "dp_world_size": world,
-        "mp_world_size": stages,
-    }
-    torch.save(model, folder / f"mp_rank_{stage:02d}_model_states.pt")
-    torch.save({"word_embeddings.weight": torch.zeros(7, 3)}, folder / "layer_00-model_00-model_states.pt")
-    return moments
-
-
-@pytest.mark.parametrize(("world", "intervals"), [(1, 1), (2, 1), (3, 2)])
-def test_pythia(tmp_path, world, intervals):
-    moments = neox(tmp_path / "global_step12", world, intervals)
-    imp = extract(tmp_path / "global_step12", beta2=0.95)
-    assert set(imp) == set(moments)
-    for name, moment in moments.items():
-        torch.testing.assert_close(imp[name], moment / (1 - 0.95**10))
-        for size in (1, 7, 1 << 20):
-            assert torch.equal(torch.cat(list(chunks_of(imp, name, size))), imp[name].flatten())
-    with pytest.raises(NoAccumulatorError, match="beta2"):
-        extract(tmp_path / "global_step12")
-
-
-def test_pythia_with_other_groups_or_ranks_is_refused(tmp_path):
-    neox(tmp_path / "global_step12", 2, 1)
-    last = tmp_path / "global_step12" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    content = torch.load(last, weights_only=False)
-    content["param_shapes"]["2.norm.weight"] = torch.Size((1, 3))
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tensor_parallel_ranks_of_megatron_deepspeed(tmp_path, stage):
+    """Column-parallel layers and embeddings are cut by rows, row-parallel ones by columns, and the rest is copied."""
+    torch.manual_seed(0)
+    whole = {name: torch.rand(shape) for name, shape in BLOOM.items()}
+    columns = ("dense.weight", "4h_to_h.weight")
+    copied = ("norm.weight", "dense.bias", "5.bias")
+    folder = tmp_path / "global_step4"
     for rank in range(2):
-        torch.save(content, last.with_name(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))
-    with pytest.raises(FileError, match="GPT-NeoX divides them"):
-        extract(tmp_path / "global_step12")
-    last.unlink()
-    with pytest.raises(FileError, match="lacks"):
-        extract(tmp_path / "global_step12")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_stages_of_a_pipeline(tmp_path, world):
-    """DeepSpeed numbers the stages as model-parallel ranks; each has its own layers."""
-    folder = tmp_path / "global_step12"
-    own = [dict(list(NEOX.items())[:3]), dict(list(NEOX.items())[3:])]
-    moments = {n: m for k in range(2) for n, m in neox(folder, world, 2, own[k], k, 2).items()}
-    imp = extract(folder, beta2=0.95)
-    assert set(imp) == set(NEOX)
-    for name, moment in moments.items():
-        torch.testing.assert_close(imp[name], moment / (1 - 0.95**10))
-    (folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt").rename(tmp_path / "elsewhere.pt")
-    with pytest.raises(FileError, match="lacks|states of 1 such"):
-        extract(folder, beta2=0.95)
-
-
-def test_tensor_parallel_ranks_are_no_stages(tmp_path):
-    """Both ranks hold every name: the parameters are cut, and nothing says how."""
-    folder = tmp_path / "global_step12"
-    for rank in range(2):
-        neox(folder, 1, 1, NEOX, rank, 2)
-    with pytest.raises(FileError, match="different states: tensor parallelism"):
-        extract(folder, beta2=0.95)
-
-
-def test_a_layer_that_two_stages_share(tmp_path):
-    """Tied embeddings are in the first and in the last stage, with the same state."""
-    folder = tmp_path / "global_step12"
-    tied = {"tied_modules.embed.word_embeddings.weight": (7, 3)}
-    first = neox(folder, 1, 1, {**tied, "2.norm.weight": (3,)}, 0, 2)
-    second = neox(folder, 1, 1, {**tied, "4.norm.weight": (3,)}, 1, 2)
-    file = folder / "zero_pp_rank_0_mp_rank_01_optim_states.pt"
-    content = torch.load(file, weights_only=False)
-    held = content["optimizer_state_dict"]["base_optimizer_state"][0][0]
-    held.update(exp_avg_sq=first[next(iter(tied))].flatten(), exp_avg=-first[next(iter(tied))].flatten())
-    torch.save(content, file)
-    imp = extract(folder, beta2=0.95)
-    assert set(imp) == {*first, *second}
-    torch.testing.assert_close(imp[next(iter(tied))], first[next(iter(tied))] / (1 - 0.95**10))
-
-
-def test_pythia_under_the_names_of_its_published_weights(tmp_path):
-    published = {
-        "0.word_embeddings.weight": "gpt_neox.embed_in.weight",
-        "2.attention.dense.weight": "gpt_neox.layers.0.attention.dense.weight",
-        "3.attention.dense.weight": "gpt_neox.layers.1.attention.dense.weight",
-        "5.norm.bias": "gpt_neox.final_layer_norm.bias",
-        "6.final_linear.weight": "embed_out.weight",
-    }
-    shapes = {name: (3,) if name.endswith("bias") else (5, 3) for name in published}
-    moments = neox(tmp_path / "global_step12", 2, 2, shapes)
-    weights = {hf: torch.zeros(shapes[name]) for name, hf in published.items()}
-    (tmp_path / "pythia").mkdir()
-    save_file(weights, tmp_path / "pythia" / "model.safetensors")
-    imp = extract(tmp_path / "global_step12", model=tmp_path / "pythia", beta2=0.95)
-    assert set(imp) == set(weights)
-    for name, moment in moments.items():
-        torch.testing.assert_close(imp[published[name]], moment / (1 - 0.95**10))
-        assert imp.provenance.live_names[published[name]] == name
+        cut = {n: v if n.endswith(copied) else v.chunk(2, dim=int(n.endswith(columns)))[rank] for n, v in whole.items()}
+        extra = {"checkpoint_parallel_dimensions": {"tp_degree": 2}, "mp_world_size": 2}
+        source = write(tmp_path / str(rank), [cut], 2, stage, extra=extra) / "global_step4"
+        folder.mkdir(exist_ok=True)
+        for file in source.iterdir():
+            file.rename(folder / file.name.replace("mp_rank_00", f"mp_rank_{rank:02d}"))
+    imp = extract(folder, bias_correction=False)
+    assert {name: tuple(value.shape) for name, value in imp.items()} == BLOOM
+    for name, value in whole.items():
+        assert torch.equal(imp[name], value)
+    change_model_states(folder, lambda content: content["checkpoint_parallel_dimensions"].update(tp_degree=1))
+    with pytest.raises(FileError, match="degree 1"):
+        extract(folder)

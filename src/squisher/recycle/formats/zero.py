@@ -6,10 +6,9 @@ a file for every kind of state.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -20,10 +19,10 @@ from torch import Tensor
 
 from ...errors import FileError
 from ...importance.facts import Pollution, RunFacts
-from ...storage.tensors import Joined
 from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..optimizers import step_of
 from ..states import Entry, Found, OptimizerState, Options
+from .tensor_parallel import Copies, cut_by_name, one_of_each_rank, whole_shape
 from .torch_file import read_torch_file
 from .trainer import facts_of, training_args
 from .zero_flat import neox_parameters, parameters
@@ -31,7 +30,6 @@ from .zero_run import MODEL_FILE, Run
 
 __all__ = ["is_zero", "read_zero"]
 
-_COMPARED = 4096  # elements of a state that two stages hold
 _TAG = re.compile(r"global_step\d+(?:_universal)?")
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_(?P<mp>\d+)_?optim_states\.pt")
 
@@ -60,12 +58,14 @@ def read_zero(path: Path, options: Options) -> Found:
         return _without_zero(Run(folder), folder)
     read_stages = [_stage(folder, number, files, len(stages)) for number, files in stages.items()]
     run = read_stages[0][0]
-    entries = _one_model(folder, [listed for _, listed, _ in read_stages])
+    copies = Copies(folder)
+    entries, cut = one_of_each_rank(folder, [listed for _, listed, _ in read_stages], copies)
+    run.check_tensor_parallel(cut)
     if not run.shapes:
-        return Found([OptimizerState(entries, None, folder.name)])
+        return Found([OptimizerState(entries, None, folder.name)], facts=RunFacts(pollution=copies.notes))
     facts = run.facts(_trainer_facts(source, next((step_of(e.state, e.group) for e in entries if e.state), None)))
     of_stages = [run.facts(RunFacts()) for run, _, _ in read_stages]
-    notes = dict.fromkeys(note for *_, said in read_stages for note in said)
+    notes = dict.fromkeys([*(note for *_, said in read_stages for note in said), *copies.notes])
     facts = replace(
         facts,
         pollution=(*facts.pollution, *notes),
@@ -73,6 +73,8 @@ def read_zero(path: Path, options: Options) -> Found:
         tied={alias: name for one in of_stages for alias, name in one.tied.items()},
     )
     listed = {c.name: c for run, _, _ in read_stages for _, own in run.models() for c in own}
+    if cut > 1:
+        listed = {n: replace(c, shape=whole_shape(c.shape, cut_by_name(folder, n), cut)) for n, c in listed.items()}
     models = [(run.models()[0][0], list(listed.values()))]
     return Found([OptimizerState(entries, run.class_name, folder.name)], models, facts, assume_mean=False)
 
@@ -80,7 +82,7 @@ def read_zero(path: Path, options: Options) -> Found:
 def _stage(
     folder: Path, number: int, files: Mapping[int, Path], stages: int
 ) -> tuple[Run, list[Entry], list[Pollution]]:
-    """Return what one stage of a pipeline holds; without one, there is one stage."""
+    """Return what one model-parallel rank holds: the share of a tensor-parallel rank in one stage of a pipeline."""
     run = Run(folder, number, stages)
     if run.shapes:
         _refuse_other_places(run)
@@ -97,32 +99,6 @@ def _trainer_facts(source: Path, steps: int | None) -> RunFacts:
     """Return what a Trainer's files prove about the run, where they lie in the folder that was asked for or above the tag."""
     there = (source / "training_args.bin").is_file()
     return facts_of(source, training_args(source), steps)[0] if there else RunFacts()
-
-
-def _one_model(folder: Path, stages: Sequence[Sequence[Entry]]) -> list[Entry]:
-    """Return the entries of all stages; a layer that two stages share must have the same state in both.
-
-    Raises:
-        FileError: Stages hold different states under one name, as tensor parallelism writes them.
-    """
-    known: dict[str | None, Entry] = {}
-    for entry in itertools.chain(*stages):
-        other = known.setdefault(entry.name, entry)
-        if other is not entry and not _same_state(other, entry):
-            raise FileError(
-                f"{folder} holds {entry.name!r} in two model-parallel ranks with different states: tensor parallelism cuts "
-                "parameters in ways that the files do not say; only data-parallel ZeRO is read, and the stages of a pipeline."
-            )
-    return list(known.values())
-
-
-def _same_state(one: Entry, other: Entry) -> bool:
-    """Whether two stages hold the same state, by its shape and the beginning of its values."""
-    tensors = [{key: v for key, v in e.state.items() if isinstance(v, Joined)} for e in (one, other)]
-    if one.shape != other.shape or tensors[0].keys() != tensors[1].keys():
-        return False
-    count = min(math.prod(one.shape or ()), _COMPARED)
-    return all(torch.equal(v.read_flat(0, count), tensors[1][key].read_flat(0, count)) for key, v in tensors[0].items())
 
 
 # -- which folder ------------------------------------------------------------------------------------------------------
@@ -173,7 +149,7 @@ def _stage_files(folder: Path) -> dict[int, dict[int, Path]]:
     """Return the optimizer states in a folder, by stage of the pipeline and rank.
 
     Raises:
-        FileError: Two are of the same rank.
+        FileError: Two are of the same rank, or one is missing.
     """
     stages: dict[int, dict[int, Path]] = {}
     for file in sorted(folder.iterdir()):
@@ -184,6 +160,11 @@ def _stage_files(folder: Path) -> dict[int, dict[int, Path]]:
         if rank in files:
             raise FileError(f"{folder} holds two files of rank {rank}: {files[rank].name} and {file.name}.")
         files[rank] = file
+    missing = next((number for number in range(len(stages)) if number not in stages), None)
+    if missing is not None:
+        raise FileError(
+            f"{folder} lacks the optimizer states of the model-parallel rank {missing:02d}. Get all of its files."
+        )
     return {number: dict(sorted(files.items())) for number, files in sorted(stages.items())}
 
 

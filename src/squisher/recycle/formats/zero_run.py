@@ -18,10 +18,10 @@ from ..states import Candidate
 __all__ = ["MODEL_FILE", "Run"]
 
 MODEL_FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
+_LAYER_FILE = re.compile(r"layer_\d+-model_(\d+)-model_states\.pt")
 _OTHERS = {  # files of layouts in which a parameter is more than its data-parallel partitions
     r"layer_.*expert_.*": "the experts of a mixture, which have partitions of their own",
     r"expp_rank_.*": "the experts of a mixture, which have partitions of their own",
-    r"layer_\d+-model_(?!00)\d+-.*": "layers that were cut by tensor parallelism",
 }
 # Not Muon: some of its groups are Adam's, as the keys of their states show.
 _CLASSES = {"lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad"}
@@ -89,6 +89,21 @@ class Run:
     def zero(self) -> Mapping[str, Any]:
         """The `zero_optimization` section of the configuration."""
         return _dictionary(self.config.get("zero_optimization"))
+
+    def check_tensor_parallel(self, ranks: int) -> None:
+        """Refuse a checkpoint that was written by more or other tensor-parallel ranks in each stage than those found.
+
+        Raises:
+            FileError: What is on record, or the files of single layers, say otherwise.
+        """
+        said = _count(_dictionary(self.content.get("checkpoint_parallel_dimensions")).get("tp_degree"))
+        layers = [int(m[1]) + 1 for file in self.folder.iterdir() if (m := _LAYER_FILE.fullmatch(file.name))]
+        degree = max([said or ranks, *layers])
+        if degree != ranks:
+            raise FileError(
+                f"{self.folder} was written with tensor parallelism of degree {degree}, but holds the states of {ranks} such ranks in "
+                "each stage of its pipeline. Get all of its files."
+            )
 
     @property
     def round_robin(self) -> bool:
@@ -208,16 +223,12 @@ def _refuse_other_layouts(folder: Path) -> None:
 
 def _refuse_parallel(folder: Path, content: Mapping[str, Any], stages: int) -> None:
     degrees = _dictionary(content.get("checkpoint_parallel_dimensions"))
-    tensor, ranks = degrees.get("tp_degree"), [content.get("mp_world_size"), degrees.get("pp_degree")]
-    if isinstance(tensor, int) and tensor > 1:
-        raise FileError(
-            f"The DeepSpeed checkpoint {folder} was written with tensor parallelism of degree {tensor}, which cuts parameters in "
-            "ways that the files do not say; only data-parallel ZeRO is read, and the stages of a pipeline."
-        )
+    ranks = [content.get("mp_world_size"), *(degrees.get(key) for key in ("tp_degree", "pp_degree"))]
     if any(isinstance(n, int) and n > stages for n in ranks):
         raise FileError(
             f"The DeepSpeed checkpoint {folder} was written with tensor or pipeline parallelism (degrees {_list(set(ranks))}), but "
-            f"holds the states of {stages} such ranks. Get all of its files (zero_pp_rank_*_mp_rank_*_optim_states.pt)."
+            f"holds the states of {stages} such ranks. Get all of its files (zero_pp_rank_*_mp_rank_*_optim_states.pt); a universal "
+            "checkpoint of it is not read."
         )
 
 
