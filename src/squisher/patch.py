@@ -300,10 +300,48 @@ def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[s
     if not (isinstance(hashes, dict) and isinstance(entries, dict) and isinstance(names, list)):
         raise FileError(f"{path}: the description of the patch is damaged.")
     check_known(hashes, base, (f"the base that {path} was made from", "this one"), "It is another base.")
-    for name in names:
-        if name not in hashes and entries.get(name, {}).get("encoding") != "whole":
-            raise FileError(f"{path}: nothing is known about {name!r}; the file is damaged.")
+    _check_entries(base, data, hashes, entries, names, path)
     return _Patched(base, data, hashes, entries, names, path)
+
+
+def _check_entries(
+    base: Mapping[str, Tensor],
+    data: LazyTensors,
+    hashes: Mapping[str, Any],
+    entries: Mapping[str, Any],
+    names: list[Any],
+    path: Path,
+) -> None:
+    """Refuse a patch whose description does not fit its tensors, or the base; reads no data.
+
+    Raises:
+        FileError: It does not.
+    """
+    known = {name for name in names if isinstance(name, str)}
+    expected = set()
+    for name, entry in entries.items():
+        if not isinstance(entry, dict) or name not in known or entry.get("encoding") not in ("whole", "indices"):
+            raise FileError(f"{path}: the description of {name!r} is damaged.")
+        whole, shape = entry["encoding"] == "whole", entry.get("shape")
+        kinds = [VALUES] if whole else [INDICES, VALUES]
+        expected.update(kind + name for kind in kinds)
+        stored = [list(data.shape(kind + name)) for kind in kinds if kind + name in data]
+        if stored != ([shape] if whole else [[entry.get("changed")]] * 2):
+            raise FileError(f"{path}: the changes of {name!r} are not as many as it says; the file is damaged.")
+        if whole or name not in hashes:
+            continue
+        types = [data.dtype(INDICES + name), data.dtype(VALUES + name)]
+        here = [_index_type(numel_of(base, name)), dtype_of(base, name)]
+        if types != here or shape != list(shape_of(base, name)):
+            raise FileError(
+                f"{path}: the changes of {name!r} are {types[1]} at places of {types[0]} in a tensor of {shape}, and here it is {here[1]}, "
+                f"{here[0]} and {list(shape_of(base, name))}: the file is damaged, or was made from another base."
+            )
+    for name in names:
+        if name not in known or (name not in hashes and entries.get(name, {}).get("encoding") != "whole"):
+            raise FileError(f"{path}: nothing is known about {name!r}; the file is damaged.")
+    if set(data) != expected or not all(isinstance(text, str) for text in hashes.values()):
+        raise FileError(f"{path}: the description of the patch does not fit what it holds; the file is damaged.")
 
 
 class _Patched(Computed):
@@ -356,12 +394,8 @@ class _Patched(Computed):
             return lambda chunk, start: chunk
         indices, values = self._data[INDICES + name].numpy(), self._data[VALUES + name]
         size = numel_of(self._base, name)
-        rising = indices.size < 2 or bool((np.diff(indices) > 0).all())
-        if (
-            indices.shape != tuple(values.shape)
-            or not rising
-            or (indices.size and not 0 <= indices[0] <= indices[-1] < size)
-        ):
+        rising = bool((indices[1:] > indices[:-1]).all())  # a difference could overflow
+        if not rising or (indices.size and not 0 <= indices[0] <= indices[-1] < size):
             raise FileError(f"{self._path}: the changes of {name!r} do not fit the tensor; the file is damaged.")
 
         return lambda chunk, start: _changed(chunk, start, indices, values)

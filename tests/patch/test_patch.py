@@ -155,19 +155,60 @@ def test_what_does_not_fit(tmp_path):
         patch.apply(base, path)
 
 
-@pytest.mark.parametrize("damage", ["indices", "names", "base"])
+def _damage(what, tensors, metadata):
+    indices, values, entry = tensors["indices/a"], tensors["values/a"], metadata["tensors"]["a"]
+    if what == "beyond the end":
+        tensors["indices/a"] = indices + 2000
+    elif what == "negative":
+        indices[1] = -2
+    elif what == "out of order":
+        tensors["indices/a"] = indices.flip(0)
+    elif what == "twice":
+        indices[1] = indices[0]
+    elif what == "differences overflow":
+        indices[1:3] = torch.tensor([2**31 - 1, 5000 - 2**31], dtype=torch.int32)
+    elif what == "unsigned":
+        tensors["indices/a"] = torch.arange(len(indices), dtype=torch.uint8)
+        tensors["indices/a"][1:3] = torch.tensor([2, 1])
+    elif what == "other values":
+        tensors["values/a"] = values.view(torch.int32)
+    elif what == "narrow values":
+        tensors["values/a"] = values.to(torch.bfloat16)
+    elif what == "fewer":
+        tensors["indices/a"], tensors["values/a"] = indices[:-1].clone(), values[:-1].clone()
+    elif what == "not described":
+        del metadata["tensors"]["a"]
+    elif what == "not held":
+        del tensors["values/a"], tensors["indices/a"]
+    elif what == "another shape":
+        entry["shape"] = [40, 50]
+    elif what == "whole of another shape":
+        del tensors["indices/a"]
+        entry["encoding"] = "whole"
+    elif what == "a description that is none":
+        metadata["tensors"]["a"] = "whole"
+    elif what == "names":
+        metadata["names"].append("ghost")
+    elif what == "a name left out":
+        metadata["names"].remove("a")
+    else:
+        metadata["base"] = None
+
+
+DAMAGES = [
+    "beyond the end", "negative", "out of order", "twice", "differences overflow", "unsigned", "other values", "narrow values", "fewer",
+    "not described", "not held", "another shape", "whole of another shape", "a description that is none", "names", "a name left out", "base",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_patch(tmp_path, damage):
     base, tuned, _ = models()
     path = tmp_path / "p.safetensors"
     patch.make(base, tuned, path)
     data, metadata = archive.open_archive(path)
     tensors, metadata = dict(data), json.loads(json.dumps(metadata))
-    if damage == "indices":
-        tensors["indices/a"] = tensors["indices/a"] + 2000
-    elif damage == "names":
-        metadata["names"].append("ghost")
-    else:
-        metadata["base"] = None
+    _damage(damage, tensors, metadata)
     del data  # it would be read from the file that is replaced
     archive.save(path, tensors, metadata)
     with pytest.raises(FileError, match="damaged"):
