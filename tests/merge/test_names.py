@@ -218,6 +218,27 @@ def test_a_tied_tensor_that_a_file_holds_twice_is_merged_once():
     assert merge.fisher([twice, other], fishers).tied == {"lm_head.weight": "embed.weight"}
 
 
+@pytest.mark.parametrize("only", ["embed.weight", "lm_head.weight"])
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_tied_tensor_that_a_later_model_holds_twice_is_merged_there_too(only, copied):
+    once = {n: t for n, t in Tied(0).state_dict().items() if n == only or "layer" in n}
+    twice = {n: t.clone() if copied else t for n, t in Tied(1).state_dict().items()}
+    later = merge.average([once, twice]).for_model(1)
+    expected = (once[only] + twice[only]) / 2
+    for name in ("embed.weight", "lm_head.weight"):
+        torch.testing.assert_close(later[name], expected)
+
+
+def test_what_is_tied_in_the_first_model_alone_is_merged_separately():
+    tied, untied = Tied(0).state_dict(), {n: t.clone() for n, t in Tied(1).state_dict().items()}
+    untied["lm_head.weight"] += 1
+    with pytest.warns(SquisherWarning, match="'lm_head.weight' is tied to 'embed.weight'"):
+        merged = merge.average([tied, untied])
+    assert merged.tied == {}
+    for name in tied:
+        torch.testing.assert_close(merged[name], (tied[name] + untied[name]) / 2)
+
+
 def test_an_importance_under_the_other_tied_name_is_found():
     models = [Tied(k).state_dict() for k in range(2)]
     swapped = [

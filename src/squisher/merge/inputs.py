@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from ..names import FLOATS, check_like, check_unquantized, equal, excluded, find
 from ..storage.safetensors import sums_of
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
 
-__all__ = ["Graded", "Plan", "graded", "matched", "plan", "prepared"]
+__all__ = ["Graded", "Plan", "also_tied", "graded", "matched", "plan", "prepared"]
 
 
 class Graded(Computed):
@@ -288,7 +288,7 @@ def plan(
     """
     pattern = name_pattern(exclude)
     first, others = models[0], models[1:]
-    aliases = _aliases(models, tied or {})
+    aliases = _tied_in_all(models, _aliases(models, tied or {}))
     left_out = excluded(exclude, [name for model in models for name in model], aliases)
     same = set(shared(models))
     merged, copied, kept, unasked = [], [], {}, []
@@ -419,8 +419,8 @@ def _only_there(
     new = [name for name in other if name not in first and not (pattern is not None and pattern.search(name))]
     new = [name for name in new if dtype_of(other, name) in FLOATS and not _BUFFER.search(name)]
     if new:
-        aliases = _aliases([other, first], {})
-        new = [name for name in new if name not in aliases]
+        tied = also_tied(other, first, first)
+        new = [name for name in new if name not in tied]
     lost, total = (sum(numel_of(other, name) for name in names) for names in (new, other))
     if 2 * lost > total:
         raise NamingError(
@@ -453,3 +453,29 @@ def _aliases(models: Sequence[Mapping[str, Tensor]], known: Mapping[str, str]) -
                 aliases[name] = twin
                 break
     return aliases
+
+
+def _tied_in_all(models: Sequence[Mapping[str, Tensor]], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return the aliases that no other model has with values of their own; warns of the others."""
+    found = dict(aliases)
+    for other in models[1:]:
+        ties = tied_names(other) if found else {}
+        for alias, name in list(found.items()):
+            one = ties.get(alias, alias) == ties.get(name, name)
+            if alias in other and name in other and not one and not equal(other, alias, name):
+                del found[alias]
+    if lost := [alias for alias in aliases if alias not in found]:
+        warnings.warn(
+            f"{_list(lost)} {'is' if len(lost) == 1 else 'are'} tied to {aliases[lost[0]]!r} in the first model and not in another, so that "
+            "they are merged separately. A config that ties them (tie_word_embeddings) does not fit the result.",
+            SquisherWarning,
+            stacklevel=5,
+        )
+    return found
+
+
+def also_tied(model: Mapping[str, Tensor], first: Mapping[str, Tensor], names: Collection[str]) -> dict[str, str]:
+    """Return the names of a model that are, in it, other names of some of these: alias to name."""
+    aliases = _aliases([model, first], {})
+    found = {alias: find(alias, names, aliases) for alias in model if alias not in names}
+    return {alias: name for alias, name in found.items() if name is not None}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Protocol
 from weakref import WeakValueDictionary
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from ..errors import SquisherError, near
 from ..storage.tensors import CHUNK, Computed, buffer_for, chunks_of, dtype_of, is_finite, not_finite, shape_of
-from .inputs import Plan
+from .inputs import Plan, also_tied
 
 __all__ = ["Formula", "Merged"]
 
@@ -146,13 +147,15 @@ class Merged(Computed):
         if number not in numbers:
             known = ", ".join(map(str, numbers))
             raise SquisherError(f"There is no model {number}; those that take part are {known}, counted from 0.")
+        source = self._models[numbers.index(number)]
+        tied = self._plan.tied | also_tied(source, self._models[0], self._plan.merged)
         return Merged(
             self._models,
-            self._plan,
+            replace(self._plan, tied=tied),
             self._formula,
             averaged=self.averaged,
             dtype=self._dtype,
-            source=self._models[numbers.index(number)],
+            source=source,
         )
 
     def _known(self, name: str) -> str:
