@@ -566,3 +566,16 @@ def test_sums_of_another_importance_do_not_speak_for_new_values(tmp_path):
     expected = {name: values.double().sum().item() for name, values in new.items()}
     assert {row.name: row.total for row in new.top(None)} == pytest.approx(expected)
     assert squisher.embed.embedding(new)["a.bias"].item() == pytest.approx(expected["a.bias"] / 5)
+
+
+def test_a_scale_that_overflows_is_refused_and_not_infinite():
+    importance = squisher.Importance(
+        {"w": torch.full((3,), 1e38)}, kind="squisher", batch_size=32, loss_reduction="mean", unit="example"
+    )
+    for scaled in (importance.as_fisher(), importance * 10.0):
+        with pytest.raises(SquisherError, match="'w' times .* float32"):
+            scaled["w"]
+        with pytest.raises(SquisherError, match="'w' times .* float32"):
+            list(scaled.chunks("w"))
+    wide = squisher.Importance({"w": torch.full((3,), 1e38, dtype=torch.float64)}, kind="fisher") * 10.0
+    assert wide["w"].isfinite().all()

@@ -335,3 +335,51 @@ def test_most_weights_without_importance_warn_when_they_are_said_to_be_absent():
         merged = merge.fisher(models, fishers)
     assert merged.averaged == {"frozen": "frozen"}
     torch.testing.assert_close(merged["frozen"], (models[0]["frozen"] + models[1]["frozen"]) / 2)
+
+
+# -- types and sizes of numbers ----------------------------------------------------------------------------------------
+
+
+def _methods(base, models, fishers):
+    return {
+        "average": merge.average(models),
+        "task_arithmetic": merge.task_arithmetic(base, models, [0.5, 0.5]),
+        "fisher": merge.fisher(models, fishers),
+        "ubgm": merge.ubgm(base, models, fishers[0], fishers),
+        "ota": merge.ota(base, models, fishers, keep=0.5),
+    }
+
+
+@pytest.mark.parametrize("method", ["average", "task_arithmetic", "fisher", "ubgm", "ota"])
+def test_float64_is_merged_in_float64(method):
+    generator = torch.Generator().manual_seed(0)
+    base, *models = ({"w": torch.rand(9, 5, generator=generator, dtype=torch.float64)} for _ in range(3))
+    fishers = [{"w": torch.rand(9, 5, generator=generator)} for _ in range(2)]
+    found = _methods(base, models, fishers)[method]["w"]
+    wide = [{"w": f["w"].double()} for f in fishers]
+    assert torch.equal(found, _methods(base, models, wide)[method]["w"])
+    assert not torch.equal(found, found.float().double())
+
+
+@pytest.mark.parametrize("method", ["fisher", "ubgm", "ota"])
+@pytest.mark.parametrize("size", [3e38, 1e200])
+def test_sums_of_importances_beyond_float32(method, size):
+    """A few entries at the end of float32 (or beyond it, in float64) do not make a model's share 0."""
+    generator = torch.Generator().manual_seed(0)
+    base, *models = ({"w": torch.rand(4000, generator=generator)} for _ in range(3))
+    fishers = [torch.full((4000,), 1e20, dtype=torch.float64) for _ in range(2)]
+    for fisher in fishers:
+        fisher[:2] = size
+    kind = torch.float32 if size < 1e39 else torch.float64
+    found = _methods(base, models, [{"w": fisher.to(kind)} for fisher in fishers])
+    scaled = _methods(base, models, [{"w": (fisher / size).to(kind)} for fisher in fishers])
+    torch.testing.assert_close(found[method]["w"][:2], scaled[method]["w"][:2])
+
+
+def test_weights_that_no_number_holds_are_refused():
+    models = [{"w": torch.rand(5)} for _ in range(2)]
+    fishers = [{"w": torch.full((5,), 1e30)} for _ in range(2)]
+    with pytest.raises(SquisherError, match="too far apart"):
+        merge.fisher(models, fishers, [1e-310, 1.0], normalize="mean")["w"]
+    with pytest.raises(SquisherError, match="importance of model 1 is too large"):
+        merge.fisher(models, [{"w": f["w"].double() * 1e200} for f in fishers], normalize="l2")["w"]

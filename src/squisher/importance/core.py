@@ -29,7 +29,7 @@ from ..errors import (
 from ..order import spearman, top_overlap
 from ..storage import hub, safetensors
 from ..storage.codecs import CODECS, Encoded, check_codec, decoded
-from ..storage.tensors import CHUNK, Progress, chunks_of, dtype_of, name_pattern, numel_of, shape_of
+from ..storage.tensors import CHUNK, Progress, chunks_of, dtype_of, is_finite, name_pattern, numel_of, shape_of
 from .checks import check_all, check_values, checked_dtype, short, tensors_only
 from .provenance import KINDS, Codec, Provenance, fisher_factor
 
@@ -104,7 +104,7 @@ class Importance(Mapping[str, Tensor]):
         tensor = self._tensors[self._known(name)]
         if not isinstance(self._tensors, dict):
             check_values(name, tensor)
-        return self._scaled(tensor)
+        return self._scaled(name, tensor)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -196,12 +196,18 @@ class Importance(Mapping[str, Tensor]):
         """Yield one tensor in flat chunks on the CPU, in order; every chunk is checked."""
         for chunk in chunks_of(self._tensors, self._known(name), size):
             check_values(name, chunk)
-            yield self._scaled(chunk)
+            yield self._scaled(name, chunk)
 
-    def _scaled(self, values: Tensor) -> Tensor:
+    def _scaled(self, name: str, values: Tensor) -> Tensor:
         if self._factor == 1.0:
             return values
-        return values.to(torch.promote_types(values.dtype, torch.float32)) * self._factor
+        scaled = values.to(torch.promote_types(values.dtype, torch.float32)) * self._factor
+        if self._factor > 1.0 and not is_finite(ranks.local_of(scaled)):
+            raise SquisherError(
+                f"The importance of {name!r} times {self._factor:g} is more than {str(scaled.dtype).removeprefix('torch.')} holds: scale it "
+                "down, or make it from float64 tensors."
+            )
+        return scaled
 
     def _known(self, name: str) -> str:
         if name not in self:

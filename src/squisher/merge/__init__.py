@@ -36,7 +36,7 @@ def average(
         coefficients: One per model, not negative; 0 drops the model. Equal ones by default.
         exclude: A regular expression; what it finds is kept as each model has it.
         dtype: The type of the result; by default the first model's.
-        precision: What is computed in: `float32` or `float64`.
+        precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
 
     Raises:
         SquisherError: The models do not belong together, or an argument is invalid.
@@ -65,7 +65,7 @@ def task_arithmetic(
         coefficients: One α per model, negative ones too; they are not divided by anything. 1 by default.
         exclude: A regular expression; what it finds is kept as each model has it.
         dtype: The type of the result; by default the first model's.
-        precision: What is computed in: `float32` or `float64`.
+        precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
 
     Raises:
         SquisherError: The models do not belong together, or an argument is invalid.
@@ -105,7 +105,7 @@ def fisher(
         missing: `average` takes the mean where a weight has no importance; `error` refuses.
         exclude: A regular expression; what it finds is kept as each model has it.
         dtype: The type of the result; by default the first model's.
-        precision: What is computed in: `float32` or `float64`.
+        precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
 
     Returns:
         The merged weights. Where every importance is 0 they are the mean with the coefficients, never NaN.
@@ -158,7 +158,7 @@ def ubgm(
         missing: `average` uses task arithmetic where a weight has no importance; `error` refuses.
         exclude: A regular expression; what it finds is kept as each model has it.
         dtype: The type of the result; by default the first model's.
-        precision: What is computed in: `float32` or `float64`.
+        precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
 
     Returns:
         The merged weights. Where the denominator is 0, the result of task arithmetic.
@@ -219,7 +219,7 @@ def ota(
         missing: `average` takes the mean change where a weight has no importance; `error` refuses.
         exclude: A regular expression; what it finds is kept as each model has it.
         dtype: The type of the result; by default the first model's.
-        precision: What is computed in: `float32` or `float64`.
+        precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
 
     Raises:
         NamingError: Names or shapes do not match.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import SquisherError
 from ..order import TINY, threshold
 from ..storage.tensors import chunks_of, numel_of
 from .inputs import Graded
@@ -98,11 +99,17 @@ class Fisher:
         else:
             floors = [f / norm for f, norm in zip(floors, self._all_norms(), strict=True)]
         # Only ratios matter: with the first factor at 1 its importance needs no multiplication, and often none does.
-        unit = 1.0 / (factors[0] * self.coefficients[0])
-        return [
-            Term(factor * c * unit, floor * c * unit, self.adds, c)
+        unit = factors[0] * self.coefficients[0] or math.inf
+        terms = [
+            Term(factor * c / unit, floor * c / unit, self.adds, c)
             for factor, floor, c in zip(factors, floors, self.coefficients, strict=True)
         ]
+        if not all(0 < t.factor < math.inf and t.floor < math.inf for t in terms):
+            raise SquisherError(
+                f"The weights of the models in {name!r} are too far apart for float64: scales times coefficients are "
+                f"{', '.join(f'{factor:.3g} × {c:.3g}' for factor, c in zip(factors, self.coefficients, strict=True))}."
+            )
+        return terms
 
     def _all_norms(self) -> list[float]:
         if self._norms is None:
@@ -284,7 +291,10 @@ def weighted(chunks: Sequence[Tensor], terms: Sequence[Term], work: torch.dtype,
                 w.copy_(torch.where(total == 0, term.coefficient / shares[k], w))
             last = k + 1 == len(terms)
             mean = torch.lerp(mean, _as(blocks[2 * k], b), w, out=_last(target, d) if last else d)
-        _deliver(mean, target)
+        if _overflown(total):
+            weighted(blocks, terms, torch.float64, careful=True, out=target)
+        else:
+            _deliver(mean, target)
 
 
 def gradient_matched(
@@ -320,6 +330,9 @@ def gradient_matched(
             if careful:
                 plain.add_(d, alpha=term.coefficient)
             above.addcmul_(d, w, value=term.coefficient)
+        if _overflown(total):
+            gradient_matched(blocks, base, terms, delta, torch.float64, careful=True, out=target)
+            continue
         if careful:
             none = total == 0
             above[none] = plain[none]
@@ -363,17 +376,28 @@ def grafted(
 
 def saliency(start: Tensor, theta: Tensor, importance: Tensor) -> Tensor:
     """Return √F·|θ − θ₀| in float32: the order of F·(θ − θ₀)², without its underflow."""
-    return importance.float().sqrt().mul_(theta.float().sub(start.float()).abs_())
+    kind = _work_type([start, theta, importance], torch.float32)
+    return importance.to(kind).sqrt().mul_(theta.to(kind).sub(start.to(kind)).abs_()).float()
 
 
 def _in_blocks(
     chunks: Sequence[Tensor], out: Tensor, count: int, work: torch.dtype
 ) -> Iterator[tuple[tuple[Tensor, ...], Tensor, list[Tensor]]]:
-    """Return the blocks of all chunks, where their result goes, and room to compute in."""
+    """Return the blocks of all chunks, where their result goes, and room to compute in: float64 where an input is."""
+    work = _work_type(chunks, work)
     room = [torch.empty(min(_BLOCK, out.numel()), dtype=work) for _ in range(count)]
     for *blocks, target in zip(*(chunk.split(_BLOCK) for chunk in (*chunks, out)), strict=True):
         short = target.numel() < room[0].numel()
         yield tuple(blocks), target, [buffer[: target.numel()] for buffer in room] if short else room
+
+
+def _work_type(chunks: Sequence[Tensor], work: torch.dtype) -> torch.dtype:
+    return torch.float64 if any(chunk.dtype == torch.float64 for chunk in chunks) else work
+
+
+def _overflown(total: Tensor) -> bool:
+    """Return whether a sum of weights is beyond float32: it would make a model's share 0, and no NaN would say so."""
+    return total.dtype == torch.float32 and not float(total.amax()) < math.inf
 
 
 def _weigh(importance: Tensor, term: Term, out: Tensor, careful: bool) -> None:

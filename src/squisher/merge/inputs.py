@@ -77,8 +77,11 @@ class Graded(Computed):
             value = math.fsum(self.sums(name)[0] for name in names) / max(count, 1)
         else:
             value = math.sqrt(math.fsum(self.sums(name)[1] for name in names))
-        if not value > 0:
-            raise SquisherError(f"An importance is 0 everywhere and has no {kind} to be normalized by.")
+        if not 0 < value < math.inf:
+            what = "0 everywhere" if value == 0 else "too large"
+            raise SquisherError(
+                f"{self._who[:1].upper()}{self._who[1:]} is {what} and has no {kind} to be normalized by."
+            )
         return value
 
 

@@ -419,7 +419,8 @@ def sums_of(chunk: Tensor) -> tuple[float, float]:
         part = row[: min(_ROW, values.size - start)]
         np.copyto(part, values[start : start + _ROW])
         total.append(float(np.dot(part, _ONES[: part.size])))
-        squares.append(float(np.dot(part, part)))
+        with np.errstate(over="ignore"):  # infinite is what it is then
+            squares.append(float(np.dot(part, part)))
     return math.fsum(total), math.fsum(squares)
 
 
