@@ -318,7 +318,7 @@ def _check_entries(
         FileError: It does not.
     """
     known = {name for name in names if isinstance(name, str)}
-    expected = set()
+    expected: set[str] = set()
     for name, entry in entries.items():
         if not isinstance(entry, dict) or name not in known or entry.get("encoding") not in ("whole", "indices"):
             raise FileError(f"{path}: the description of {name!r} is damaged.")

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 import squisher
 from squisher import SquisherError
+from squisher.errors import FileError
 from squisher.measure import unfinished
+from squisher.storage import safetensors
 
 
 def network() -> nn.Module:
@@ -125,3 +127,26 @@ def test_sums_of_another_process_are_not_taken_for_those_that_were_looked_at(
     monkeypatch.setattr(unfinished.Unfinished, "_open", replaced_after)
     with pytest.raises(SquisherError, match="changed"):
         squisher.fisher(model, data(), unfinished=path)
+
+
+@pytest.mark.parametrize("what", ["an importance", "weights", "a part of it", "no sums", "other sums", "broken"])
+def test_a_file_of_something_else_is_said_to_be_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(unfinished, "SECONDS", 0.0)
+    path, model = tmp_path / "f.unfinished.safetensors", network()
+    with pytest.raises(Stopped):
+        squisher.fisher(model, stopping(data(), 3), unfinished=path)
+    sums, metadata = safetensors.open_archive(path)
+    sums, state = dict(sums), dict(metadata or {})
+    if what == "an importance":
+        squisher.fisher(model, data()).save(path)
+    elif what == "broken":
+        path.write_bytes(b"not a file of ours")
+    else:
+        sums = {"no sums": {}, "other sums": {name: t[:1] for name, t in sums.items()}}.get(what, sums)
+        if what == "a part of it":
+            del state["unfinished"]["reached"]
+        safetensors.save(path, sums, None if what == "weights" else state)
+    before = path.read_bytes()
+    with pytest.raises(FileError, match=path.name):
+        squisher.fisher(model, data(), unfinished=path)
+    assert path.read_bytes() == before

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import SquisherError
+from ..errors import FileError, SquisherError
 from ..storage import safetensors
+from ..storage.tensors import shape_of
 
 __all__ = ["Unfinished"]
 
 SECONDS = 60.0
 """How long may be lost: time between two writings."""
 _SAMPLED = 4096
+_KEPT = {"settings": dict, "examples": int, "units": int, "reached": list, "coverage": dict, "noted": dict, "data": str}
 
 
 class Unfinished:
@@ -46,7 +48,8 @@ class Unfinished:
         noted: What else was noted about the estimator.
 
     Raises:
-        SquisherError: The file is of another measurement.
+        FileError: The file is something else.
+        SquisherError: It is of another measurement.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Unfinished:
     ):
         self.path = Path(path)
         self.settings = json.loads(json.dumps({**settings, "model": _mark_of(parameters)}))
+        self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.examples = self.units = 0
         self.reached: set[str] = set()
         self.coverage: dict[str, Any] = {}
@@ -71,9 +75,12 @@ class Unfinished:
 
     def _open(self) -> None:
         # Sums and what they are must be of one writing: another process may replace the file meanwhile, which this mapping notices.
-        self._sums = opened = safetensors.open_safetensors(self.path)
-        self._earlier = json.loads(opened.metadata.get("squisher", "{}")).get("unfinished", {})
-        theirs = self._earlier.get("settings", {})
+        self._sums, metadata = safetensors.open_archive(self.path)
+        earlier = (metadata or {}).get("unfinished")
+        if not isinstance(earlier, dict) or not all(isinstance(earlier.get(k), t) for k, t in _KEPT.items()):
+            raise self._something_else()
+        self._earlier = earlier
+        theirs = self._earlier["settings"]
         differing = sorted(key for key in {*theirs, *self.settings} if theirs.get(key) != self.settings.get(key))
         if differing:
             said = "; ".join(f"{k}: {_short(theirs.get(k))}, now {_short(self.settings.get(k))}" for k in differing)
@@ -83,6 +90,9 @@ class Unfinished:
             )
         self.examples, self.units = self._earlier["examples"], self._earlier["units"]
         self.reached = set(self._earlier["reached"])
+        fits = all(self._shapes.get(name) == shape_of(self._sums, name) for name in self._sums)
+        if not fits or not self.reached.issubset(self._sums):
+            raise self._something_else()
         self.coverage, self.noted = self._earlier["coverage"], self._earlier["noted"]
 
     def fill(self, sums: Mapping[str, Tensor]) -> None:
@@ -122,6 +132,11 @@ class Unfinished:
             done == self.examples and self._earlier and self._data.hexdigest() != self._earlier["data"]
         ):
             self._refuse_data()
+
+    def _something_else(self) -> FileError:
+        return FileError(
+            f"{self.path} is where the sums of an unfinished measurement are kept, and holds something else. Move that file away."
+        )
 
     def _refuse_data(self) -> None:
         raise SquisherError(
