@@ -3,9 +3,11 @@
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from typer.testing import CliRunner
 
@@ -95,6 +97,25 @@ def test_only_the_state_is_fetched_not_the_weights(hub, tmp_path):
     assert all(torch.equal(imp[name], live[name]) for name in live)
     assert sorted(fetched(hub)) == ["step-5/info.json", "step-5/optimizer.pt"]
     assert torch.equal(squisher.extract("hf://owner/name/step-5/optimizer.pt")["weight"], live["weight"])
+
+
+@pytest.mark.parametrize("folder", ["run", "run/optimizer"])
+def test_how_nanotron_cut_parameters_is_fetched_with_them(hub, tmp_path, folder):
+    shutil.unpack_archive(Path(__file__).parents[1] / "fixtures" / "nanotron" / "tp2.zip", tmp_path)
+    truth = load_file(tmp_path / "truth.safetensors")
+    files = {f"run/{f.relative_to(tmp_path)}": f.read_bytes() for f in tmp_path.rglob("*") if f.is_file()}
+    hub.repositories["owner/name"] = [{**files, "other/model/model_weight.safetensors": b""}]
+    imp = squisher.extract(f"hf://owner/name/{folder}", bias_correction=False)
+    assert all(torch.equal(imp[name], value) for name, value in truth.items())
+    assert set(fetched(hub)) == set(files) - {"run/truth.safetensors"}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_weights_of_nanotron_are_fetched_only_where_needed(stages):
+    state = f"run/optimizer/optimizer_pp-0-of-{stages}_dp-0-of-12_tp-0-of-1_exp-0-of-1.pt"
+    weights = "run/model/model/norm/model_weight.safetensors"
+    layer = "run/layer_00-model_00-model_states.pt"
+    assert _wanted([state, weights, layer], "run") == [state] + [weights] * (stages > 1)
 
 
 @pytest.mark.parametrize("folder", ["", "runs/1/"])

@@ -27,9 +27,11 @@ _ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<p
 # Only the optimizer state: weights are as large, and names are proven from the config.
 _WEIGHTS = re.compile(
     r"(^|/)(model|pytorch_model|tf_model|flax_model|diffusion_pytorch_model|consolidated)[\w.-]*\.(safetensors|bin|h5|msgpack|pth)$"
-    r"|\.(gguf|onnx|ot|mlmodel)$"
+    r"|\.(gguf|onnx|ot|mlmodel)$|(^|/)layer_\d+-model_\d+-model_states\.pt$"
 )
 _ALWAYS = re.compile(r"\.json$|(^|/)(training_args\.bin|latest|\.metadata)$")
+# nanotron's optimizer files of several stages or tensor-parallel ranks: how they fit together is in the headers of the weights.
+_NANOTRON_CUT = re.compile(r"(?P<run>(?:.*/)?)optimizer/optimizer_pp-\d+-of-(?!1_.*tp-\d+-of-1\D)\d+_.*\.pt")
 _MODEL = re.compile(
     r"^[^/]+\.(json|txt|model|jinja|py|md)$|^(model|adapter_model|pytorch_model|squisher)[\w.-]*\.(safetensors|bin)$"
 )
@@ -261,7 +263,9 @@ def _wanted(files: list[str], folder: str) -> list[str]:
     if named:
         return named
     states = [file for file in below if _is_state(file)]
-    return states + [file for file in below if _ALWAYS.search(file)] if states else []
+    runs = {match["run"] for file in states if (match := _NANOTRON_CUT.fullmatch(file))}
+    beside = [f for f in files if any(f.startswith((f"{run}model/", f"{run}model_config.json")) for run in runs)]
+    return list(dict.fromkeys([*states, *(file for file in below if _ALWAYS.search(file)), *beside])) if states else []
 
 
 def _is_state(file: str) -> bool:
