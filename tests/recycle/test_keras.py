@@ -251,3 +251,24 @@ def test_keras_2_3_numbers_its_moments_in_the_order_of_the_layers(tmp_path):
     for path, value in averages("legacy_adam", 0.999).items():
         torch.testing.assert_close(importance[path], value, rtol=1e-5, atol=1e-12)
     assert str(importance.provenance.naming).startswith("convention")
+
+
+@pytest.mark.parametrize("name", ["adam", "legacy_adam"])
+@pytest.mark.parametrize("place", [0, None], ids=["before", "after"])
+def test_of_several_step_counts_none_is_guessed(tmp_path, name, place):
+    """An optimizer that wraps another may count too; where the counts agree there is one answer, wherever they stand."""
+    import h5py
+
+    for count in (3, 5):
+        file = shutil.copy(KERAS2 / f"{name}.h5", tmp_path)
+        with h5py.File(file, "r+") as content:
+            group = content["optimizer_weights"]
+            recorded = [n.decode() if isinstance(n, bytes) else n for n in group.attrs["weight_names"]]
+            recorded.insert(len(recorded) if place is None else place, "Wrapper/iter:0")
+            group["Wrapper/iter:0"] = count
+            group.attrs["weight_names"] = recorded
+        if count == 3:
+            assert squisher.extract(file).provenance.steps == squisher.extract(KERAS2 / f"{name}.h5").provenance.steps
+        else:
+            with pytest.raises(FileError, match=r"Wrapper/iter:0: 5"):
+                squisher.extract(file)

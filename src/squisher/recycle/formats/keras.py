@@ -198,11 +198,11 @@ def _legacy(span: ByteRange, file: Any) -> Found:
     paths = [_text(path) for layer in weights for path in attribute(weights[layer], "weight_names", ())]
     by_stem = {path.replace("/", "_"): path for path in paths}
     suffix = "_" + _KEPT.get(str(name), "velocity")
-    found, steps = {}, None
+    found, counts = {}, []
     for full in recorded:
         stem = full.partition("/")[2] or full
         if stem in ("iteration", "iter"):
-            steps = int(tensor_at(span, file, f"optimizer_weights/{full}").load())
+            counts.append(full)
         elif stem.endswith(suffix):
             path = by_stem.get(stem.removesuffix(suffix), stem.removesuffix(suffix))
             found[path] = tensor_at(span, file, f"optimizer_weights/{full}")
@@ -210,7 +210,7 @@ def _legacy(span: ByteRange, file: Any) -> Found:
         raise FileError(
             f"{span.label} records no {suffix[1:]} of the Keras optimizer {name}, or its names are not distinct."
         )
-    group, steps = _group(str(name), settings), _steps(steps, settings)
+    group, steps = _group(str(name), settings), _steps(_one_count(span, file, counts), settings)
     entries = [Entry(_state(str(name), source, steps), group, 0, path) for path, source in found.items()]
     return Found([OptimizerState(entries, str(name), "optimizer_weights")], (), _facts(settings), hint=_HINT)
 
@@ -239,14 +239,14 @@ def _slots_of(span: ByteRange, file: Any, recorded: Sequence[str], class_name: s
     """
     slots = "|".join(_SLOTS.get(class_name, ("v",)))
     found: dict[str, tuple[str | None, str]] = {}
-    steps: int | None = None
+    counts: list[str] = []
     for full in recorded:
         name = full.removesuffix(":0")
         newer = re.fullmatch(rf"\w+/(?:{slots})/(?P<path>.+)", name)
         older = re.fullmatch(rf"\w+/(?P<path>.+)/(?:{slots})", name)
         numbered = re.fullmatch(rf"(?:\w+/)*(?:{slots})_(?P<number>\d+)", name)
         if name.rpartition("/")[2] in ("iteration", "iterations", "iter"):
-            steps = int(tensor_at(span, file, f"optimizer_weights/{full}").load())
+            counts.append(full)
         elif match := newer or older or numbered:
             path = None if match is numbered else match["path"]
             key = match["number"] if path is None else path
@@ -261,7 +261,23 @@ def _slots_of(span: ByteRange, file: Any, recorded: Sequence[str], class_name: s
     if all(path is None for path, _ in ordered):
         ordered = [found[str(k)] for k in range(len(found)) if str(k) in found]
     tensors = [tensor_at(span, file, f"optimizer_weights/{full}") for _, full in ordered]
+    steps = _one_count(span, file, counts)
     return _Slots(tensors, [path for path, _ in ordered], steps, _trained_variables(file))
+
+
+def _one_count(span: ByteRange, file: Any, names: Sequence[str]) -> int | None:
+    """Return the step count that a file records; an optimizer that wraps another may record its own beside it.
+
+    Raises:
+        FileError: There are several, and they differ.
+    """
+    counts = {name: int(tensor_at(span, file, f"optimizer_weights/{name}").load()) for name in names}
+    if len(set(counts.values())) > 1:
+        raise FileError(
+            f"{span.label} records several step counts ({', '.join(f'{name}: {count}' for name, count in counts.items())}), and "
+            "nothing says which of them the squared gradients have seen. Compile the model with the optimizer that is inside, and save it again."
+        )
+    return next(iter(counts.values()), None)
 
 
 def _trained_variables(file: Any) -> list[Candidate]:
