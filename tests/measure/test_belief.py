@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from functools import cache
 from types import SimpleNamespace
 
 import numpy as np
@@ -665,3 +667,60 @@ def test_the_mask_of_a_pruned_convolution_is_not_taken_for_rows_of_examples(monk
     found = fisher(model, _batches(torch.randn(4, 3, 6, 6)), method="fast")
     assert found["0.weight_orig"].sum() > 0
     assert len(passes) == 1 + len(_batches(torch.randn(4, 3, 6, 6)))  # the proof, and each batch once
+
+
+def _above_a_mean(s, x):
+    return s.out(s.first(x).tanh() * (2 if x.mean().item() > 0 else 1))
+
+
+def _between(s, x):
+    return s.out(s.first(x).tanh() * (2 if 0 < float(x.mean()) < 1.25 else 1))
+
+
+def _doubled(x: torch.Tensor) -> torch.Tensor:
+    if bool(x.mean() > 0):
+        return x * 2
+    return x
+
+
+@cache
+def _script():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(_doubled)
+
+
+def _scripted(s, x):
+    return s.out(s.first(x).tanh() * _script()(x)[:, :1])
+
+
+def _mapped(s, x):
+    above = torch.vmap(lambda column: (column.mean() > 0).double(), in_dims=1)(x)
+    return s.out(s.first(x).tanh() * (1 + above.sum()))
+
+
+@pytest.mark.parametrize("forward", [_above_a_mean, _between, _scripted, _mapped])
+@pytest.mark.parametrize("outlier", [9.0, -9.0])
+def test_extremes_of_every_batch_are_run_alone_where_numbers_are_read(forward, outlier):
+    """The example that moves a number furthest may agree with the batch; so may every example of the first batch."""
+    torch.manual_seed(0)
+    model = _two_layers(forward)
+    alike, mixed = torch.rand(6, 5) - 3, torch.rand(6, 5) * 0.2 - 1
+    mixed[2:4] += 2
+    mixed[1] += outlier
+    _same_as_the_loop(model, _batches(alike, alike))
+    with pytest.raises(SquisherError, match="influence each other"):
+        fisher(model, _batches(alike, mixed))
+
+
+def test_scripted_functions_are_as_they_were():
+    before = torch._C.ScriptFunction.__call__
+
+    def forward(s, x):
+        y = s.first(x).tanh()[:, None]
+        return _scripted(s, x) + s.out(s.attention(y, y, y)[0][:, 0])
+
+    model = _two_layers(forward)
+    model.attention = nn.MultiheadAttention(6, 2, batch_first=True).double()
+    _same_as_the_loop(model, _batches(torch.rand(4, 5) + 1, torch.rand(4, 5) + 1))
+    assert torch._C.ScriptFunction.__call__ is before

@@ -76,6 +76,18 @@ class Decided(nn.Module):
         return self.last(h * 1.0 if x.abs().max() > 2 else h)
 
 
+class Mixing(nn.Module):
+    """Python chooses for a whole batch what it would not choose for one of its examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        return self.last(h * 2 if x.mean().item() > 0 else h)
+
+
 def _blocks(way: str = "plain") -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 6), Block(6, way), Block(6, way), nn.Linear(6, 4))
 
@@ -154,6 +166,14 @@ def _worker(rank: int) -> dict:
         fisher(_sharded("blocks"), [(X[:2] + rank, bad)], divided=True)
     except SquisherError as error:
         results["bad labels"] = str(error)
+    model = Mixing().double()
+    fully_shard(model)
+    # The proof runs the first and the last alone, and only the example between them shows that they mix, on one process.
+    levels = torch.tensor([-4.0, -1, -1, 1 if rank == 1 else -1, -1, -1], dtype=torch.float64) - 0.01 * rank
+    try:
+        fisher(model, [(levels[:, None].expand(-1, 5).clone(), Y[:6])], divided=True)
+    except SquisherError as error:
+        results["mixing"] = str(error)
     return results
 
 
@@ -178,6 +198,12 @@ def test_examples_of_four_processes(results, case):
             assert torch.allclose(found[name], expected[name], rtol=rtol, atol=floor), name
         assert coverage["method"] == ("loop" if case == "unseen" else "fast")
         assert bool(coverage["loop"]) == (case == "unseen")
+
+
+def test_the_example_that_mixes_is_the_one_that_is_run_alone(results):
+    for result in results:
+        assert "influence each other" in result["mixing"]
+        assert "example 3" in result["mixing"]
 
 
 def test_fewer_batches_than_processes(results):

@@ -5,7 +5,8 @@ In every batch, before anything is added:
 - the rows of each output belong to examples by structure (`examples`), never because a size happens to be divisible;
 - no path of the graph leads to a parameter past the rules (`capture`);
 - the sequence of operations is one that was proven against the loop (`proof`), for every parameter whose gradient is not zero;
-- what Python saw (a number, a decision) it would have seen of each example on its own, or the outputs of one that differs are compared;
+- what Python saw (a number, a decision) it would have seen of each example on its own, or the outputs of some that differ are compared;
+  so they are where something comes from a scripted function or an array, in which nothing is seen;
 - backward functions in Python, which may do anything, give each half of the examples the same on its own.
 
 What was proven is remembered for later calls on the same model, as long as its weights and modes and the form of the batches stay. A
@@ -27,7 +28,7 @@ from .batches import Batch
 from .capture import Obstacle
 from .likelihood import Objective, Outputs
 from .loop import Loop
-from .proof import Known, Proof, check_alone, compare, prove, recall
+from .proof import Known, Proof, check_alone, compare, doubts_of, prove, recall
 from .rules import Gradients
 from .squaring import Pass, forward_pass
 from .sums import Sums
@@ -107,9 +108,10 @@ class Fast:
                 known.state = None  # only the proof sees that examples influence each other through Python
             if one.program not in known.programs and proof is None:
                 proof = self._prove(sums, batch, index, known)
-            if proof is not None or one.told:
+            also = doubts_of(one)
+            if proof is not None or also:
                 alone = {} if proof is None else proof.alone
-                check_alone(self.model, self.objective, batch, outputs.values.detach(), alone, one.told)
+                check_alone(self.model, self.objective, batch, outputs.values.detach(), alone, also)
             if not outputs.values.requires_grad:
                 if one.captured:
                     raise Obstacle({"": "the outputs have no gradient, although parameters are used"})

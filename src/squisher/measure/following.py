@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .examples import SHARED, UNKNOWN, Examples, Routed, State, argument, replaced, tensors_in
 from .indexing import place_after
@@ -110,6 +111,8 @@ class Following:
         escaped: whether something may depend on the examples in a way that is not followed.
         told: examples to which Python might have done something else on their own: a number or a decision that was made of several
             examples would have been another one.
+        doubted: whether something was made of the examples where it is not seen (a scripted function, an array), so that any of
+            them might have got something else on its own.
         hooked: whether the model registers hooks on its gradients.
         types: of the gradients that arrived, and single precision if they came through it: models in double precision compute parts of
             themselves, or their loss, in it.
@@ -120,7 +123,7 @@ class Following:
 
     def __init__(self, examples: int, known: Iterable[Tensor]):
         self.examples = examples
-        self.random = self.escaped = self.hooked = False
+        self.random = self.escaped = self.hooked = self.doubted = False
         self.told: list[int] = []
         self._known = {id(t) for t in known}
         self._marks: dict[int, tuple[Any, int, State, str]] = {}
@@ -159,6 +162,9 @@ class Following:
             return SHARED
         if not t.requires_grad:
             self.escaped = True  # a constant, or something computed where it is not followed
+            if _CONSTANTS.get(t) != version_of(t):  # a constant would have been there in an earlier pass
+                _CONSTANTS[t] = version_of(t)
+                self.doubted = True
             return SHARED
         return UNKNOWN
 
@@ -194,7 +200,7 @@ class Following:
         """Compare what an operation on several examples returned with what it returns for each of them on its own.
 
         A number or a decision that Python gets (`item`, `bool`, `tolist`) may decide about all examples: where it would have been
-        another one, an example is told to the caller. Small tensors are on the way to such numbers, and are remembered.
+        another one, examples are told to the caller. Small tensors are on the way to such numbers, and are remembered.
         """
         if isinstance(out, Tensor) and out.numel() > _SMALL:
             return
@@ -207,13 +213,21 @@ class Following:
             if each is not None:
                 self._apart[id(out)] = (weakref.ref(out), version_of(out), each)
             return
-        others = list(range(self.examples)) if each is None else [n for n, e in enumerate(each) if not _same(e, out)]
-        if others:
-            self.escaped = True
-            if each is None:
-                self.told += [others[0], others[-1]]
-            elif not set(self.told).intersection(others):
-                self.told.append(max(others, key=lambda n: _distance(each[n], out)))
+        others = [] if each is None else [n for n, e in enumerate(each) if not _same(e, out)]
+        if each is not None and not others:
+            return
+        self.escaped = True
+        if each is None or not isinstance(out, (int, float)):
+            self.doubted = True
+        elif len(self.told) < _MOST_TOLD:
+            # What a threshold decides is decided otherwise for one of the extremes, if it is for any; two thresholds, between them.
+            others.sort(key=lambda n: (each[n] == each[n], each[n]))
+            found = dict.fromkeys(others[k * (len(others) - 1) // 4] for k in (0, 4, 2, 1, 3))
+            self.told += [n for n in found if n not in self.told]
+
+    def ran_script(self, *given: Any) -> None:
+        """Note that a scripted function was given something."""
+        self.doubted = self.doubted or any(self._state(t) is not SHARED for t in tensors_in(given))
 
     def _for_each(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int, State]
@@ -309,6 +323,10 @@ class Following:
 
 _SMALL = 64
 """Elements of a tensor that may be on its way to a number in Python."""
+_MOST_TOLD = 8
+"""Examples to run alone, after which further numbers add none."""
+_CONSTANTS = WeakTensorKeyDictionary()
+"""Tensors that came from outside of what is followed in an earlier pass, with their version: older than the batch of this one."""
 
 
 def version_of(t: Tensor) -> int:
@@ -332,9 +350,7 @@ def _same(one: Any, other: Any) -> bool:
         return False
 
 
-def _distance(one: Any, other: Any) -> float:
-    numbers = isinstance(one, (int, float)) and isinstance(other, (int, float))
-    return abs(one - other) if numbers else 0.0
+_SCRIPTED = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
 
 class Watch(TorchFunctionMode):
@@ -343,6 +359,28 @@ class Watch(TorchFunctionMode):
     def __init__(self, one: Following):
         super().__init__()
         self.one = one
+        self._before: list[Any] = []
+
+    def __enter__(self) -> Watch:
+        self._before.append([kind.__call__ for kind in _SCRIPTED])
+        for kind in _SCRIPTED:
+            kind.__call__ = self._noting(kind.__call__)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for kind, run in zip(_SCRIPTED, self._before.pop(), strict=True):
+            kind.__call__ = run
+        super().__exit__(*error)
+
+    def _noting(self, run: Any) -> Any:
+        """Return a scripted function that is noted: what it does is not seen here, nor what it decides."""
+
+        def noted(script: Any, *args: Any, **kwargs: Any) -> Any:
+            self.one.ran_script(args, kwargs)
+            return run(script, *args, **kwargs)
+
+        return noted
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -25,7 +25,7 @@ from .likelihood import IGNORED, Objective, Outputs
 from .loop import each_gradient
 from .rules import Gradients, examples_of
 from .sampling import normals
-from .squaring import forward_pass
+from .squaring import Pass, forward_pass
 from .sums import Sums
 
 __all__ = [
@@ -37,6 +37,7 @@ __all__ = [
     "compare",
     "difference_of",
     "differing",
+    "doubts_of",
     "interaction",
     "prove",
     "recall",
@@ -367,6 +368,22 @@ def two_of(batch: Batch) -> list[int] | None:
     most = [n for n in order if entries[n]] or order
     chosen = list(dict.fromkeys([most[0], most[-1], *order])) if order else []
     return sorted(chosen[:2]) or None
+
+
+def doubts_of(one: Pass) -> list[int]:
+    """Return the examples of a pass that may have got something else on their own.
+
+    Where any of them may have, these are the fullest and the emptiest, and those with the largest and the smallest inputs.
+    """
+    batch = one.batch
+    if not one.doubted:
+        return one.told
+    sums = torch.zeros(batch.size, dtype=torch.float64)
+    for t, apart in batch.tensors():
+        if apart and t is not batch.labels and t.layout is torch.strided and not t.is_complex():
+            sums += t.detach().reshape(batch.size, -1).sum(1, dtype=torch.float64).cpu()
+    extremes = [int(sums.argmin()), int(sums.argmax())]
+    return list(dict.fromkeys([*one.told, *(two_of(batch) or []), *extremes]))
 
 
 def tolerance_of(types: Iterable[torch.dtype]) -> float:

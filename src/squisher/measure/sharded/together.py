@@ -24,7 +24,7 @@ from ..capture import Obstacle
 from ..fast import PROVEN_ANEW, left_to_the_loop
 from ..likelihood import Objective, Outputs, compared_with_own
 from ..loop import requiring
-from ..proof import Difference, Probe, compare, difference_of, differing, interaction, tolerance_of, total_of, two_of
+from ..proof import Difference, Probe, compare, difference_of, differing, doubts_of, interaction, tolerance_of, total_of, two_of
 from ..rules import Gradients
 from ..squaring import Pass
 from ..sums import Sums
@@ -203,7 +203,9 @@ class Together:
                 alone |= self._prove(sums, batch, index, k)
             one, outputs, told = self._forward(self.objective, batch, alone)
         if any(t.doubted for t in told):
-            alone |= self._alone(batch, one.told, max(len(t.doubted) for t in told))
+            # Those of the process that leads: processes that share examples run the same ones, although each rounds on its own.
+            doubted = self._leaders(told)[self.replicas.mine].doubted
+            alone |= self._alone(batch, doubted, max(len(t.doubted) for t in told))
             one, outputs, told = self._forward(self.objective, batch, alone)
         units = self.objective.units(outputs) if mine else 0
         self.reached |= set().union(*(t.captured for t in told))
@@ -399,7 +401,7 @@ class Together:
                 one.captured,
                 one.used_again,
                 self._form(outputs),
-                [n for n in dict.fromkeys(one.told) if n not in (alone or {})],
+                [n for n in doubts_of(one) if n not in (alone or {})],
             )
             told = self._exchange(here, failure)
             self._same([t.outputs for t in told])
