@@ -145,6 +145,24 @@ def test_equals_the_definition_averaged_by_hand(name: str, every: int) -> None:
     assert tracker.examples == 7 * -(-5 // every)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_an_example_without_a_label_is_not_counted_as_in_fisher(reduction: str) -> None:
+    torch.manual_seed(0)
+    model = Tied()
+    x, y = inputs("tokens", 0)
+    y[2:4] = -100
+    tracker = Tracker(model, beta2=BETA, per="example")
+    for labels in (y, torch.full_like(y, -100)):  # nothing counts in the second step
+        with tracker.step():
+            F.cross_entropy(model(x).flatten(0, 1), labels.flatten(), reduction=reduction).backward()
+    expected = squisher.fisher(model, [(x, y)], likelihood="tokens", shift=0)
+    assert tracker.examples == expected.provenance.examples == 5
+    assert tracker.skipped == 1
+    found = squisher.extract(tracker, model)
+    for name in expected:
+        assert torch.allclose(found[name], expected[name].to(found[name].dtype), rtol=1e-4, atol=1e-9), name
+
+
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": F.cross_entropy,
     "sum": lambda o, y: F.cross_entropy(o, y, reduction="sum"),

@@ -81,11 +81,13 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
     tables = [table for p in parameters for name in _HOOKS if (table := getattr(p, name, None))]
     hooks = [(table, dict(table)) for table in tables]
     versions = [(name, p, p._version) for name, p in model.named_parameters()]
-    buffers = [(m, dict(m._buffers)) for m in modules if m._buffers]
-    copies = [
-        (b, b._version, b.clone())
-        for b in {id(b): b for _, bs in buffers for b in bs.values() if b is not None}.values()
+    # Also tensors that a module keeps without registering them; what requires a gradient is made anew in every pass.
+    kept = [
+        (table, {n: t for n, t in table.items() if isinstance(t, Tensor) and not t.requires_grad})
+        for m in modules
+        for table in (m._buffers, vars(m))
     ]
+    copies = [(t, t.clone()) for t in {id(t): t for _, named in kept for t in named.values()}.values()]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
     with ExitStack() as stack:
@@ -109,9 +111,9 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
             for parameter, required, grad in flags:
                 parameter.requires_grad_(required)
                 parameter.grad = grad
-            for table, held in hooks:
-                table.update(held)
-            _restore(buffers, copies)
+            for table, before in hooks:
+                table.update(before)
+            _restore(kept, copies)
     changed = [name for name, p, version in versions if p._version != version]
     if changed:
         raise SquisherError(
@@ -148,11 +150,15 @@ def only_requiring(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[N
 
 
 @torch.no_grad()
-def _restore(buffers: list[tuple[nn.Module, dict[str, Any]]], copies: list[tuple[Tensor, int, Tensor]]) -> None:
-    for module, held in buffers:
-        for name, buffer in held.items():
-            if module._buffers.get(name) is not buffer:
-                module._buffers[name] = buffer
-    for buffer, version, copy in copies:
-        if buffer._version != version:
-            buffer.copy_(copy)
+def _restore(kept: list[tuple[dict[str, Any], dict[str, Tensor]]], copies: list[tuple[Tensor, Tensor]]) -> None:
+    for table, named in kept:
+        table.update({name: t for name, t in named.items() if table.get(name) is not t})
+    for tensor, copy in copies:
+        # Its version says nothing: batch normalisation changes its statistics without counting it.
+        if not _equal(tensor, copy):
+            (tensor if tensor.shape == copy.shape else tensor.resize_(copy.shape)).copy_(copy)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    one, other = (t.to_local() if hasattr(t, "to_local") else t for t in (one, other))
+    return one.layout is torch.strided and bool(torch.equal(one, other))

@@ -249,6 +249,29 @@ def test_the_model_is_untouched_also_after_a_failure(settings, fail_at):
     assert torch.equal(model.layer.weight.grad, gradient)
 
 
+class _Keeping(nn.Module):
+    """Keeps a statistic that is no buffer, and lets a buffer grow, as observers of quantisation do."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = torch.zeros(4)
+        self.register_buffer("last", torch.zeros(0))
+
+    def forward(self, x):
+        self.mean.mul_(0.9).add_(x.detach().mean(0))
+        self.last.resize_(4).copy_(x[0].detach())
+        return x
+
+
+@pytest.mark.parametrize("method", ["auto", "loop"])
+def test_statistics_of_training_mode_come_back(method):
+    model = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), _Keeping(), nn.Linear(4, 4)).train()
+    before = _state(model)
+    fisher(model, BATCHES, per="batch", eval_mode=False, method=method)
+    _assert_same(before, _state(model))
+    assert not model[2].mean.any() and model[2].last.shape == (0,)
+
+
 def test_inputs_get_no_gradient():
     x = X.clone().requires_grad_()
     fisher(_mlp(), [(x, Y)])

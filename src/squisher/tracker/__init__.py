@@ -71,7 +71,7 @@ class Tracker:
         skipped: How many observations were left out because a gradient was not finite.
         per: "batch" or "example".
         every: Only each `every`-th step is observed.
-        examples: How many examples were observed, with `per="example"`.
+        examples: How many examples were observed, with `per="example"`; one whose labels are all ignored (-100) is none.
     """
 
     def __init__(
@@ -385,10 +385,10 @@ class Tracker:
             self.skipped += 1
             warnings.warn(f"Tracker(per='example') left out a step: {problems[0]}.", SquisherWarning, stacklevel=4)
             return
-        if not all(finite for *_, finite, _ in every):
+        examples = sum(count for _, _, count, *_ in every)
+        if not examples or not all(finite for *_, finite, _ in every):
             self.skipped += 1
             return
-        examples = sum(count for _, _, count, *_ in every)
         self.examples += examples
         self._positions = self._positions or any(positions for *_, positions, _, _ in every)
         seen = {name for *_, names in every for name in names} - self._refused.keys()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..examples import Examples
 
-__all__ = ["REDUCTIONS", "counts_positions", "factor_of"]
+__all__ = ["REDUCTIONS", "counted_in", "counts_positions", "factor_of"]
 
 _BY_CLASS = {"cross_entropy", "nll_loss"}
 _BY_ENTRY = {
@@ -52,6 +52,18 @@ def counts_positions(name: str, t: Tensor, state: Examples) -> bool:
     return name in _BY_CLASS and (state.inner > 1 or t.dim() > 2)
 
 
+def counted_in(name: str, examples: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return which examples count in a loss: all, but for those of which a loss over classes ignores every label."""
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    if name not in _BY_CLASS or not isinstance(target, Tensor) or target.is_floating_point():
+        return torch.ones(examples, dtype=torch.bool)
+    return (target != _ignored(args, kwargs)).reshape(examples, -1).any(1).cpu()
+
+
+def _ignored(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int(kwargs.get("ignore_index", args[4] if len(args) > 4 else -100))
+
+
 def _of_sum(name: str, t: Tensor, state: Examples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
     dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
     if isinstance(dim, torch.dtype) or dim is None or dim == ():
@@ -65,9 +77,8 @@ def _of_sum(name: str, t: Tensor, state: Examples, args: tuple[Any, ...], kwargs
 
 def _of_classes(t: Tensor, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
     weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-    ignored = kwargs.get("ignore_index", args[4] if len(args) > 4 else -100)
     if target.is_floating_point():
         return t.shape[1] / t.numel()
-    counted = target != ignored
+    counted = target != _ignored(args, kwargs)
     total = counted.sum() if weight is None else weight.detach()[target[counted]].sum()
     return 1.0 / float(total) if float(total) else 0.0

@@ -127,7 +127,7 @@ class ShardedStep(Step):
             self.proven.pop(one.program, None)
             self.problem = f"{first[0]} has its first gradient, which is proven in the next step"
             return
-        self.examples += one.examples
+        self.examples += one.counted
         self.positions = self.positions or one.positions
         for name, total in one.target.items():
             if name in self.refused:

@@ -68,7 +68,7 @@ class Step:
 
     Attributes:
         sums: Σ_n g_n² over the examples of the step, by name; g_n is the gradient of the loss of example n before it was reduced.
-        examples: How many there were.
+        examples: How many there were with a label that counts.
         positions: Whether the loss of an example is a sum over positions.
         refused: Parameters that no rule can do, and why.
         problem: Why nothing can be said about this step; "" if something can.
@@ -184,7 +184,7 @@ class Step:
             return
         self.refused.update(one.refused)
         self.passes += 1
-        self.examples += one.examples
+        self.examples += one.counted
         self.positions = self.positions or one.positions
         for name, total in one.sums.items():
             if name not in known and bool(total.any()):  # zero so far, and so never proven: in the next step

@@ -24,7 +24,7 @@ from ..proof import tolerance_of, total_of
 from ..rules import Dense, Gradients, Rule, Squares, add_squares
 from ..squaring import Pass
 from ..sums import Sums
-from .reductions import REDUCTIONS, counts_positions, factor_of
+from .reductions import REDUCTIONS, counted_in, counts_positions, factor_of
 
 __all__ = ["StepPass", "weighted_rows"]
 
@@ -80,6 +80,7 @@ class StepPass(Pass):
         self.weights: Tensor | None = None
         self._wanted: dict[str, Tensor | None] = {}
         self._passing = False
+        self._counted: Tensor | None = None
         for tensor, apart in batch.tensors():
             self._mark(tensor, Examples(0) if apart else SHARED)
 
@@ -149,6 +150,8 @@ class StepPass(Pass):
                 return None
         output = func(*replaced(args, instead), **replaced(kwargs, instead))
         reduction = _Reduction(inputs, output, factor)
+        counted = counted_in(name, self.examples, args, kwargs)
+        self._counted = counted if self._counted is None else self._counted | counted
         output.register_hook(lambda g: reduction.arrived.append(g.detach()) if self._in_backward else None)
         self.reductions.append(reduction)
         self.positions = self.positions or counts_positions(name, first, state)
@@ -360,6 +363,11 @@ class StepPass(Pass):
             self.finite = False
         elif not wrong <= tolerance_of(self.types):
             self.refused.setdefault(name, f"the rules differ from the gradient (by {wrong:.1e})")
+
+    @property
+    def counted(self) -> int:
+        """How many examples have a loss: as in `squisher.fisher`, one whose labels are all ignored has none."""
+        return self.examples if self._counted is None else int(self._counted.sum())
 
     def factor(self) -> float | None:
         """Return what the loss of each example was multiplied by, or None if that differs between parts of the loss."""
