@@ -243,3 +243,11 @@ def test_quantised_weights_are_refused(dtype):
         squisher.quantize.sensitivity({"w": torch.ones(4, 64).to(dtype)}, {"w": torch.ones(4, 64)})
     with pytest.raises(squisher.SquisherError, match="'w'.*quantised"):
         simulate({"w": torch.ones(4, 64).to(dtype)}, {"w": 4})
+
+
+def test_what_is_printed_fits_on_a_line():
+    weights = {f"layer.{k}.weight": torch.randn(8, 64) for k in range(50)}
+    found = sensitivity(weights, {name: torch.ones_like(w) for name, w in weights.items()})
+    assert "50 tensors" in repr(found)
+    assert "bits per weight" in repr(allocate(found, 4.5))
+    assert max(len(repr(found)), len(repr(allocate(found, 4.5)))) < 150

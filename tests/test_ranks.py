@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from squisher import ranks
+from squisher import Importance, ranks
 from squisher.errors import SquisherError
+from squisher.importance.checks import Checked
 from squisher.measure import fisher
 from tests.processes import run_together
 
@@ -41,7 +46,21 @@ def _worker(rank):
     else:
         with pytest.raises(SquisherError, match="Process 1 of 2 failed.*only here"):
             fisher(model, batches, likelihood=broken)
+    out["infinite"] = _refused(rank)
     return out
+
+
+def _refused(rank):
+    """Return what each process says of a lazy, sharded importance whose second shard has an infinite entry."""
+    mesh = init_device_mesh("cpu", (2,))
+    shard = DTensor.from_local(torch.full((2,), math.inf if rank else 1.0), mesh, [Shard(0)])
+    found = []
+    for mapping in (Importance(MappingProxyType({"w": shard})), Checked(MappingProxyType({"w": shard}))):
+        try:
+            mapping["w"]
+        except SquisherError as error:
+            found.append(str(error))
+    return found
 
 
 def _case():
@@ -61,6 +80,9 @@ def test_alone_nothing_happens():
 
 def test_two_processes_give_the_result_of_one(tmp_path: Path):
     first, second = run_together(_worker, tmp_path)
+    for said in (first.pop("infinite"), second.pop("infinite")):
+        assert len(said) == 2
+        assert all("infinite values" in sentence for sentence in said)
     model, batches = _case()
     for labels, per in first:
         alone = fisher(model, batches, labels=labels, per=per, standard_error=True, max_examples=13)

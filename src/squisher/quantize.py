@@ -111,6 +111,10 @@ class Sensitivity:
     quantizers: dict[int, Quantizer] = field(default_factory=dict)
     kept: dict[str, str] = field(default_factory=dict)
 
+    def __repr__(self) -> str:
+        widths = sorted({bits for losses in self.losses.values() for bits in losses})
+        return f"Sensitivity({len(self.losses)} tensors, {sum(self.numel.values()):,} weights, at {widths} bits; {len(self.kept)} kept)"
+
     def uniform(self, bits: int) -> Plan:
         """Return the plan that gives every tensor the same width."""
         return _plan(self, dict.fromkeys(self.losses, bits), 0.0)
@@ -133,6 +137,10 @@ class Plan:
     bits_per_weight: float
     gap: float
     sensitivity: Sensitivity
+
+    def __repr__(self) -> str:
+        counts = {width: list(self.bits.values()).count(width) for width in sorted(set(self.bits.values()))}
+        return f"Plan({self.bits_per_weight:.3g} bits per weight, loss {self.loss:.3g}; tensors by width {counts})"
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain types, for JSON."""

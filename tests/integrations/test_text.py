@@ -1,9 +1,11 @@
 """A Hugging Face folder and a JSONL file, through the command line; needs transformers."""
 
+import gzip
 import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -298,3 +300,40 @@ def test_an_adapter_is_measured_under_the_names_of_its_file(tmp_path, data, kind
     assert sorted(float(imp[name].sum()) for name in imp) == pytest.approx(measured, rel=1e-3)
     other = tmp_path / "other.safetensors"
     assert "is no adapter" in run("fisher", tmp_path / "base", "--data", data, "--out", other, "--base", "x").stderr
+
+
+@pytest.mark.formats
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_a_folder_without_the_head_is_refused_and_a_tied_one_is_not(tmp_path):
+    from squisher.integrations.text import load_text_model
+
+    folder_of("classifier", tmp_path / "whole")
+    weights = open_model(tmp_path / "whole").weights
+    folder_of("classifier", tmp_path / "headless")
+    kept = {n: t.clone() for n, t in weights.items() if "classifier" not in n}
+    save(tmp_path / "headless" / "model.safetensors", kept, {"format": "pt"})
+    with pytest.raises(FileError, match=r"2 parameters .*'classifier.bias'"):
+        load_text_model(tmp_path / "headless")
+    for kind in ("language model", "tied rotary decoder"):
+        folder_of(kind, tmp_path / kind)
+        load_text_model(tmp_path / kind)
+
+
+def test_compressed_lines_and_labels_that_are_true_or_false(tmp_path):
+    from squisher.integrations.text import _label, _rows, count_rows
+
+    packed = tmp_path / "data.jsonl.gz"
+    packed.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in LINES).encode()))
+    assert count_rows(packed) == len(LINES)
+    assert [row["text"] for row in _rows(packed, True)] == [row["text"] for row in LINES]
+    packed.write_bytes(packed.read_bytes()[:-12])
+    with pytest.raises(FileError, match="cut off"):
+        count_rows(packed)
+    names = [{0: "LABEL_0", 1: "LABEL_1"}, {0: "True", 1: "False"}]
+    for id2label, expected in zip(names, ([0, 1], [1, 0]), strict=True):
+        config = SimpleNamespace(num_labels=2, id2label=id2label)
+        found = [_label({"label": label, "line": "line 1"}, config) for label in (False, True)]
+        assert found == expected
+        assert {type(k) for k in found} == {int}
+    with pytest.raises(FileError, match="one of two classes"):
+        _label({"label": True, "line": "line 1"}, SimpleNamespace(num_labels=3, id2label=None))

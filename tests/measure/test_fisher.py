@@ -269,7 +269,8 @@ def test_statistics_of_training_mode_come_back(method):
     before = _state(model)
     fisher(model, BATCHES, per="batch", eval_mode=False, method=method)
     _assert_same(before, _state(model))
-    assert not model[2].mean.any() and model[2].last.shape == (0,)
+    assert not model[2].mean.any()
+    assert model[2].last.shape == (0,)
 
 
 def test_inputs_get_no_gradient():

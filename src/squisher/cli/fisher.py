@@ -21,7 +21,9 @@ def fisher(
             metavar="MODEL", help="Folder of a sequence classifier or causal language model, or a LoRA adapter."
         ),
     ],
-    data: Annotated[Path, typer.Option(metavar="FILE.jsonl", help="Lines with text, text_pair, label; or text alone.")],
+    data: Annotated[
+        Path, typer.Option(metavar="FILE.jsonl", help="Lines with text, text_pair, label; or text alone. Also .gz.")
+    ],
     out: shell.OutFile,
     labels: Annotated[str, typer.Option(help="data (empirical Fisher), sampled (unbiased), exact.")] = "data",
     per: Annotated[str, typer.Option(help="example, or batch (joint, one backward per batch).")] = "example",

@@ -36,7 +36,7 @@ class Checked(Computed):
 
     def __getitem__(self, name: str) -> Tensor:
         values = self._like[name]
-        check_values(name, values)
+        check_all({name: values})
         return values
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
+import io
 import os
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +52,7 @@ def load_text_model(
         shard: Whether each process of the job loads its shard only (FSDP2).
 
     Raises:
-        FileError: The folder is not a Hugging Face model, or an adapter's base is not found.
+        FileError: The folder is not a Hugging Face model or lacks some of its weights, or an adapter's base is not found.
         SquisherError: transformers or peft is missing, or the model is of another kind.
     """
     transformers = require("transformers", "hf", "Reading a Hugging Face model")
@@ -79,11 +82,11 @@ def load_text_model(
         )
         tokens = path if adapter and (path / "tokenizer_config.json").is_file() else place
         tokenizer = transformers.AutoTokenizer.from_pretrained(tokens)
-        model: Any = (
-            load_shards(place, config, loader.from_config, device)
-            if shard
-            else loader.from_pretrained(place, torch_dtype="auto")
-        )
+        if shard:
+            model: Any = load_shards(place, config, loader.from_config, device)
+        else:
+            model, found = loader.from_pretrained(place, torch_dtype="auto", output_loading_info=True)
+            _refuse_missing(place, found["missing_keys"], path if adapter else None)
         if adapter:
             model = _adapted(model, path)
     except (OSError, ValueError, KeyError) as error:
@@ -140,6 +143,22 @@ def _base_of(path: Path, given: str | os.PathLike[str] | None) -> Path:
     )
 
 
+def _refuse_missing(place: Path, missing: Iterable[str], adapter: Path | None) -> None:
+    """Refuse a model some of whose weights no file has: transformers draws them at random.
+
+    Raises:
+        FileError: There are such weights, and the adapter does not bring them.
+    """
+    stored = None if adapter is None else open_weights(adapter)
+    brought = {name.removeprefix("base_model.model.") for name in (stored.tensors if stored is not None else ())}
+    random = sorted(set(missing) - brought)
+    if random:
+        raise FileError(
+            f"{place} has no weights for {len(random)} parameters that its config.json asks for, {random[0]!r} for example: they would "
+            "be random, and the Fisher with them. Give the folder of the model as it was trained, or correct its 'architectures'."
+        )
+
+
 def _adapted(model: nn.Module, path: Path) -> nn.Module:
     return require("peft", "hf", "Reading an adapter").PeftModel.from_pretrained(model, path, is_trainable=True)
 
@@ -150,11 +169,26 @@ def count_rows(file: str | os.PathLike[str]) -> int:
     Raises:
         FileError: It cannot be read.
     """
+    with _lines_of(file) as lines:
+        return sum(bool(line.strip()) for line in lines)
+
+
+@contextmanager
+def _lines_of(file: str | os.PathLike[str]) -> Iterator[Iterable[bytes]]:
+    """Open a file of lines, compressed by gzip or not.
+
+    Raises:
+        FileError: It cannot be read.
+    """
     try:
-        with open(file, "rb") as lines:
-            return sum(bool(line.strip()) for line in lines)
+        with open(file, "rb") as raw:
+            packed = raw.read(2) == b"\x1f\x8b"
+            raw.seek(0)
+            yield io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw
     except OSError as error:
         raise FileError(f"Cannot read {file}: {error.strerror or error}.") from error
+    except (EOFError, zlib.error) as error:
+        raise FileError(f"Cannot read {file}: what gzip compressed is cut off or damaged ({error}).") from error
 
 
 def text_batches(
@@ -169,7 +203,8 @@ def text_batches(
     """Yield batches from lines of JSON with `text`, optionally `text_pair`, and `label` for a classifier.
 
     Args:
-        file: One JSON object a line.
+        file: One JSON object a line; compressed by gzip or not. A label is the number of a class, its name in the model's
+            configuration, or true or false where there are two.
         text_model: What the batches are for.
         batch_size: Examples per batch.
         max_length: Tokens per example; longer ones are cut. By default what the model can take.
@@ -239,8 +274,15 @@ def _label(row: Mapping[str, Any], config: Any) -> int | float:
         if isinstance(label, bool) or not isinstance(label, (int, float)):
             raise FileError(f"{line}: the label {label!r} is not a number, which the model predicts.")
         return float(label)
+    known = {str(name): int(k) for k, name in (config.id2label or {}).items()}
+    if isinstance(label, bool):
+        if config.num_labels != 2:
+            raise FileError(
+                f"{line}: the label {label!r} is one of two classes, and the model has {config.num_labels}."
+            )
+        classes = {name.lower(): k for name, k in known.items()}
+        return classes[str(label).lower()] if {"true", "false"} == set(classes) else int(label)
     if isinstance(label, str):
-        known = {str(name): int(k) for k, name in (config.id2label or {}).items()}
         if label not in known:
             raise FileError(f"{line}: the label {label!r} is not one of the model's ({', '.join(list(known)[:6])}).")
         return known[label]
@@ -250,15 +292,15 @@ def _label(row: Mapping[str, Any], config: Any) -> int | float:
 
 
 def _rows(file: Path, needs_label: bool) -> Iterator[Mapping[str, Any]]:
-    try:
-        with open(file, encoding="utf-8") as lines:
-            for number, text in enumerate(lines, 1):
-                if text.strip():
-                    yield {**_row(text, f"{file}, line {number}", needs_label), "line": f"{file}, line {number}"}
-    except OSError as error:
-        raise FileError(f"Cannot read {file}: {error.strerror or error}.") from error
-    except UnicodeDecodeError as error:
-        raise FileError(f"{file} is not text in UTF-8.") from error
+    with _lines_of(file) as lines:
+        for number, line in enumerate(lines, 1):
+            where = f"{file}, line {number}"
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise FileError(f"{where} is not text in UTF-8.") from error
+            if text.strip():
+                yield {**_row(text, where, needs_label), "line": where}
 
 
 def _row(text: str, line: str, needs_label: bool) -> dict[str, Any]:

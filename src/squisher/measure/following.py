@@ -364,13 +364,13 @@ class Watch(TorchFunctionMode):
     def __enter__(self) -> Watch:
         self._before.append([kind.__call__ for kind in _SCRIPTED])
         for kind in _SCRIPTED:
-            kind.__call__ = self._noting(kind.__call__)
+            kind.__call__ = self._noting(kind.__call__)  # type: ignore[method-assign]
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         for kind, run in zip(_SCRIPTED, self._before.pop(), strict=True):
-            kind.__call__ = run
+            kind.__call__ = run  # type: ignore[method-assign]
         super().__exit__(*error)
 
     def _noting(self, run: Any) -> Any:

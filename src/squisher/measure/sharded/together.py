@@ -24,7 +24,18 @@ from ..capture import Obstacle
 from ..fast import PROVEN_ANEW, left_to_the_loop
 from ..likelihood import Objective, Outputs, compared_with_own
 from ..loop import requiring
-from ..proof import Difference, Probe, compare, difference_of, differing, doubts_of, interaction, tolerance_of, total_of, two_of
+from ..proof import (
+    Difference,
+    Probe,
+    compare,
+    difference_of,
+    differing,
+    doubts_of,
+    interaction,
+    tolerance_of,
+    total_of,
+    two_of,
+)
 from ..rules import Gradients
 from ..squaring import Pass
 from ..sums import Sums
