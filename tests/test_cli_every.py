@@ -133,7 +133,7 @@ def no_libraries(monkeypatch, runs):
     transformers = SimpleNamespace(
         AutoConfig=loads(SimpleNamespace(architectures=["BertForSequenceClassification"])),
         AutoTokenizer=loads(SimpleNamespace(pad_token="[PAD]", pad_token_id=0)),
-        AutoModelForSequenceClassification=loads(model),
+        AutoModelForSequenceClassification=loads((model, {"missing_keys": []})),
     )
     monkeypatch.setattr("squisher.integrations.text.require", lambda *_: transformers)
     (runs / "run-a" / "final" / "config.json").write_text("{}")

@@ -88,7 +88,9 @@ class Objective:
 
     def arranged(self, raw: Tensor, batch: Batch) -> Outputs:
         """Bring what `raw` returned and the labels into one layout."""
-        if bool(raw.isnan().any()):
+        # A sum is several times quicker than a search, and finite if there is nothing to find.
+        total = raw.detach().sum(dtype=torch.promote_types(raw.dtype, torch.float32))
+        if not bool(total.isfinite()) and bool(raw.isnan().any()):
             bad = [k for k, t in batch.named_tensors() if t.is_floating_point() and bool(t.isnan().any())]
             where = f"its input {bad[0]} holds such values too" if bad else "its inputs do not"
             raise SquisherError(
