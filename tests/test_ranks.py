@@ -51,11 +51,13 @@ def _worker(rank):
 
 
 def _refused(rank):
-    """Return what each process says of a lazy, sharded importance whose second shard has an infinite entry."""
+    """Return what each process says of sharded importances whose second shard has an entry that is infinite, or becomes so."""
     mesh = init_device_mesh("cpu", (2,))
     shard = DTensor.from_local(torch.full((2,), math.inf if rank else 1.0), mesh, [Shard(0)])
     found = []
-    for mapping in (Importance(MappingProxyType({"w": shard})), Checked(MappingProxyType({"w": shard}))):
+    large = DTensor.from_local(torch.full((2,), 1e38 if rank else 1.0), mesh, [Shard(0)])
+    infinite = MappingProxyType({"w": shard})
+    for mapping in (Importance(infinite), Checked(infinite), Importance({"w": large}) * 1e3):
         try:
             mapping["w"]
         except SquisherError as error:
@@ -81,8 +83,9 @@ def test_alone_nothing_happens():
 def test_two_processes_give_the_result_of_one(tmp_path: Path):
     first, second = run_together(_worker, tmp_path)
     for said in (first.pop("infinite"), second.pop("infinite")):
-        assert len(said) == 2
-        assert all("infinite values" in sentence for sentence in said)
+        assert len(said) == 3
+        assert all("infinite values" in sentence for sentence in said[:2])
+        assert "more than float32 holds" in said[2]
     model, batches = _case()
     for labels, per in first:
         alone = fisher(model, batches, labels=labels, per=per, standard_error=True, max_examples=13)

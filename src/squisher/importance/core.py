@@ -202,11 +202,14 @@ class Importance(Mapping[str, Tensor]):
         if self._factor == 1.0:
             return values
         scaled = values.to(torch.promote_types(values.dtype, torch.float32)) * self._factor
+        failure = None
         if self._factor > 1.0 and not is_finite(ranks.local_of(scaled)):
-            raise SquisherError(
+            failure = SquisherError(
                 f"The importance of {name!r} times {self._factor:g} is more than {str(scaled.dtype).removeprefix('torch.')} holds: scale it "
                 "down, or make it from float64 tensors."
             )
+        if self._factor > 1.0:
+            ranks.agree_on(failure, [values])
         return scaled
 
     def _known(self, name: str) -> str:
