@@ -34,6 +34,7 @@ from .naming.conventions import CONVENTIONS, trainer_conventions
 from .naming.solver import resolve
 from .optimizers import GIVEN_BETA2, rows_of_class
 from .optimizers.quantized import check_precision
+from .optimizers.shampoo import unblocked
 from .states import Candidate, Found, FusedSlice, Named, OptimizerState, Options, check_usable
 
 __all__ = ["extract"]
@@ -178,7 +179,11 @@ def _with_what_is_known(found: Found, model: nn.Module | None, options: Options)
             models=[(label, matching(listed, pattern)) for label, listed in found.models],
             later=([(label, matching(listed, pattern)) for label, listed in tier] for tier in found.later),
         )
-    return found
+    shapes = {name: c.shape for c in found.parameters for name in (c.live_name, c.name) if name}
+    optimizers = [
+        replace(one, entries=[unblocked(e, shapes.get(e.name or "")) for e in one.entries]) for one in found.optimizers
+    ]
+    return replace(found, optimizers=optimizers)
 
 
 def _usable(optimizers: Sequence[OptimizerState], options: Options) -> tuple[list[OptimizerState], str]:

@@ -16,6 +16,7 @@ from ..importance.weights import HASHED_BYTES, content_of
 from ..names import LiveParameter, live_parameters
 from .assembly import assemble
 from .optimizers.quantized import check_precision, decoded
+from .optimizers.shampoo import unblocked
 from .states import Entry, Named
 
 __all__ = ["Tracked", "from_optimizers", "from_tracker", "unwrapped"]
@@ -75,7 +76,8 @@ def from_optimizers(
                 if known_as is None:
                     strangers += 1
                     continue
-                entries.append(Entry(optimizer.state.get(parameter, {}), settings, number, known_as.name))
+                entry = Entry(optimizer.state.get(parameter, {}), settings, number, known_as.name)
+                entries.append(unblocked(entry, parameter.shape))
         class_name = type(optimizer).__name__
         entries = decoded(entries, class_name)
         check_precision(entries, allow_coarse)

@@ -163,7 +163,9 @@ _REFUSED: tuple[Accumulator, ...] = (
     row("Shampoo", "precond_0", refusal="keeps matrices, not a value per weight", classes=""),
     row("Shampoo", "pre_cond_0", refusal="keeps matrices, not a value per weight", classes=""),
     row("Distributed Shampoo", "block_0", classes="DistributedShampoo",
-          refusal="keeps its grafting accumulator in blocks of reshaped parameters, which are not put together here"),
+          refusal="keeps an average of g² only where it grafts from Adam, RMSprop or AdaGrad, and that in blocks, which are put together where "
+                  "the file has the parameters' names and their shapes are known",
+          advice="Build it from model.named_parameters(), save it whole (of all ranks), and save the weights beside it or give --model."),
     row("Kron", "momentum_buffer Q", refusal="keeps matrices, not a value per weight"),
     row("Adan", "exp_avg_diff", refusal="averages the square of g + (1−β₂)·(g − previous g), not of g"),
     row("Adan", "m v n prev_grad", refusal="averages the square of g + (1−β₂)·(g − previous g), not of g"),
@@ -237,6 +239,10 @@ _OTHER_MEANING: tuple[Accumulator, ...] = (
     row("Lamb", "exp_avg_sq", "exp_avg_sq", "ema", group="betas grad_averaging max_grad_norm", beta=betas(1), l2_inside=_pytorch_optimizer_lamb,
           classes="Lamb", notes=(_CLIPS,)),
     row("NovoGrad", "exp_avg_sq", group="grad_averaging", refusal="keeps one value per tensor, not one per weight", classes="NvNovoGrad FusedNovoGrad"),
+    # Its blocks were put together (`shampoo`).
+    row("Distributed Shampoo, grafting from Adam or RMSprop", "grafted_average", "grafted_average", "ema", beta=value("grafting_beta2"),
+          l2_inside=coupled, classes="DistributedShampoo"),
+    row("Distributed Shampoo, grafting from AdaGrad", "grafted_sum", "grafted_sum", "sum", l2_inside=coupled, classes="DistributedShampoo"),
     # The plain thing under another name.
     row("AdaNorm", "exp_avg_var exp_grad_norm", "exp_avg_var", "ema", beta=betas(1), l2_inside=coupled),
     row("AdamG", "m v r", "v", "ema", group="betas", beta=betas(1), l2_inside=coupled),
