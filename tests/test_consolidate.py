@@ -362,3 +362,43 @@ def test_frozen_parameters_stay_where_they_are():
     ewc.pull_(optimizer)
     assert torch.equal(model[0].weight, before)
     assert model[0].bias.grad is not None
+
+
+def test_a_replaced_parameter_is_protected_by_its_name():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    ones = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    ewc = squisher.EWC(model, 2.0)
+    ewc.consolidate(ones)
+    old = model[1]
+    model[1] = nn.Linear(4, 2)
+    expected = sum(float((a - b).square().sum()) for a, b in zip(model[1].parameters(), old.parameters(), strict=True))
+    assert float(ewc.penalty()) == pytest.approx(expected, rel=1e-5)
+    ewc.add_gradient_()
+    assert model[1].weight.grad is not None
+    assert ewc.is_of(model)
+    other = squisher.EWC(model, 2.0)
+    other.consolidate(ones)
+    model[1].weight = nn.Parameter(model[1].weight.detach() + 3)
+    assert float(other.penalty()) == pytest.approx(9 * 8, rel=1e-5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model[1].weight.grad = torch.zeros(2, 4)
+    optimizer.step()
+    other.pull_(optimizer)
+    assert float(other.penalty()) < 9 * 8 * 0.8
+
+
+@pytest.mark.parametrize("replaced", [nn.Linear(4, 3), nn.Identity()])
+def test_a_protected_parameter_that_is_gone_is_said_to_be(replaced):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    ewc = squisher.EWC(model)
+    ewc.consolidate({name: torch.ones_like(p) for name, p in model.named_parameters()})
+    model[1] = replaced
+    now = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    for use in (ewc.penalty, ewc.add_gradient_, lambda: ewc.consolidate(now)):
+        with pytest.raises(NamingError, match=r"EWC protects '1\.weight' with the shape \(2, 4\)"):
+            use()
+    without = squisher.EWC(model, exclude=r"^1\.")
+    without.load_state_dict(ewc.state_dict())
+    assert float(without.penalty()) == 0
+    assert set(without.state_dict()["weight"]) == {"0.weight", "0.bias"}

@@ -49,7 +49,7 @@ class EWC:
     With PEFT, adapters are parameters like any other: the penalty is on the factors A and B, not on their product.
 
     Args:
-        model: The module whose parameters are protected.
+        model: The module whose parameters are protected, by name: a parameter that is replaced takes the place of the old one.
         strength: λ. It depends on the scale of the importances: multiplying all of them is multiplying λ.
         online: None keeps every task as it was. A number γ in (0, 1] keeps one centre, the last task's weights, and lets
             earlier importances fade: A ← γ·A + F.
@@ -86,7 +86,9 @@ class EWC:
         name_pattern(exclude)
         self._exclude = exclude
         self._dtype, self._device = dtype, None if device is None else torch.device(device)
-        self._parameters, self._aliases = live_tensors(model)
+        self._model = model
+        self._seen: list[Tensor] = []
+        self._look()
         self._weight: dict[str, Tensor] = {}  # A
         self._centre: dict[str, Tensor] = {}  # θ̄
         self._constant = (
@@ -113,6 +115,7 @@ class EWC:
             ScaleError: Its scale differs from the scale of the tasks before.
             SquisherError: The model's weights or the importance are not finite; then nothing has changed.
         """
+        list(self._held())  # what earlier tasks protect is still there
         scaled = self._on_scale(importance, scale)
         names = self._matched(scaled)
         self._warn_of_other_weights(importance, names)
@@ -148,7 +151,11 @@ class EWC:
         self.totals.append(total)
 
     def penalty(self) -> Tensor:
-        """Return the penalty as a differentiable scalar, equal to the sum over tasks; 0 before the first one."""
+        """Return the penalty as a differentiable scalar, equal to the sum over tasks; 0 before the first one.
+
+        Raises:
+            NamingError: The model no longer has a protected parameter, or has it with another shape.
+        """
         energies = [Energy.apply(parameter, weight, centre) for parameter, weight, centre in self._held()]
         if not energies:
             return torch.zeros(())
@@ -235,8 +242,9 @@ class EWC:
 
     def is_of(self, model: nn.Module) -> bool:
         """Return whether every protected parameter is a parameter of this model (not of a copy), under the same name."""
+        self._look()
         live, _ = live_tensors(model)
-        return all(live.get(name) is self._parameters[name] for name in self._weight)
+        return all(name in live and live[name] is self._parameters.get(name) for name in self._weight)
 
     def strength_like(
         self, fisher: Mapping[str, Tensor] | None, strength: float, optimizer: torch.optim.Optimizer | None = None
@@ -298,6 +306,7 @@ class EWC:
             raise SquisherError(
                 "This is not the state of an EWC: it needs the keys " + ", ".join(sorted(expected)) + "."
             )
+        self._look()
         names = self._matched(state["weight"]) if state["weight"] else {}  # before the first task nothing is protected
         self.strength, self.online, self.tasks = state["strength"], state["online"], state["tasks"]
         self.totals, self._constant = list(state["totals"]), state["constant"]
@@ -309,8 +318,23 @@ class EWC:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _held(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        self._look()
         for name, weight in self._weight.items():
-            yield self._parameters[name], weight, self._centre[name]
+            parameter = self._parameters.get(name)
+            if parameter is None or parameter.shape != weight.shape:
+                now = "it is gone" if parameter is None else f"it has the shape {tuple(parameter.shape)}"
+                raise NamingError(
+                    f"EWC protects {name!r} with the shape {tuple(weight.shape)}, and now {now}: the module was replaced. To go on without it, "
+                    "make a new EWC(model, exclude=...) that leaves it out, and load this one's state_dict()."
+                )
+            yield parameter, weight, self._centre[name]
+
+    def _look(self) -> None:
+        """Look up the model's parameters, where some are others than at the last look."""
+        now: list[Tensor] = list(self._model.parameters())
+        if len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen, strict=True)):
+            self._parameters, self._aliases = live_tensors(self._model)
+            self._seen = now
 
     def _kept(self, tensor: Tensor, parameter: Tensor) -> Tensor:
         return tensor.to(self._device or parameter.device)
