@@ -11,6 +11,7 @@ import squisher
 from squisher import embed
 from squisher.errors import ArgumentError, NamingError, ScaleError, SquisherError
 from squisher.importance import Importance
+from tests.commands import run
 
 
 def task(seed, scale=1.0, **provenance):
@@ -177,3 +178,29 @@ def test_a_message_names_the_tasks_that_do_not_fit():
         embed.distances(tasks, scale="stored")
     with pytest.raises(NamingError, match="'trec'.*'head'.*the target"):
         embed.rank(tasks["sst2"], tasks, scale="stored")
+
+
+@pytest.mark.parametrize("by", ["tensor", "row"])
+def test_heads_of_different_shapes_are_not_compared_by_their_means(by, tmp_path):
+    def task(seed, *head):
+        generator = torch.Generator().manual_seed(seed)
+        shapes = {"body.weight": (4, 3), "head.weight": head}
+        tensors = {name: torch.rand(*shape, generator=generator) for name, shape in shapes.items()}
+        found = embed.embedding(squisher.Importance(tensors, kind="fisher"), by=by)
+        found.save(tmp_path / f"{seed}.safetensors")
+        return squisher.load(tmp_path / f"{seed}.safetensors")
+
+    a, b, c = task(0, 5, 4), task(1, 5, 3), task(2, 5, 4)
+    with pytest.raises(NamingError, match=r"'head.weight' has the shape \(5, 4\).*\(5, 3\)"):
+        embed.distance(a, b)
+    assert embed.distance(a, b, exclude="head") > 0
+    assert embed.distance(a, c) > 0
+    done = run("similarity", tmp_path / "0.safetensors", tmp_path / "1.safetensors")
+    assert done.exit_code == 1
+    assert "head.weight" in str(done.exception)
+
+
+def test_embeddings_of_two_kinds_are_not_compared():
+    one = {"w": torch.rand(1, 5)}
+    with pytest.raises(NamingError, match="by tensor.*by row"):
+        embed.distance(embed.embedding(one, by="tensor"), embed.embedding(one, by="row"))

@@ -8,7 +8,7 @@ one per task: that is what `scale` is for.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -62,7 +62,9 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
         name: torch.tensor([whole.total(name) / numel_of(whole, name)]) if by == "tensor" else _row_means(whole, name)
         for name in names
     }
-    record = replace(whole.provenance, sum={}, sum_of_squares={}, embedding={"by": by})
+    # The shapes: means of tensors that are not alike, such as two tasks' heads, could not be told from means of one tensor.
+    summed = {"by": by, "shapes": {name: list(whole.shape(name)) for name in names}}
+    record = replace(whole.provenance, sum={}, sum_of_squares={}, embedding=summed)
     return Importance(means, **record.to_dict())
 
 
@@ -102,6 +104,7 @@ def _distance(
 ) -> float:
     advice = "Leave out what tasks do not share (heads) with exclude."
     names = align(first, second, called, exclude=exclude, both=True, advice=advice)
+    _check_summed(first, second, names, called, advice)
     products = np.zeros(3)  # sums of u·w, u², w²
     seen = False
     for name in names:
@@ -115,6 +118,27 @@ def _distance(
     if norm_a == 0 or norm_b == 0:
         return 1.0  # nothing that matters to one of them matters to the other
     return float(max(0.0, 1.0 - inner / math.sqrt(norm_a * norm_b)))
+
+
+def _check_summed(
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    names: Collection[str],
+    called: tuple[str, str],
+    advice: str,
+) -> None:
+    """Refuse embeddings of two kinds, or of tensors that had different shapes before they were summed up."""
+    summed = [(one.provenance.embedding if isinstance(one, Importance) else None) or {} for one in (first, second)]
+    kinds = [f"is an embedding by {one['by']}" if "by" in one else "has every entry" for one in summed]
+    if kinds[0] != kinds[1]:
+        raise NamingError(f"{called[0]} {kinds[0]}, and {called[1]} {kinds[1]}: make both in one way.")
+    shapes = [one.get("shapes", {}) for one in summed]
+    for name in names:
+        found = [tuple(one[name]) for one in shapes if name in one]
+        if len(set(found)) > 1:
+            raise NamingError(
+                f"{name!r} has the shape {found[0]} in {called[0]} and {found[1]} in {called[1]}. {advice}"
+            )
 
 
 def distances(

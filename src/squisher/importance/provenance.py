@@ -39,7 +39,7 @@ class Provenance(RunFacts):
         scale: The product of all factors applied since.
         per_unit: Whether the values are per-unit means already (`as_fisher`).
         dtype_of_source: Type of the accumulator or of the model measured.
-        embedding: For a task embedding: what its entries are means over (`by`).
+        embedding: For a task embedding: what its entries are means over (`by`), and the shapes of the parameters (`shapes`).
         codec: How a file keeps the values, with the error of that; None for exactly.
         model: `structure` (hash of names and shapes), `content` (hash per weight, where the weights were available).
         sum: Sum of each tensor.
