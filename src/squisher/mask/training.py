@@ -82,10 +82,8 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
 
 def mask_gradient(kept: Kept, gradient: Tensor) -> None:
     """Set the gradient of frozen entries to zero, in place; infinities and NaN too, which a product would keep."""
-    flat = gradient.view(-1)
-    values = flat[kept.indices]
-    flat.zero_()
-    flat[kept.indices] = values
+    values = _taken(gradient, kept.indices)
+    _put_(gradient.zero_(), kept.indices, values)
 
 
 def masking_hook(kept: Kept) -> Callable[[Tensor], None]:
@@ -93,8 +91,8 @@ def masking_hook(kept: Kept) -> Callable[[Tensor], None]:
 
     def mask(parameter: Tensor) -> None:
         if parameter.grad is not None:
-            if parameter.grad.is_sparse or not parameter.grad.is_contiguous():
-                parameter.grad = parameter.grad.to_dense().contiguous()
+            if parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
             mask_gradient(kept, parameter.grad)
 
     return mask
@@ -124,11 +122,22 @@ class _Restoring:
             if mask is not None:
                 torch.where(mask, parameter, saved, out=parameter)
                 continue
-            flat = parameter.view(-1)
-            values = flat[kept.indices]
-            parameter.copy_(saved)
-            flat[kept.indices] = values
+            values = _taken(parameter, kept.indices)
+            _put_(parameter.copy_(saved), kept.indices, values)
         self._saved = []
+
+
+def _taken(tensor: Tensor, indices: Tensor) -> Tensor:
+    """Return a copy of some entries, by their places in the order of the shape, whatever the order in memory (channels_last)."""
+    return tensor.view(-1)[indices] if tensor.is_contiguous() else tensor.take(indices)
+
+
+def _put_(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
+    """Set these entries."""
+    if tensor.is_contiguous():
+        tensor.view(-1)[indices] = values
+    else:
+        tensor.put_(indices, values)
 
 
 def _as_mask(kept: Kept) -> Tensor:
@@ -182,7 +191,7 @@ def compact(
     if not moving:
         raise SquisherError("The mask keeps no entry of this model, so there is nothing to train.")
     made = type(f"Compact{optimizer_class.__name__}", (_Compact, optimizer_class), {})
-    vectors = [nn.Parameter(kept.parameter.detach().view(-1)[kept.indices].clone()) for kept in moving]
+    vectors = [nn.Parameter(_taken(kept.parameter.detach(), kept.indices)) for kept in moving]
     optimizer: Any = made(vectors, **options)
     optimizer._attach(every, list(zip(moving, vectors, strict=True)))
     return cast(torch.optim.Optimizer, optimizer)
@@ -218,12 +227,12 @@ class _Compact:
         with torch.no_grad():
             for kept, vector in self._moving:
                 gradient = kept.parameter.grad
-                vector.grad = None if gradient is None else gradient.to_dense().reshape(-1)[kept.indices]
-                vector.copy_(kept.parameter.view(-1)[kept.indices])  # weights may have been loaded meanwhile
+                vector.grad = None if gradient is None else _taken(gradient.to_dense(), kept.indices)
+                vector.copy_(_taken(kept.parameter, kept.indices))  # weights may have been loaded meanwhile
         self._inner_step()
         with torch.no_grad():
             for kept, vector in self._moving:
-                kept.parameter.view(-1)[kept.indices] = vector
+                _put_(kept.parameter, kept.indices, vector)
                 vector.grad = None
         return loss
 
@@ -314,7 +323,5 @@ def match(model: nn.Module, mask: Mapping[str, Tensor]) -> list[Kept]:
                     f"The mask keeps {indices.numel():,} entries of {name!r}, but requires_grad is False there."
                 )
             continue
-        if not parameter.is_contiguous():
-            raise SquisherError(f"{name!r} is not contiguous in memory; call .contiguous() on it first.")
         out.append(Kept(name, parameter, indices.to(parameter.device)))
     return out
