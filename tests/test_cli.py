@@ -163,3 +163,23 @@ def test_a_checkpoint_is_asked_for_only_where_none_is_beside(tmp_path):
         for name in ("checkpoint-9", "checkpoint-30", "checkpoint-best", "x.pt")
     }
     assert earlier == {"checkpoint-9": False, "checkpoint-30": True, "checkpoint-best": False, "x.pt": False}
+
+
+@pytest.mark.parametrize("where", ["torch", "typer", "squisher.cli"])
+def test_ctrl_c_while_modules_are_imported_is_no_traceback(where, tmp_path):
+    code = f"""
+import builtins, runpy, sys
+plain = builtins.__import__
+def interrupted(name, *more, **keywords):
+    found = plain(name, *more, **keywords)
+    if {where!r} in sys.modules:
+        builtins.__import__ = plain
+        raise KeyboardInterrupt
+    return found
+builtins.__import__ = interrupted
+sys.argv = ["squisher", "inspect", "nothing.safetensors"]
+runpy.run_module("squisher", run_name="__main__")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr

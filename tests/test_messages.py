@@ -82,3 +82,11 @@ WEIGHTS = {"a.weight": torch.ones(4, 8)}
 def test_an_argument_of_the_wrong_type_is_one_sentence(call, noun):
     with pytest.raises(squisher.SquisherError, match=noun):
         call()
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_message_for_both_worlds_names_the_python_argument_alone(file):
+    """A command shows the messages of the functions that it calls, and its user types --exclude; EWC has no command."""
+    calls = [n for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call)]
+    said = [text_of(n) for n in calls if ast.unparse(n.func) in OURS | {"warnings.warn"}]
+    assert not [text for text in said if "exclude=" in text and "EWC(" not in text and "['policy" not in text]

@@ -158,7 +158,7 @@ def excluded(exclude: str | None, names: Iterable[str], tied: Mapping[str, str] 
     if known and not found:
         some = ", ".join(list(known)[:4])
         warnings.warn(
-            f"exclude={exclude!r} matches no name, so nothing is left out; there are {some}, ….",
+            f"The pattern {exclude!r} to exclude matches no name, so nothing is left out; there are {some}, ….",
             SquisherWarning,
             stacklevel=5,
         )

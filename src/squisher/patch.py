@@ -85,7 +85,7 @@ def make(
         raise SquisherError(
             f"{sum(outside.values()):,} entries differ outside the mask, in {len(outside)} tensors (most in {worst!r}: "
             f"{outside[worst]:,}). Either this is not the mask of that training, or the training did not keep to it. "
-            "--drop-outside leaves them out: the patch then gives another model than the tuned one."
+            "--drop-outside (drop_outside=True) leaves them out: the patch then gives another model than the tuned one."
         )
     entries = {}
     stored: dict[str, _Difference] = {}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import squisher
-from squisher.errors import FileError, NamingError, NoAccumulatorError
+from squisher.errors import FileError, NamingError, NoAccumulatorError, SquisherWarning
 from squisher.importance.weights import content_of
 
 
@@ -516,3 +516,24 @@ def test_an_optimizer_for_each_parameter_under_its_name(tmp_path):
         torch.save(dict(zip(names, saved.values(), strict=False)), tmp_path / "c.pt")
         with pytest.raises(NamingError):
             squisher.extract(tmp_path / "c.pt")
+
+
+def test_a_broken_file_of_a_folder_is_named_beside_the_others(tmp_path):
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    (tmp_path / "a.pt").write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(FileError, match=r"none of which.*a\.pt cannot be read.*cut short"):
+        squisher.extract(tmp_path)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "b.pt")
+    with pytest.warns(SquisherWarning, match=r"b\.pt's.*a\.pt cannot be read.*cut short"):
+        assert set(squisher.extract(tmp_path)) == {"weight", "bias"}
+    torch.save(saved, tmp_path / "c.pt")
+    with pytest.raises(FileError, match=r"b\.pt, c\.pt hold an optimizer state.*a\.pt cannot be read.*cut short"):
+        squisher.extract(tmp_path)
+    (tmp_path / "a.pt").rename(tmp_path / "optimizer.pt")  # the one that is meant, most likely
+    (tmp_path / "c.pt").unlink()
+    with pytest.raises(FileError, match=r"b\.pt holds.*optimizer\.pt cannot be read"):
+        squisher.extract(tmp_path)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from ..errors import SquisherError
 from .recording import examples_in, over_processes, tokens_in
 
-__all__ = ["TrainerWatch"]
+__all__ = ["TrainerWatch", "clips"]
 
 _PLAIN_LOSSES = ("transformers.trainer", "transformers.trainer_seq2seq", "trl.trainer.sft_trainer")
 
@@ -86,7 +86,7 @@ class TrainerWatch:
 
         Where nothing is clipped some versions of the Trainer do not even look at the norm; then this is the time.
         """
-        in_time = self._seen or not self.trainer.args.max_grad_norm
+        in_time = self._seen or not clips(self.trainer.args)
         if not self._seen:
             self._accelerator.unscale_gradients()
         self._seen = False
@@ -207,3 +207,8 @@ def _shifts_labels(trainer: Any) -> bool:
     model = trainer.model.get_base_model() if hasattr(trainer.model, "get_base_model") else trainer.model
     name = type(model).__name__
     return name.endswith(("ForCausalLM", "LMHeadModel")) and not getattr(model.config, "is_encoder_decoder", False)
+
+
+def clips(args: Any) -> bool:
+    """Return whether a Trainer with these `TrainingArguments` clips gradients; 0, None and negative numbers say that it does not."""
+    return args.max_grad_norm is not None and args.max_grad_norm > 0

@@ -20,7 +20,7 @@ from ..errors import FileError, SquisherError
 from ..importance import FILE_NAME, Importance, Pollution, RunFacts, Spoiler, load
 from ..recycle.formats.trainer import reduction_of
 from .recording import Consolidator, Recorder, Restrainer, inner_optimizers, loss_factor
-from .trainer_watch import TrainerWatch
+from .trainer_watch import TrainerWatch, clips
 
 __all__ = [
     "EWCCallback", "MaskCallback", "SquisherCallback", "batch_size", "loss_of", "pollution", "precision", "refuse_sharding",
@@ -138,7 +138,7 @@ class SquisherCallback(Recorder):
             )
         if self._needs_attaching and self._watch is None:
             raise SquisherError(
-                f"The Trainer clips gradients before callbacks see them: use {type(self).__name__}(...).attach(trainer) "
+                f"A Trainer does not show its callbacks the gradients of a step in time: use {type(self).__name__}(...).attach(trainer) "
                 "instead of trainer.add_callback(...)."
             )
         self._args, self._best = args, None
@@ -227,7 +227,7 @@ class SquisherCallback(Recorder):
             batch_tokens=counts.mean_tokens if reduction == "token_mean" else None,
             loss_reduction=reduction,
             unit=unit,
-            after_clipping=bool(args.max_grad_norm),
+            after_clipping=clips(args),
             pollution=tuple(self._pollution()),
             training=training,
         )
@@ -355,7 +355,7 @@ def pollution(args: Any, *, before_clipping: bool) -> list[Pollution]:
         before_clipping: Whether gradients were taken before the Trainer clipped them.
     """
     found = []
-    if args.max_grad_norm and not before_clipping:
+    if clips(args) and not before_clipping:
         found.append(Pollution.clipping(args.max_grad_norm))
     if args.label_smoothing_factor:
         note = f"The loss smooths its labels by {args.label_smoothing_factor:g}."

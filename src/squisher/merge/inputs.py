@@ -212,8 +212,8 @@ def _check_coverage(
             )
         if missing == "error":
             raise NamingError(
-                f"{len(unexplained)} of {len(merged)} weights have no importance: {example} Average these with missing='average', or "
-                "leave them out with exclude."
+                f"{len(unexplained)} of {len(merged)} weights have no importance: {example} Average these with --missing average "
+                "(missing='average'), or exclude them by a pattern."
             )
     elif without == total:
         raise NamingError(
@@ -351,8 +351,8 @@ def _check_packed(
             continue
         raise SquisherError(
             f"{name!r} has the type {str(dtype).removeprefix('torch.')} in {pair[0]} and other values in {pair[1]}, so it is no buffer but "
-            "quantised weights, whose numbers cannot be merged: merge the models before they are quantised, or keep it as it is with "
-            f"exclude={pattern_of(name)!r}."
+            "quantised weights, whose numbers cannot be merged: merge the models before they are quantised, or keep it as it is: exclude it "
+            f"by the pattern {pattern_of(name)!r}."
         )
 
 
@@ -382,12 +382,12 @@ def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequenc
         if _VOCABULARY.search(name) and found[1:] == shape[1:]:
             raise NamingError(
                 f"The vocabularies differ: {name!r} has {shape[0]:,} rows in {first} and {found[0]:,} in {who}. Bring the models "
-                f"to one vocabulary first, or keep the one of {first} with exclude={pattern_of(name)!r}."
+                f"to one vocabulary first, or keep the one of {first}: exclude it by the pattern {pattern_of(name)!r}."
             )
         if len(found) != len(shape) or not shape or found[1:] != shape[1:]:
             raise NamingError(
                 f"{name!r} has the shape {shape} in {first} and {found} in {who}: these are different networks. If only this "
-                f"part differs, leave it out with exclude={pattern_of(name)!r}."
+                f"part differs, exclude it by the pattern {pattern_of(name)!r}."
             )
         why = why or f"{found[0]} rows in {who}, {shape[0]} in {first}"
     return why

@@ -26,7 +26,7 @@ __all__ = ["channels"]
 
 _BROKEN = (
     "The pruned model does not run any more: {} Attention needs heads=, the number of heads of its query, key and value layers "
-    "({{'encoder.query': 12, ...}}); what else does not follow can be left out with exclude=."
+    "({{'encoder.query': 12, ...}}); what else does not follow can be excluded by a pattern."
 )
 _GUARDED = 1e30  # above every score: such a channel is never among the smallest
 

@@ -242,7 +242,7 @@ def _fitted(
         left_out |= names.keys() - parameters
     kept = {name: importance_name for name, importance_name in names.items() if name not in left_out}
     if not kept:
-        why = f"exclude={exclude!r} leaves nothing" if names else "there is no tensor to prune"
+        why = f"the pattern {exclude!r} excludes everything" if names else "there is no tensor to prune"
         raise SquisherError(f"Nothing can be pruned: {why}. There are {', '.join(list(stored)[:4])}, ….")
     check_unquantized(stored, kept)
     return Computed(stored if importance is None else importance, kept)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import FileError, NamingError
+from ...errors import FileError, NamingError, SquisherWarning
 from ...importance.facts import RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import LazyTensors, TensorSource, tied_names
@@ -116,7 +117,7 @@ def read_torch_folder(folder: Path, options: Options) -> Found:
     """
     files = [*torch_files(folder), *sorted(folder.glob("*.bin"))]
     usual = [file for file in files if file.stem in ("optimizer", "optim")]
-    first: FileError | None = None
+    broken: dict[Path, FileError] = {}
     states: dict[Path, Found] = {}
     models: list[tuple[str, list[Candidate]]] = []
     tied: dict[str, str] = {}
@@ -124,7 +125,7 @@ def read_torch_folder(folder: Path, options: Options) -> Found:
         try:
             tree = read(file)
         except FileError as error:
-            first = first or error  # another file may be all that is needed
+            broken[file] = error  # another file may be all that is needed
             continue
         if find_optimizers(tree):
             states[file] = read_torch_file(file)
@@ -135,21 +136,24 @@ def read_torch_folder(folder: Path, options: Options) -> Found:
                 models.append((f"the order of {file.name}", candidates))
                 tied.update(aliases)
     chosen = [file for file in states if file in usual] or list(states)
-    if len(chosen) == 1:
+    unread = (
+        f" {', '.join(file.name for file in broken)} cannot be read: {next(iter(broken.values()))}" if broken else ""
+    )
+    if len(chosen) == 1 and not broken.keys() & {*usual}:
+        if broken:
+            warnings.warn(f"The state is {chosen[0].name}'s.{unread}", SquisherWarning, stacklevel=2)
         found = states[chosen[0]]
         return replace(
             found, models=[*found.models, *models], facts=replace(found.facts, tied={**tied, **found.facts.tied})
         )
-    if not chosen and first is not None:
-        raise first
     what = f"The folder {folder} holds {len(files)} torch files ({', '.join(file.name for file in files[:6])})"
     if not chosen:
         raise FileError(
-            f"{what}, none of which holds an optimizer state. Give the file or folder that was saved with the optimizer."
+            f"{what}, none of which holds an optimizer state. Give the file or folder that was saved with the optimizer.{unread}"
         )
     raise FileError(
-        f"{what}, {len(chosen)} of which hold an optimizer state: give the one that is meant, and the file with the weights, if "
-        "that is another one, with --model FILE."
+        f"{what}; {', '.join(file.name for file in chosen)} {'holds' if len(chosen) == 1 else 'hold'} an optimizer state: give the one "
+        f"that is meant, and the file with the weights, if that is another one, with --model FILE.{unread}"
     )
 
 
