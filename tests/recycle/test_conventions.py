@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import squisher
+from squisher.errors import NamingError
 from squisher.recycle.naming.conventions import galore_convention, trainer_conventions
 from squisher.recycle.states import Candidate
 
@@ -202,3 +203,62 @@ def test_galore_targets(targets, expected):
     assert [rule(c) for c in candidates] == expected
     assert rule(candidate("layers.0.q_proj.bias", LINEAR)) == 0
     assert rule(candidate("layers.0.q_proj.weight")) is None
+
+
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class _Vision(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cls_token, self.pos_embed = (nn.Parameter(torch.randn(1, n, 24)) for n in (1, 5))
+        self.patch_embed, self.blocks = nn.Linear(8, 24), nn.ModuleList(_Layer() for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(24), nn.Linear(24, 5)
+
+    def forward(self, x):
+        x = torch.cat([self.cls_token.expand(len(x), -1, -1), self.patch_embed(x)], 1) + self.pos_embed
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x).mean(1))
+
+
+def _with_layer_decay(model, turned, tokens):
+    """Groups as MAE's and BEiT's scripts make them: by layer and decay, in the order of first appearance."""
+    groups = {}
+    for name, p in model.named_parameters():
+        layer = (
+            int(name.split(".")[1]) + 1 if name.startswith("blocks") else 0 if "embed" in name or "token" in name else 5
+        )
+        rate = 0.65 ** (layer if turned and 0 < layer < 5 else 5 - layer)
+        decayed = p.ndim > 1 and not (tokens and p.ndim == 3)
+        group = {"params": [], "lr": 1e-2 * rate, "lr_scale": rate, "weight_decay": 0.05 * decayed}
+        groups.setdefault((layer, decayed), group)["params"].append(p)
+    return list(groups.values())
+
+
+@pytest.mark.parametrize("steps", [1, 30])
+@pytest.mark.parametrize("tokens", [True, False])
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_rate_for_each_layer_as_mae_and_beit_set_it(tmp_path, turned, tokens, steps):
+    """By shapes any layer may be any group: the convention proposes one order if the rates grow with the layers."""
+    torch.manual_seed(0)
+    model = _Vision()
+    optimizer = torch.optim.AdamW(_with_layer_decay(model, turned, tokens))
+    for _ in range(steps):
+        x = torch.randn(24, 4, 8)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(x), x[:, 0, :5].argmax(1)).backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    if turned:
+        with pytest.raises(NamingError):
+            squisher.extract(tmp_path / "c.pt")
+        return
+    imp = squisher.extract(tmp_path / "c.pt", bias_correction=False)
+    assert all(torch.equal(imp[n], optimizer.state[p]["exp_avg_sq"]) for n, p in model.named_parameters())

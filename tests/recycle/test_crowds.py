@@ -7,7 +7,7 @@ from torch import nn
 
 import squisher
 from squisher.errors import NamingError
-from squisher.recycle.naming import exchanges, values
+from squisher.recycle.naming import evidence, exchanges, values
 from squisher.recycle.naming.laws import Reading
 from squisher.recycle.states import Candidate, Entry
 
@@ -48,6 +48,25 @@ def test_exchanges_grow_with_the_tensors_and_not_with_their_pairs(monkeypatch):
         usable = {c: c for c in range(len(own.candidates))}
         counts.append(sum(1 for _ in exchanges._moves(own, usable, False)))
     assert counts[2] - counts[1] < 3 * (counts[1] - counts[0]) < 3 * 16 * 8 * 2 * 20
+
+
+def test_laws_looked_for_nearby_are_those_found_among_all(monkeypatch):
+    """The gradients of one batch obey the laws exactly, whatever the order of the optimizer."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(m for _ in range(14) for m in (nn.Linear(32, 32, bias=False), nn.LeakyReLU(0.5))))
+    nn.init.orthogonal_(model[0].weight)
+    (model(torch.randn(64, 32)) * torch.randn(64, 32)).sum().backward()
+    own = [(name, p) for name, p in model.named_parameters() if p.ndim == 2]
+    candidates = [Candidate(name, tuple(p.shape), weight=p.detach()) for name, p in own]
+    entries = [Entry({"step": 1, "exp_avg": p.grad, "exp_avg_sq": p.grad**2}, {}) for _, p in reversed(own)]
+    found = []
+    for window in (128, 8):
+        monkeypatch.setattr(evidence, "WINDOW", window)
+        votes = list(evidence._by_laws(values.Values(candidates, entries)))
+        found.append({vote.entry: vote.candidate for vote in votes})
+    assert found[0] == found[1]
+    assert len(found[0]) > 5
+    assert all(entry == 13 - candidate for entry, candidate in found[0].items())
 
 
 class Deep(nn.Module):

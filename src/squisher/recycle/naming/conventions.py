@@ -1,10 +1,10 @@
-"""Conventions that divide parameters into groups: everybody's decay and no decay, and the Hugging Face Trainer's over the years."""
+"""Conventions that divide parameters into groups: decay and no decay, a rate for each layer, the Hugging Face Trainer's over the years."""
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from ..states import Candidate, OptimizerState
 
@@ -28,7 +28,7 @@ CONVENTIONS: list[tuple[str, Convention]] = [
 def divisions(
     optimizer: OptimizerState, candidates: Sequence[Candidate], conventions: Sequence[tuple[str, Convention]]
 ) -> Iterable[tuple[str, list[int], bool]]:
-    """Yield the divisions into two or three groups: by plain orders of the groups, then by conventions that leave out nobody.
+    """Yield the divisions into groups: of two by plain orders of the groups, then by conventions that leave out nobody.
 
     A plain order is no convention, but as likely as one, so that it casts doubt on it. Each division comes with its label and
     whether it is by a convention.
@@ -46,11 +46,32 @@ def divisions(
         kinds = [0 if len(c.shape) >= 2 else 2 if c.name.endswith("bias") else 1 for c in candidates]
         orders = itertools.permutations(range(3))
         proposals = [("matrices, norms and biases apart", [order[kind] for kind in kinds]) for order in orders]
+    if len(sizes) > 3:
+        proposals = [("a rate for each layer, decay and none apart", own) for own in _by_layer(optimizer, candidates)]
     for label, chosen in proposals:
         if [chosen.count(k) for k in range(len(sizes))] == sizes:
             way = sorted(numbers, key=lambda k: chosen[k] or 0)
             if _fits(optimizer, candidates, way):
                 yield label, way, True
+
+
+def _by_layer(optimizer: OptimizerState, candidates: Sequence[Candidate]) -> Iterator[list[int | None]]:
+    """Yield the groups of MAE, BEiT and timm: a layer's decayed and other parameters, in the order in which they first appear.
+
+    The rates that the groups record must grow from layer to layer. Tokens and positions, (1, n, width), are decayed or not.
+    """
+    layers: list[int] = []
+    for c in candidates:  # what comes before the numbered layers is below them, what comes behind is above
+        numbers = [int(word) for word in _name(c).split(".") if word.isdecimal()]
+        layers.append(numbers[0] + 1 if numbers else len(candidates) if any(layers) else 0)
+    rates = {e.group_number: float(e.group.get("lr_scale", e.group.get("lr", 0.0))) for e in optimizer.entries}
+    for tokens in (True, False):
+        alike = [len(c.shape) == 1 or (tokens and len(c.shape) == 3 and c.shape[0] == 1) for c in candidates]
+        keys = list(zip(layers, alike, strict=True))
+        groups = list(dict.fromkeys(keys))
+        recorded = sorted({(layer, rates.get(k, 0.0)) for k, (layer, _) in enumerate(groups)})
+        if all(a[0] < b[0] and a[1] < b[1] for a, b in itertools.pairwise(recorded)):
+            yield [groups.index(key) for key in keys]
 
 
 def _fits(optimizer: OptimizerState, candidates: Sequence[Candidate], way: Sequence[int]) -> bool:

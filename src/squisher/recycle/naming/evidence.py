@@ -20,7 +20,7 @@ import numpy as np
 
 from ..states import Candidate, Entry
 from .laws import NO_HEADS, Law, Reading
-from .values import FEWEST, Array, Values, carried, certainty, concordance
+from .values import FEWEST, Array, Values, carried, centred, certainty, concordance, concordance_of
 
 __all__ = ["Evidence", "Source", "weigh"]
 
@@ -33,6 +33,7 @@ APART = 0.3  # and no other entry comes nearer than this in the same law
 CLEARER = 3.0  # nor, in any law, does another entry or another parameter come so near that its error is less than so many times
 ALIKE = 0.7  # correlation of the logarithms of v of a bias and of the rows of its weight
 ALONE = 0.5  # and no other bias, nor another weight, comes nearer than this: norms beside a layer look like its bias
+WINDOW = 128  # entries of one shape beyond which a law is looked for only among those that stand nearby
 NEIGHBOURS = 6  # matrices of the model, on either side, that a matrix may be tied to
 MOVED = 0.1  # correlation of a movement with the steps of its state
 TIMES = 3.0  # and so many times that of any other entry
@@ -132,7 +133,18 @@ class _Side:
     axis: int
     candidates: Sequence[tuple[int, ...]]
     entries: Sequence[tuple[int, ...]]
-    sums: Array  # channel, candidate, entry
+    sums: tuple[Array, Array, Array]  # candidate, entry, channel: centred, with means and squares
+
+    def part(self, candidate: int, entries: slice = slice(None)) -> tuple[Array, Array, Array]:
+        """Return the sums of a candidate with some entries."""
+        centred, means, squares = self.sums
+        return centred[candidate, entries], means[candidate, entries], squares[candidate, entries]
+
+
+def _side(
+    length: int, axis: int, candidates: Sequence[tuple[int, ...]], entries: Sequence[tuple[int, ...]], sums: Array
+) -> _Side:
+    return _Side(length, axis, candidates, entries, centred(np.ascontiguousarray(np.moveaxis(sums, 0, -1))))
 
 
 def _by_laws(values: Values) -> Iterator[_Vote]:
@@ -150,23 +162,42 @@ def _by_laws(values: Values) -> Iterator[_Vote]:
             # two of one shape there is a law only over rows: of a query and its key. Two alone (users and items) have none.
             if left is right and (left.axis == 1 or coupled or len(left.candidates) == 2):
                 continue
-            same = np.array([[bool(set(e) & set(f)) for f in right.entries] for e in left.entries])
+            own_numbers, other_numbers = (np.array(side.entries) for side in (left, right))
+            same = (own_numbers[:, None, :, None] == other_numbers[None, :, None, :]).any((2, 3))
+            windows = list(_windows(left, right))
             for a, own in enumerate(left.candidates):
                 for b, other in enumerate(right.candidates):
                     near = abs(values.place[own[0]] - values.place[other[0]]) <= NEIGHBOURS
                     if not near or set(own) & set(other) or (left is right and a >= b):
                         continue
-                    agreement = concordance(left.sums[:, a], right.sums[:, b])
-                    agreement[same] = -1.0
-                    compared += agreement.size
-                    _remember(nearest, own, left.entries, agreement.max(1))
-                    _remember(nearest, other, right.entries, agreement.max(0))
-                    votes += _best_pair(left, a, right, b, agreement)
+                    best = [np.full(len(side.entries), -1.0) for side in (left, right)]
+                    pair = (-1.0, 0, 0)
+                    for rows, columns in windows:
+                        agreement = concordance_of(left.part(a, rows), right.part(b, columns))
+                        agreement[same[rows, columns]] = -1.0
+                        compared += agreement.size
+                        best[0][rows] = agreement.max(1)
+                        best[1][columns] = np.maximum(best[1][columns], agreement.max(0))
+                        i, j = divmod(int(agreement.argmax()), agreement.shape[1])
+                        pair = max(pair, (float(agreement[i, j]), rows.start + i, columns.start + j))
+                    _remember(nearest, own, left.entries, best[0])
+                    _remember(nearest, other, right.entries, best[1])
+                    votes += _best_pair(left, a, right, b, pair, best)
     for vote in votes:
         rivals = [np.delete(nearest[:, vote.entry], vote.candidate), np.delete(nearest[vote.candidate], vote.entry)]
         error = 1 - max(float(r.max(initial=-1.0)) for r in rivals)
         if vote.certainty >= _needed(compared) and error >= CLEARER * (1 - vote.agreement):
             yield vote
+
+
+def _windows(left: _Side, right: _Side) -> Iterator[tuple[slice, slice]]:
+    """Yield which entries are compared with which: all with all, or in a crowd those that are as far along the optimizer."""
+    rows, columns = len(left.entries), len(right.entries)
+    step = rows if max(rows, columns) <= WINDOW else WINDOW // 2
+    for first in range(0, rows, step):
+        middle = int((first + step / 2) * columns / rows)
+        start = max(0, min(middle - WINDOW // 2, columns - WINDOW))
+        yield slice(first, first + step), slice(start, start + WINDOW)
 
 
 def _remember(nearest: Array, candidates: Sequence[int], entries: Sequence[tuple[int, ...]], agreement: Array) -> None:
@@ -187,7 +218,7 @@ def _matrices(values: Values) -> Iterator[_Side]:
         if len(shape) >= 2 and candidates and entries:
             for axis in (0, 1):
                 if shape[axis] >= FEWEST:
-                    yield _Side(shape[axis], axis, candidates, entries, values.read(shape, Reading(axis), NO_HEADS))
+                    yield _side(shape[axis], axis, candidates, entries, values.read(shape, Reading(axis), NO_HEADS))
 
 
 def _norms(values: Values) -> Iterator[_Side]:
@@ -206,19 +237,28 @@ def _norms(values: Values) -> Iterator[_Side]:
             weights, biases = ([values.row(both[k]) for both in candidates] for k in (0, 1))
             first, second = ([values.column(both[k]) for both in entries] for k in (0, 1))
             sums = table[:, weights][:, :, first] + table[:, biases][:, :, second]
-            yield _Side(shape[0], 0, candidates, entries, sums)
+            yield _side(shape[0], 0, candidates, entries, sums)
 
 
-def _best_pair(left: _Side, a: int, right: _Side, b: int, agreement: Array) -> Iterator[_Vote]:
-    """Yield who two candidates are, if exactly one pair of entries obeys a law between them."""
-    i, j = divmod(int(agreement.argmax()), agreement.shape[1])
-    best = float(agreement[i, j])
+def _best_pair(
+    left: _Side, a: int, right: _Side, b: int, pair: tuple[float, int, int], nearest: Sequence[Array]
+) -> Iterator[_Vote]:
+    """Yield who two candidates are, if the best pair of entries is the only one that obeys a law between them."""
+    best, i, j = pair
     if best < AGREE:
         return
-    sure = certainty(best, min(carried(left.sums[:, a, i]), carried(right.sums[:, b, j])))
-    for k, side, chosen, axis in ((i, left, a, 1), (j, right, b, 0)):
-        others = np.delete(agreement.max(axis), k)
-        margin = best - float(others.max(initial=-1.0))
+    x, y = left.part(a), right.part(b)
+    sure = certainty(best, min(carried(x[0][i]), carried(y[0][j])))
+    # Those beyond the window too.
+    every = (
+        concordance_of(x, right.part(b, slice(j, j + 1)))[:, 0],
+        concordance_of(left.part(a, slice(i, i + 1)), y)[0],
+    )
+    theirs = {*right.entries[j]}, {*left.entries[i]}
+    for own, (k, side, chosen) in enumerate(((i, left, a), (j, right, b))):
+        apart = [theirs[own].isdisjoint(numbers) for numbers in side.entries]
+        rivals = np.maximum(nearest[own], np.where(apart, every[own], -1.0))
+        margin = best - float(np.delete(rivals, k).max(initial=-1.0))
         # A norm's weights are all near one: its sums tell which entry it is tied to, not which norm that entry is.
         if margin >= APART and len(side.candidates[chosen]) == 1:
             yield _Vote(side.entries[k][0], side.candidates[chosen][0], best, margin, sure)
@@ -296,7 +336,7 @@ def _law_votes(law: Mapping[int, _Member], entry_of: Mapping[int, int]) -> Itera
     first = law[unknown[0]]
     rest = -fixed[:, None] if len(unknown) == 1 else -fixed[:, None] - law[unknown[1]].sums
     others = [-1] if len(unknown) == 1 else law[unknown[1]].entries
-    agreement = concordance(first.sums, rest)
+    agreement = concordance(first.sums.T, rest.T)
     agreement[np.equal.outer(np.array(first.entries), np.array(others))] = -1.0
     i, j = divmod(int(agreement.argmax()), agreement.shape[1])
     best = float(agreement[i, j])

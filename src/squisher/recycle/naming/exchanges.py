@@ -19,12 +19,11 @@ from ..optimizers import step_of
 from .terms import NEAR, NORM, OF_V, Assignment, Term, terms
 from .values import Shape, Values
 
-__all__ = ["AGAINST", "BEYOND_DOUBT", "CLEARLY", "Exchange", "Parts", "compared_parts"]
+__all__ = ["AGAINST", "BEYOND_DOUBT", "Exchange", "Parts", "compared_parts"]
 
 # From scripts made to mislead (benchmarks/naming_scripts.py); rates in docs/formats.md.
-AGAINST = 2.0  # by so much, after the price of having looked for it, must an exchange be likelier to contradict
-CLEARLY = 4.0  # and by so much to contradict names that were given
-BEYOND_DOUBT = 20.0  # and by so much to contradict an order that somebody vouches for: small networks err by exp(15)
+AGAINST = 2.0  # by so much, after the price of having looked for it, must an exchange be likelier to refuse an order
+BEYOND_DOUBT = 20.0  # and by so much to contradict what somebody vouches for, twice that by v alone: small networks err by exp(15), by v alone by exp(22)
 NOISE = 0.5  # of the length of a random walk: so far may accidents move a sum of comparisons of v alone
 STEP = 3.0  # no longer is a step of that walk: larger changes are no accident
 FOR = 2.0  # by so much must the order proposed be likelier than an exchange, or nothing tells which of them is right
@@ -56,29 +55,36 @@ class Parts(NamedTuple):
     """What the values say of a proposal's parts of one shape.
 
     Attributes:
-        better: The likeliest exchange, or None without one to try; its gain is what the price of the search leaves.
-        untold: An exchange that a plausible script makes and that is nearly as likely as the proposal, or None.
+        better: The likeliest exchange, if it passes the bar; its gain is what the price of the search leaves.
+        untold: Exchanges that are nearly as likely as the proposal, the likeliest first, no parameter in two of them.
     """
 
     better: Exchange | None = None
-    untold: Exchange | None = None
+    untold: Sequence[Exchange] = ()
 
 
 class _Move(NamedTuple):
-    """An exchange: to each candidate the one whose entry it gets, the price of having looked for it, whether a plausible script makes it."""
+    """An exchange: to each candidate the one whose entry it gets, the price of having looked for it, and whether it casts doubt.
+
+    Those that a plausible script makes do, and those of layers with the same role: if nothing speaks against one, the proposal is a guess.
+    """
 
     to: dict[int, int]
     price: float
-    plausible: bool = False
+    doubtful: bool = False
 
 
-def compared_parts(values: Values, assignment: Assignment, proven: Collection[int] = ()) -> Parts:
-    """Return which exchange of parts is likelier than a proposal, and which is as likely.
+def compared_parts(
+    values: Values, assignment: Assignment, proven: Collection[int] = (), *, vouched: bool = False, given: bool = False
+) -> Parts:
+    """Return which exchange of parts is likelier than a proposal, and which are as likely.
 
     Args:
         values: The weights and states.
         assignment: The entry that the proposal gives each candidate.
         proven: Entries whose name is known, so that they stay where they are.
+        vouched: Whether somebody vouches for the assignment.
+        given: Whether a user made it, whose mistakes no script explains: all that may be exchanged is in question.
     """
     usable = {
         c: e if values.entries[e].state else -1 - e
@@ -96,18 +102,40 @@ def compared_parts(values: Values, assignment: Assignment, proven: Collection[in
         if not any(usable[c] in proven for c in move.to) and any(usable[c] >= 0 for c in move.to)
     ]
     search = _Search(list(terms(values, usable, _families(values, usable))), noisy)
-    gain, better = search.best(usable, moves)
-    found = _exchange(values, usable, better, gain)
-    if gain >= AGAINST:
-        return Parts(found)
-    likely = [(sum(search.change(usable, move)), move) for move in moves if move.plausible]
-    untold = max(likely, key=lambda m: m[0], default=None)
-    if untold is not None and untold[0] > -FOR:
-        return Parts(found, _exchange(values, usable, _moved(usable, untold[1]), untold[0]))
-    stale = next((c for c in _stopped(values, usable) if search.support(usable, c) < FOR), None)
-    return Parts(
-        found, None if stale is None else Exchange(values.candidates[stale].name, "", search.support(usable, stale))
-    )
+    bar = AGAINST if not vouched else BEYOND_DOUBT * (2 if noisy else 1)
+    gain, better = search.best(usable, moves, bar)
+    if gain >= bar:
+        return Parts(_exchange(values, usable, better, gain))
+    search.left, likely = _EFFORT, []
+    for move in moves:
+        if (given or move.doubtful) and search.left > 0:
+            likely.append((sum(search.change(usable, move)), move.to))
+    if given:
+        likely += [(0.0, move) for move in _uncompared(values, assignment, proven, [to for _, to in likely])]
+    untold: list[Exchange] = []
+    seen: set[int] = set()
+    for change, to in sorted(likely, key=lambda m: -m[0]):
+        if change > -FOR and not seen & to.keys():
+            seen |= to.keys()
+            a, b = next(iter(to.items()))
+            untold.append(Exchange(values.candidates[a].name, values.candidates[b].name, change))
+    if not untold and not given:
+        stopped = ((c, search.support(usable, c)) for c in _stopped(values, usable))
+        untold = [Exchange(values.candidates[c].name, "", support) for c, support in stopped if support < FOR]
+    return Parts(None, untold)
+
+
+def _uncompared(
+    values: Values, assignment: Assignment, proven: Collection[int], moves: Sequence[Mapping[int, int]]
+) -> Iterator[dict[int, int]]:
+    """Yield each parameter that no exchange was tried of, with another of its shape: nothing was read of it."""
+    tried = {c for move in moves for c in move}
+    same: dict[Shape, list[int]] = defaultdict(list)
+    for c, e in assignment.items():
+        if e not in proven:
+            same[values.candidates[c].shape].append(c)
+    for own in same.values():
+        yield from (_swap([c], [next(d for d in own if d != c)]) for c in own if c not in tried and len(own) > 1)
 
 
 def _stopped(values: Values, usable: Assignment) -> Iterator[int]:
@@ -144,21 +172,21 @@ class _Search:
             for member in set(term.members):
                 self._of[member].append(k)
         self._known: dict[tuple[int, tuple[int, ...]], float] = {}
-        self._left = _EFFORT
+        self.left = _EFFORT
         self._noisy = noisy
 
-    def best(self, start: Assignment, moves: Sequence[_Move]) -> tuple[float, Assignment]:
-        """Return what the best assignment but the first gains over it, less its price, and that assignment."""
+    def best(self, start: Assignment, moves: Sequence[_Move], bar: float) -> tuple[float, Assignment]:
+        """Return what the best assignment but the first gains over it, less its price, and that assignment; enough at the bar."""
         found, better, reached, current = -math.inf, start, 0.0, start
         for _ in range(ROUNDS):
             for move in moves:
-                if self._left <= 0:
+                if self.left <= 0:
                     return found, better
                 change, accident = self.change(current, move)
                 gain = reached + change - accident - move.price
                 if gain > found and (following := _moved(current, move)) != start:
                     found, better = gain, following
-            if found <= reached or found >= AGAINST:
+            if found <= reached or found >= bar:
                 break
             reached, current = found, better
         return found, better
@@ -182,7 +210,7 @@ class _Search:
         if min(entries) < 0:  # without a state
             return 0.0
         if (k, entries) not in self._known:
-            self._left -= 1
+            self.left -= 1
             self._known[k, entries] = self.terms[k].weigh(entries)
         return self._known[k, entries]
 
@@ -252,11 +280,11 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
         biases = [part for part in same if len(part) == 1 and kind.get(part[0]) == "bias"]
         vectors += [move for move in _orders(biases) if len(move) > 2]
     yield from (_Move(move, math.log(len(near) + len(plausible)), True) for move in plausible)
-    yield from (
-        _Move(move, math.log(len(near) + len(plausible))) for move in near if frozenset(move.items()) not in likely
-    )
+    for move in (move for move in near if frozenset(move.items()) not in likely):
+        yield _Move(move, math.log(len(near) + len(plausible)), _same_role(values, move))
     for move in far:
-        yield _Move(move, math.log(len(near) + len(far)) + (2 * OF_V if noisy and _two_apart(values, move) else 0.0))
+        price = math.log(len(near) + len(far)) + (2 * OF_V if noisy and _two_apart(values, move) else 0.0)
+        yield _Move(move, price, _same_role(values, move))
     # Seldom is a norm or a bias handed over in another place without its layer. One law of a norm does not tell where: what its
     # bias is to the layer that reads it, or another norm of the same stream, makes that law nearly as well.
     price = math.log(max(1, len(near) + len(far) + len(vectors) + len(loose))) + VECTORS
@@ -276,6 +304,11 @@ def _two_apart(values: Values, move: dict[int, int]) -> bool:
     """Whether an exchange is of parts whose names, but for numbers, differ in two words: `encoder.q` and `decoder.o`."""
     a, b = (re.sub(r"\d+", "#", values.candidates[c].name).split(".") for c in (min(move), move[min(move)]))
     return len(a) != len(b) or sum(x != y for x, y in zip(a, b, strict=True)) > 1
+
+
+def _same_role(values: Values, move: dict[int, int]) -> bool:
+    """Whether an exchange is of layers with a bias, but for numbers under one name or beside each other: the gates of two layers."""
+    return len(move) > 2 and not _RECURRENT.search(values.candidates[min(move)].name) and not _two_apart(values, move)
 
 
 def _in_all_layers(values: Values, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[dict[int, int]]:

@@ -19,7 +19,7 @@ from ..states import Candidate, OptimizerState
 from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
 from .conventions import CONVENTIONS, Convention, divisions
 from .evidence import Evidence, Source, weigh
-from .exchanges import AGAINST, BEYOND_DOUBT, CLEARLY, Exchange, Parts, compared_parts
+from .exchanges import BEYOND_DOUBT, Exchange, Parts, compared_parts
 from .laws import Law
 from .partitions import sorted_as_text, ways
 
@@ -140,10 +140,10 @@ def _untold_parts(names: Sequence[str], by: str, evidence: Evidence, vouched: bo
     wrong = [entry for entry, name in evidence.names.items() if names[entry] != name]
     if wrong:
         raise NamingError(_contradicted(names, by, evidence, wrong, settles))
-    better, untold = _parts(evidence, names)
-    if better is not None and better.gain >= (BEYOND_DOUBT if vouched else AGAINST):
+    better, untold = _parts(evidence, names, vouched=vouched)
+    if better is not None:
         raise NamingError(_other_parts(by, better, settles))
-    return "" if untold is None or vouched else _untold(by, untold, settles)
+    return "" if not untold or vouched else _untold(by, untold[0], settles)
 
 
 def _with_levels(
@@ -161,20 +161,18 @@ def _with_levels(
     return Solution(list(names), how, list(_network_of(optimizer, names, sources).values()))
 
 
-def _parts(evidence: Evidence, names: Sequence[str]) -> Parts:
+def _parts(evidence: Evidence, names: Sequence[str], *, vouched: bool, given: bool = False) -> Parts:
     """Return what the values say of exchanged parts; of several networks with the same names, what the friendliest says."""
     found = []
     for values in evidence.values:
-        if sorted_as_text(
-            [c.live_name or c.name for c in values.candidates]
-        ):  # without an order there is none to doubt
-            return Parts()
+        if not given and sorted_as_text([c.live_name or c.name for c in values.candidates]):
+            return Parts()  # without an order there is none to doubt
         number = {c.name: k for k, c in enumerate(values.candidates)}
         assignment = {number[n]: k for k, n in enumerate(names) if n in number}
         fits = all(values.entries[e].shape in (None, values.candidates[c].shape) for c, e in assignment.items())
         if (fits and len(assignment) == len(names)) or len(evidence.values) == 1:
-            found.append(compared_parts(values, assignment, evidence.names))
-    doubts = lambda p: (p.better is not None and p.better.gain >= AGAINST, p.untold is not None)  # noqa: E731
+            found.append(compared_parts(values, assignment, evidence.names, vouched=vouched, given=given))
+    doubts = lambda p: (p.better is not None, len(p.untold))  # noqa: E731
     return min(found, key=doubts, default=Parts())
 
 
@@ -234,11 +232,12 @@ def _checked_given(
     wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
     if wrong:
         raise NamingError(_contradicted(given, _GIVEN, evidence, wrong, GIVE_OTHERS))
-    better, untold = _parts(evidence, given)
-    if better is not None and better.gain >= CLEARLY:
+    better, untold = _parts(evidence, given, vouched=True, given=True)
+    if better is not None:
         raise NamingError(_other_parts(_GIVEN, better, GIVE_OTHERS))
-    doubt = better if better is not None and better.gain >= AGAINST else untold
-    by = f"the values do not tell {doubt.name!r} from {doubt.other!r}" if doubt is not None and doubt.other else ""
+    by = f"the values do not tell {', '.join(f'{a!r} from {b!r}' for a, b, _ in untold[:_SHOWN])}" if untold else ""
+    if len(untold) > _SHOWN:
+        by += f", nor {len(untold) - _SHOWN} others of one shape"
     return Solution(list(given), [Naming(Level.GIVEN, by)] * len(given), list(known.values()))
 
 
@@ -261,6 +260,7 @@ _WHAT_SETTLES_IT = (
 
 
 _GIVEN = "the names that were given"
+_SHOWN = 3  # exchanges that the note on given names lists
 
 
 def _nothing_fits(optimizer: OptimizerState, sources: Sequence[Source], settles: str) -> str:
@@ -326,10 +326,11 @@ def _contradicted(names: Sequence[str], by: str, evidence: Evidence, wrong: Sequ
 
 
 def _other_parts(by: str, exchange: Exchange, settles: str) -> str:
+    clear = exchange.gain >= BEYOND_DOUBT
     return (
-        f"The values contradict the names: what is {exchange.name!r} by «{by}» is {exchange.other!r} by the weights, moments and "
-        f"v of the parts they belong to (exp({exchange.gain:.0f}) times likelier), so that these stand in another order. "
-        f"{settles}"
+        f"The values {'contradict' if clear else 'speak against'} the names: what is {exchange.name!r} by «{by}» is "
+        f"{'' if clear else 'rather '}{exchange.other!r} by the weights, moments and v of the parts they belong to "
+        f"(exp({exchange.gain:.0f}) times likelier), so that these stand in another order. {settles}"
     )
 
 

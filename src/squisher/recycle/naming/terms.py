@@ -247,7 +247,7 @@ def _law(values: Values, a: _Side, b: _Side, prior: float, most: float) -> Term:
 
     def weigh(entries: Sequence[int]) -> float:
         x, y = a.sums(values, entries[:count]), b.sums(values, entries[count:])
-        agreement = float(concordance(x[:, None], y[:, None])[0, 0])
+        agreement = float(concordance(x[None], y[None])[0, 0])
         return _likelier(certainty(agreement, min(carried(x), carried(y))), prior, most)
 
     return Term((*a.members, *b.members), weigh, (*a.members, *b.members))

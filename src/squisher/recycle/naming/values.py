@@ -18,7 +18,19 @@ from ..optimizers import identify, is_tensor, step_of, stored
 from ..states import Candidate, Entry
 from .laws import NO_HEADS, Heads, Reading
 
-__all__ = ["FEWEST", "Array", "Shape", "Values", "carried", "certainty", "concordance", "independent", "ranks"]
+__all__ = [
+    "FEWEST",
+    "Array",
+    "Shape",
+    "Values",
+    "carried",
+    "centred",
+    "certainty",
+    "concordance",
+    "concordance_of",
+    "independent",
+    "ranks",
+]
 
 _ELEMENTS = 1 << 14  # of one tensor, for movement
 _WIDTH = 128  # of a row of it
@@ -342,11 +354,20 @@ def certainty(agreement: float, channels: float) -> float:
 
 
 def concordance(a: Array, b: Array) -> Array:
-    """Return how nearly each column of a equals each of b: 1 if it does, 0 if they have nothing to do with each other."""
-    mean_a, mean_b = a.mean(0), b.mean(0)
-    x, y = a - mean_a, b - mean_b
-    size = (x * x).sum(0)[:, None] + (y * y).sum(0)[None] + len(a) * (mean_a[:, None] - mean_b[None]) ** 2
-    return np.asarray(2 * (x.T @ y) / np.maximum(size, 1e-300))
+    """Return how nearly each row of a equals each of b: 1 if it does, 0 if they have nothing to do with each other."""
+    return concordance_of(centred(a), centred(b))
+
+
+def centred(rows: Array) -> tuple[Array, Array, Array]:
+    """Return rows less their means, the means, and the sums of their squares, as a concordance takes them."""
+    means = rows.mean(-1)
+    return rows - means[..., None], means, np.square(rows).sum(-1)
+
+
+def concordance_of(a: tuple[Array, Array, Array], b: tuple[Array, Array, Array]) -> Array:
+    """Return the concordance of rows that are centred already."""
+    size = np.add.outer(a[2], b[2]) - np.outer(2 * a[0].shape[-1] * a[1], b[1])
+    return np.asarray(2 * (a[0] @ b[0].T) / np.maximum(size, 1e-300))
 
 
 def carried(sums: Array) -> float:
