@@ -66,7 +66,6 @@ PAPER = {
     "row, questions in-class: MRR": {"fisher": 0.46, "squisher": 0.563, "data size": 0.319},
     "row, questions all-class: MRR": {"fisher": 0.35, "squisher": 0.301, "data size": 0.154},
 }
-HEAD = r"^head"
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "cpu": {
@@ -183,11 +182,11 @@ def _source(run: Run, task: str, seed: int) -> dict[str, Any]:
         kind = "gaussian" if rows.labels.is_floating_point() else "categorical"
         found: dict[str, Mapping[str, Tensor]] = {
             "fisher": squisher.fisher(model, rows.batches(16), parameters=r"^body\.", labels="data", likelihood=kind),
-            "squisher": squisher.extract(optimizer, model, batch_size=config["batch"]).as_fisher(),
+            "squisher": squisher.extract(optimizer, model, batch_size=config["batch"]).as_fisher().restrict(r"^body\."),
         }
         return {
             "body": {name: p.detach().clone() for name, p in model.named_parameters() if name.startswith("body.")},
-            "importances": {n: dict(squisher.embed.embedding(one, "full", exclude=HEAD)) for n, one in found.items()},
+            "importances": {n: dict(squisher.embed.embedding(one, "full")) for n, one in found.items()},
             "rows": len(data.train),
             "steps": int(next(iter(optimizer.state.values()))["step"]),
             "history": history,
