@@ -187,3 +187,12 @@ def test_ewc_tells_of_other_weights(trained):
         squisher.EWC(model).consolidate(trained["a"][1])
     with pytest.warns(SquisherWarning, match="other weights.* 4 of 4"):
         squisher.EWC(model).consolidate(trained["b"][1])
+
+
+def test_shrink_tells_before_it_opens_the_model(trained, tmp_path):
+    def said(*more):
+        given = ["--importance", tmp_path / "b.safetensors", "--sparsity", "0.5", "--out", tmp_path / "smaller"]
+        return run("shrink", tmp_path / "a", *given, *more).stderr
+
+    assert "made with other weights: 4 of 4 tensors" in said()
+    assert "other weights" not in said("--any-weights")

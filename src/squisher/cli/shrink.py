@@ -22,17 +22,22 @@ def shrink(
     importance: shell.OfModel = None,
     scope: Annotated[str, typer.Option(help="global (all layers together) or tensor (each by itself).")] = "global",
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Modules that keep their channels.")] = None,
+    any_weights: shell.AnyWeights = False,
     as_json: shell.Json = False,
 ) -> None:
     """Remove whole channels, neurons and attention heads: the model becomes smaller and faster.
 
     Layers then have widths of their own, which no config describes: open the folder with squisher.prune.load.
     """
+    from ..importance.weights import check_weights
     from ..prune import channels, example_input, load, save
+    from ..storage.folders import open_model
 
     shell.check_target(out, False, model, importance, suffix=None)
-    whole = load(model)
     found = shell.open_importance(model if importance is None else importance)
+    with shell.notes():
+        check_weights([found], [open_model(model).weights], [str(model)], any_weights)
+    whole = load(model)
     smaller = channels(whole, found, example_input(whole), sparsity, scope=scope, exclude=exclude)
     save(smaller, out)
     before, after = (sum(p.numel() for p in one.parameters()) for one in (whole, smaller))
