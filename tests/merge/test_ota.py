@@ -137,3 +137,15 @@ def test_the_command_and_the_file_of_the_paper(tmp_path, monkeypatch, capsys):
     out = safetensors.open_archive(tmp_path / "out" / "model.safetensors")[0]
     for name in base:
         torch.testing.assert_close(out[name], expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("floor", ["relative", 1e-8, 0])
+def test_weights_beyond_float32_are_merged_in_float64(floor):
+    models = [{"w": torch.tensor([1.0, 2.0, 3.0])}, {"w": torch.tensor([5.0, 6.0, 7.0])}]
+    facts = {"kind": "squisher", "loss_reduction": "mean", "unit": "example"}
+    importances = [squisher.Importance({"w": torch.full((3,), 3e38)}, batch_size=b, **facts) for b in (1, 10_000)]
+    for merged, share in (
+        (ota({"w": torch.zeros(3)}, models, importances, floor=floor), 100 / 101),
+        (fisher(models, importances, floor=floor), 10_000 / 10_001),
+    ):
+        torch.testing.assert_close(merged["w"], models[0]["w"] + 4 * share)

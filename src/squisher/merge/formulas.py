@@ -76,7 +76,7 @@ class Fisher:
         if not terms:
             self._mean.fill(name, chunks, out)
             return
-        careful = not all(_safe(t.factor) and _safe(t.floor) for t in terms)
+        careful = not all(_in_range(t) and _safe(t.floor) for t in terms)
         weighted(chunks, terms, torch.float64 if careful else self.work, careful, out)
 
     def terms(self, name: str) -> list[Term]:
@@ -89,9 +89,9 @@ class Fisher:
         if name in self.averaged or len(self.models) == 1:
             return []
         factors = [g.factor / norm for g, norm in zip(self.importances, self._all_norms(), strict=True)]
+        sums = [g.sums(name)[0] / norm for g, norm in zip(self.importances, self._all_norms(), strict=True)]
         floors = self.floors
         if floors is None:
-            sums = [g.sums(name)[0] / norm for g, norm in zip(self.importances, self._all_norms(), strict=True)]
             mean = math.fsum(sums) / (len(sums) * max(numel_of(self.models[0], name), 1))
             if not mean > 0:
                 return []
@@ -101,8 +101,8 @@ class Fisher:
         # Only ratios matter: with the first factor at 1 its importance needs no multiplication, and often none does.
         unit = factors[0] * self.coefficients[0] or math.inf
         terms = [
-            Term(factor * c / unit, floor * c / unit, self.adds, c)
-            for factor, floor, c in zip(factors, floors, self.coefficients, strict=True)
+            Term(factor * c / unit, floor * c / unit, self.adds, c, most=(total + floor) * c / unit)
+            for factor, floor, c, total in zip(factors, floors, self.coefficients, sums, strict=True)
         ]
         if not all(0 < t.factor < math.inf and t.floor < math.inf for t in terms):
             raise SquisherError(
@@ -152,14 +152,17 @@ class Matching:
         unit, delta = found
         of_base = None
         if self.base_importance is not None:
-            of_base = Term(self.base_importance.factor * self.base_size * unit)
+            of_base = self._term(name, self.base_importance, self.base_size * unit)
         terms = [
-            Term(g.factor * size * unit, coefficient=alpha)
+            self._term(name, g, size * unit, alpha)
             for g, size, alpha in zip(self.importances, self.sizes, self.alphas, strict=True)
         ]
-        factors = [t.factor for t in ([of_base] if of_base else []) + terms if t.factor]
-        careful = not (_safe(delta) and all(map(_safe, factors)))
+        careful = not (_safe(delta) and all(map(_in_range, [of_base, *terms] if of_base else terms)))
         gradient_matched(chunks, of_base, terms, delta, torch.float64 if careful else self.work, careful, out)
+
+    def _term(self, name: str, importance: Graded, size: float, alpha: float = 1.0) -> Term:
+        most = importance.sums(name)[0] * size * max(alpha, 1.0)
+        return Term(importance.factor * size, coefficient=alpha, most=most)
 
     def _unit_and_delta(self, name: str) -> tuple[float, float] | None:
         if name in self.averaged:
@@ -212,7 +215,7 @@ class Grafting:
             return
         # One model has no terms, and a tensor whose importance is 0 everywhere has none: all weights are equal then.
         terms = self._weights.terms(name) or [Term(0.0, 1.0) for _ in self.models]
-        careful = not all(_safe(t.factor or 1.0) and _safe(t.floor) for t in terms)
+        careful = not all(_in_range(t) and _safe(t.floor) for t in terms)
         grafted(chunks, terms, self._thresholds(), torch.float64 if careful else self.work, careful, out)
 
     def _thresholds(self) -> list[float]:
@@ -260,6 +263,13 @@ class Term(NamedTuple):
     adds: bool = False
     coefficient: float = 1.0
     """The model's share where no importance decides."""
+    most: float = 0.0
+    """No weight is larger, because their sum is not."""
+
+
+def _in_range(term: Term) -> bool:
+    """Return whether neither a weight nor a sum of weights can leave float32: it would become 0 or infinite without a NaN to tell."""
+    return _safe(term.factor or 1.0) and term.most < _SAFE[1]
 
 
 def differences(chunks: Sequence[Tensor], factors: Sequence[float], work: torch.dtype, out: Tensor) -> None:
@@ -291,10 +301,7 @@ def weighted(chunks: Sequence[Tensor], terms: Sequence[Term], work: torch.dtype,
                 w.copy_(torch.where(total == 0, term.coefficient / shares[k], w))
             last = k + 1 == len(terms)
             mean = torch.lerp(mean, _as(blocks[2 * k], b), w, out=_last(target, d) if last else d)
-        if _overflown(total):
-            weighted(blocks, terms, torch.float64, careful=True, out=target)
-        else:
-            _deliver(mean, target)
+        _deliver(mean, target)
 
 
 def gradient_matched(
@@ -330,9 +337,6 @@ def gradient_matched(
             if careful:
                 plain.add_(d, alpha=term.coefficient)
             above.addcmul_(d, w, value=term.coefficient)
-        if _overflown(total):
-            gradient_matched(blocks, base, terms, delta, torch.float64, careful=True, out=target)
-            continue
         if careful:
             none = total == 0
             above[none] = plain[none]
@@ -393,11 +397,6 @@ def _in_blocks(
 
 def _work_type(chunks: Sequence[Tensor], work: torch.dtype) -> torch.dtype:
     return torch.float64 if any(chunk.dtype == torch.float64 for chunk in chunks) else work
-
-
-def _overflown(total: Tensor) -> bool:
-    """Return whether a sum of weights is beyond float32: it would make a model's share 0, and no NaN would say so."""
-    return total.dtype == torch.float32 and not float(total.amax()) < math.inf
 
 
 def _weigh(importance: Tensor, term: Term, out: Tensor, careful: bool) -> None:
