@@ -51,3 +51,12 @@ def test_what_does_not_fit():
         prune.scores(WEIGHTS)
     with pytest.raises(KeyError, match="no tensor named 'n'"):
         prune.scores(WEIGHTS, FISHER)["n"]
+
+
+def test_scores_beyond_the_type_are_refused():
+    weights, large = {"w": torch.tensor([2.0, 1.0])}, {"w": torch.tensor([3e38, 2e38])}
+    with pytest.raises(SquisherError, match="'w' is more than float32 holds"):
+        prune.scores(weights, large)["w"]
+    wide = prune.scores(weights, {"w": large["w"].double()})["w"]
+    torch.testing.assert_close(wide, torch.tensor([6e38, 1e38], dtype=torch.float64))
+    assert prune.scores(weights, {"w": torch.tensor([1e38, 2e38])})["w"].tolist() == pytest.approx([2e38, 1e38])

@@ -302,7 +302,7 @@ def scores(
 
     Raises:
         NamingError: The importance has a name or a shape that the weights do not have.
-        SquisherError: The score does not exist or needs an importance.
+        SquisherError: The score does not exist or needs an importance; when it is read, ½θ²F is more than the type holds.
     """
     check_score(score, importance)
     if importance is None:
@@ -364,9 +364,15 @@ class Scores(Computed):
         )
         for weight, fisher in pairs:
             theta = _array(weight, kind)
-            loss = theta * theta
-            loss *= _array(fisher, kind)
-            loss *= 0.5
+            with np.errstate(over="ignore", invalid="ignore"):
+                loss = theta * theta
+                loss *= 0.5
+                loss *= _array(fisher, kind)
+            if np.isinf(loss.max(initial=0)) and is_finite(weight):
+                raise SquisherError(
+                    f"½θ²F of {name!r} is more than {str(kind).removeprefix('torch.')} holds: scale the importance down (importance * "
+                    "1e-20; the ranking stays the same), or give it in float64."
+                )
             yield torch.from_numpy(loss)
 
     def _noise(self, name: str, size: int) -> Iterator[Tensor]:
