@@ -126,3 +126,13 @@ def test_one_tensor_is_a_model_if_it_has_a_name(tmp_path):
     torch.save(torch.ones(2), tmp_path / "bare.pt")
     with pytest.raises(FileError, match="without a name"):
         open_model(tmp_path / "bare.pt")
+
+
+def test_of_several_models_in_a_file_none_is_taken_without_a_word(tmp_path):
+    one, other = ({"weight": torch.full((2,), x), "bias": torch.zeros(1)} for x in (1.0, 2.0))
+    torch.save({"ema": other, "model": one, "best": {"loss": torch.ones(())}}, tmp_path / "average.pt")
+    with pytest.warns(SquisherWarning, match="'model' is taken, 'ema' left out"):
+        assert open_model(tmp_path / "average.pt").weights["weight"].tolist() == [1.0, 1.0]
+    torch.save({"generator": one, "discriminator": other}, tmp_path / "pair.pt")
+    with pytest.raises(FileError, match="'generator', 'discriminator'"):
+        open_model(tmp_path / "pair.pt")

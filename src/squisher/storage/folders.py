@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import FileError, SquisherError
+from ..errors import FileError, SquisherError, SquisherWarning
 from . import hub, safetensors
 from .atomic import check_free, new_folder
 from .byte_range import shown
@@ -40,6 +41,8 @@ _IN_FOLDER = (
     "model.pth",
     "model.bin",
 )
+_USUAL = ("state_dict", "model", "model_state_dict", "model_state", "module", "net", "network", "weights", "params")
+"""Where training scripts keep the weights themselves, beside averages of them."""
 _COPIED = (
     "config.json", "adapter_config.json", "generation_config.json", "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
@@ -94,12 +97,27 @@ def open_weights(path: Path) -> Weights | None:
 
 def _torch_weights(path: Path) -> Mapping[str, TensorSource]:
     tree = read(path)
-    found = [tensors for _, tensors in find_weights(tree)] or [tensors for _, tensors in find_weights(tree, least=1)]
+    found = dict(find_weights(tree)) or dict(find_weights(tree, least=1))
     if isinstance(tree, StoredTensor):
         raise FileError(f"{path} holds a tensor without a name. Save it under one: torch.save({{name: tensor}}, file).")
     if not found:
         raise FileError(f"{path} holds no weights: no dictionary of named tensors is in it.")
-    return max(found, key=len)
+    # A few tensors that a script keeps beside the weights are no second model; one of half its size is.
+    large = [place for place in found if 2 * len(found[place]) >= max(map(len, found.values()))]
+    chosen = large if len(large) == 1 else [place for place in large if place.rpartition(".")[2] in _USUAL]
+    if len(chosen) != 1:
+        raise FileError(
+            f"{path} holds several sets of weights: {', '.join(map(repr, large))}. Save the one that is meant alone: "
+            f"torch.save(torch.load(file)[{large[0].split('.')[0]!r}], other)."
+        )
+    if len(large) > 1:
+        others = ", ".join(repr(place) for place in large if place not in chosen)
+        warnings.warn(
+            f"{path} holds several sets of weights; {chosen[0]!r} is taken, {others} left out.",
+            SquisherWarning,
+            stacklevel=4,
+        )
+    return found[chosen[0]]
 
 
 def _torch_shards(index: Path) -> Weights:
