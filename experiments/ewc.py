@@ -11,8 +11,8 @@ end of a context, with a λ searched around N·λ_F. Five trials.
 to train on (the split is ours), and 2,000 iterations a context, which is the paper's number of epochs. λ on one search seed
 (0), trained on 90 % of the training set and scored on the rest, over as many values for every estimator; then fresh seeds, the
 whole training set, the test set. The search of permuted MNIST and CIFAR-100 learns the first five contexts. Scale
-`permuted-reduced` is an older run of 1,500 iterations and a Fisher of 5,000 images; `permuted-check` and `cifar-check` are two seeds by
-the paper's protocol at the λ of the work that the paper follows, 100 and 1,000.
+`permuted-reduced` is an older run of 1,500 iterations and a Fisher of 5,000 images. Those that end in `-check` are a seed or two by
+the paper's protocol at the λ of the work that the paper follows, unsearched.
 
 Methods (`experiments.continual.METHODS`):
 
@@ -133,6 +133,18 @@ _REDUCED: dict[str, Any] = _PERMUTED | {
     "methods": ["none", "fisher", "squisher"],
     "exponents": {"fisher": [0, 1, 2, 3], "squisher": [0, 1, 2, 3]},
 }
+_PERMUTED_CHECK: dict[str, Any] = _PERMUTED | {
+    "seeds": 2,
+    "methods": ["none", "fisher", "squisher", "squisher (N·v)"],
+    "exponents": {},
+    "strengths": {"fisher": 100.0, "squisher": 100.0},
+}
+_CIFAR_CHECK: dict[str, Any] = _CIFAR | {
+    "seeds": 2,
+    "methods": ["none", "fisher", "squisher", "squisher (without rescaling)", "squisher (N·v)"],
+    "exponents": {},
+    "strengths": {"fisher": 1000.0, "squisher": 1000.0},
+}
 CONFIGS: dict[str, dict[str, Any]] = {
     "quick": _SPLIT
     | {
@@ -188,21 +200,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cifar-domain": _CIFAR | {"seeds": 3, "scenario": "domain", "widths": [1024, 2000, 2000, 10]},
     "cifar-class": _CIFAR | {"seeds": 3, "scenario": "class"},
     "permuted-reduced": _REDUCED,
-    "permuted-check": _REDUCED
-    | {
-        "seeds": 2,
-        "iterations": 5000,
-        "fisher_examples": 60_000,
-        "exponents": {},
-        "strengths": {"fisher": 100.0, "squisher": 100.0},
-    },
-    "cifar-check": _CIFAR
-    | {
-        "seeds": 2,
-        "methods": ["none", "fisher", "squisher", "squisher (without rescaling)", "squisher (N·v)"],
-        "exponents": {},
-        "strengths": {"fisher": 1000.0, "squisher": 1000.0},
-    },
+    "permuted-check": _PERMUTED_CHECK,
+    "permuted-domain-check": _PERMUTED_CHECK | {"scenario": "domain", "widths": [1024, 1000, 1000, 10]},
+    "permuted-class-check": _PERMUTED_CHECK | {"scenario": "class"},
+    "cifar-check": _CIFAR_CHECK,
+    "cifar-domain-check": _CIFAR_CHECK | {"scenario": "domain", "widths": [1024, 2000, 2000, 10]},
+    "cifar-class-check": _CIFAR_CHECK | {"scenario": "class", "strengths": {"fisher": 100.0, "squisher": 100.0}},
 }
 """`exponents`: λ is searched over 10ᵉ, equally many for every method of a benchmark; `beyond`: run for the curve and not chosen from;
 `strengths`: λ is given."""

@@ -65,7 +65,7 @@ def _side_by_side(folder: Path, methods: Mapping[str, str], ending: str = "") ->
         if cell.endswith(ending):
             case = ewc.case(ewc.CONFIGS[cell])
             note = ""
-            if runs is None and (check := document("ewc", cell.replace("-task", "-check"), folder)):
+            if runs is None and (check := document("ewc", f"{cell.removesuffix('-task')}-check", folder)):
                 runs = Runs(check)  # λ is not searched for there
                 note = f", λ = {runs.config['strengths']['fisher']:,g}"
             paper = ewc.PAPER[case]
