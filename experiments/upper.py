@@ -100,6 +100,8 @@ def _below(rows: text.Texts, config: Mapping[str, Any]) -> Tensor:
     body = text.load(config, 2, 0).body
     found = torch.zeros(*rows.tokens.shape, body.config.hidden_size, dtype=torch.float16)
     for place in text.by_length(rows.mask).split(32):
+        if not len(place):  # an empty part is one empty batch
+            continue
         batch = rows.batch(place)
         batch.pop("labels")
         shape = batch["input_ids"].shape
