@@ -404,3 +404,42 @@ def test_a_protected_parameter_that_is_gone_is_said_to_be(replaced):
     without.load_state_dict(ewc.state_dict())
     assert without.penalty().item() == 0
     assert set(without.state_dict()["weight"]) == {"0.weight", "0.bias"}
+
+
+def test_importances_that_add_up_beyond_float32_are_refused():
+    """They would be infinite, and infinite times no distance is NaN in every gradient."""
+    model = network()
+    ewc = EWC(model)
+    with pytest.raises(SquisherError, match="float32"):
+        ewc.consolidate({n: torch.full(p.shape, 1e40, dtype=torch.float64) for n, p in model.named_parameters()})
+    ewc.consolidate({n: torch.full(p.shape, 3e38) for n, p in model.named_parameters()})
+    with pytest.raises(SquisherError, match="float32"):
+        ewc.consolidate({n: torch.full(p.shape, 3e38) for n, p in model.named_parameters()})
+    assert ewc.tasks == 1
+    assert ewc.penalty() == 0
+
+
+def test_a_sparse_gradient_gets_the_force_of_every_row():
+    model = nn.Embedding(4, 2, sparse=True)
+    ewc = EWC(model)
+    ewc.consolidate({"weight": torch.ones(4, 2)})
+    with torch.no_grad():
+        model.weight.add_(1.0)
+    model(torch.tensor([1])).sum().backward()
+    ewc.add_gradient_()
+    assert torch.allclose(model.weight.grad, torch.tensor([[1.0, 1.0], [2.0, 2.0], [1.0, 1.0], [1.0, 1.0]]))
+
+
+def test_a_plain_mapping_first_does_not_make_every_scale_alike():
+    model = network()
+    ewc, stored = EWC(model), EWC(model)
+    plain = dict(importance_of(model, 0))
+    ewc.consolidate(plain)
+    stored.consolidate(plain, scale="stored")
+    known = importance_of(model, 1, kind="squisher", batch_size=32, loss_reduction="mean", unit="example")
+    with pytest.raises(ScaleError):
+        ewc.consolidate(known)
+    stored.consolidate(known)
+    ewc.consolidate(plain)
+    ewc.consolidate(known, scale="stored")
+    assert (ewc.tasks, stored.tasks) == (3, 2)

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import pickle
 
 import pytest
 import torch
@@ -220,3 +221,20 @@ def test_what_is_refused():
         ewc.pull_(other)
     with pytest.raises(squisher.SquisherError, match="not a str"):
         ewc.pull_("adam")
+
+
+def test_the_metric_of_adam_is_refused_where_no_optimizer_state_ever_comes():
+    model, ewc, _, _ = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # keeps no state without momentum
+    one_step(model, optimizer)
+    with pytest.raises(squisher.SquisherError, match="plain"):
+        ewc.pull_(optimizer, metric="adam")
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda ewc: pickle.loads(pickle.dumps(ewc))])
+def test_copies_after_a_pull(again):
+    model, ewc, _, _ = make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    one_step(model, optimizer)
+    assert ewc.pull_(optimizer)
+    assert torch.equal(again(ewc).penalty(), ewc.penalty())

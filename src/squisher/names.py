@@ -316,10 +316,15 @@ def live_parameters(model: torch.nn.Module) -> list[LiveParameter]:
 
     Raises:
         NamingError: Two parameters would get the same name.
+        SquisherError: A parameter has no shape yet (lazy modules).
     """
     names: dict[int, list[str]] = {}
     parameters: dict[int, Tensor] = {}
     for live_name, parameter in model.named_parameters(remove_duplicate=False):
+        if nn.parameter.is_lazy(parameter):
+            raise SquisherError(
+                f"{live_name!r} has no shape yet, as in a lazy module: call the model once on a batch first."
+            )
         names.setdefault(id(parameter), []).append(live_name)
         parameters[id(parameter)] = parameter
     out = []

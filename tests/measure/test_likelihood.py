@@ -78,6 +78,39 @@ def test_segmentation_layout_and_ignored_positions():
     assert torch.allclose(losses, expected)
 
 
+@pytest.mark.parametrize(
+    ("objective", "logits", "labels"),
+    [
+        (Objective("categorical"), (2, 4, 4), (2, 4)),  # classes second or last: labels fit both
+        (Objective("categorical", classes_last=True), (2, 4, 4, 4), (2, 4, 4)),
+        (Objective("categorical", "sampled"), (2, 4, 3), None),
+        (Objective("categorical", "exact", classes_last=True), (2, 4, 3, 5), None),
+    ],
+)
+def test_where_the_classes_are_is_never_guessed(objective, logits, labels):
+    batch = torch.randn(logits) if labels is None else (torch.randn(logits), torch.randint(0, 4, labels))
+    with pytest.raises(SquisherError, match="second.*or last"):
+        objective.outputs(lambda x: x, parse(batch, nn.Identity(), CPU))
+
+
+@pytest.mark.parametrize(
+    "objective", [Objective("categorical", classes_last=True), Objective("tokens", unit="sequence")]
+)
+def test_the_classes_of_text_are_last(objective):
+    logits, labels = torch.randn(2, 4, 4), torch.randint(0, 4, (2, 4))
+    outputs = objective.outputs(lambda x: x, parse((logits, labels), nn.Identity(), CPU))
+    assert torch.equal(outputs.values, logits)
+
+
+@pytest.mark.parametrize("kind", ["gaussian", "bernoulli"])
+def test_labels_in_another_order_of_dimensions_are_refused(kind):
+    """As many numbers are not enough: reshaped, each label would meet another output."""
+    with pytest.raises(SquisherError, match="order of dimensions"):
+        Objective(kind).outputs(lambda x: x, parse((torch.rand(2, 3, 6), torch.rand(2, 6, 3)), nn.Identity(), CPU))
+    fits = parse((torch.rand(2, 1, 6), torch.rand(2, 6, 1)), nn.Identity(), CPU)
+    assert Objective(kind).outputs(lambda x: x, fits).values.shape == (2, 6)
+
+
 def test_shift_moves_labels_not_outputs():
     logits, labels = torch.randn(2, 4, 6), torch.randint(0, 6, (2, 4))
     objective = Objective("tokens", unit="sequence", shift=1)
@@ -94,6 +127,17 @@ def test_without_labels_tokens_count_where_attention_does():
     batch = parse({"x": torch.randn(2, 4, 6), "attention_mask": mask}, nn.Identity(), CPU)
     outputs = objective.outputs(lambda x, attention_mask: x, batch)
     assert outputs.mask.tolist() == [[True, True, False, False], [True, False, False, False]]
+
+
+def test_the_mask_of_an_encoder_is_not_the_decoders():
+    ids, mask = torch.zeros(2, 4), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    objective = Objective("tokens", "sampled", "token")
+    batch = parse({"attention_mask": mask, "decoder_input_ids": ids}, nn.Identity(), CPU)
+    assert objective.outputs(lambda **_: torch.randn(2, 4, 6), batch).mask.all()
+    batch = parse(
+        {"attention_mask": mask, "decoder_input_ids": ids, "decoder_attention_mask": 1 - mask}, nn.Identity(), CPU
+    )
+    assert torch.equal(objective.outputs(lambda **_: torch.randn(2, 4, 6), batch).mask, mask == 0)
 
 
 def test_labels_equal_to_input_ids_need_a_shift():

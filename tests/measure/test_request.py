@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
-from squisher.errors import SquisherError
-from squisher.measure import objective_for
+from squisher.errors import ArgumentError, SquisherError
+from squisher.measure import fisher, objective_for
 
 
 class _Config:
@@ -66,3 +67,14 @@ def test_auto_is_categorical_for_any_other_model():
 def test_refused_settings(settings, message):
     with pytest.raises(SquisherError, match=message):
         objective_for(nn.Linear(2, 2), **settings)
+
+
+@pytest.mark.parametrize("setting", [{"max_examples": 2.5}, {"max_examples": "3"}, {"max_examples": 0}, {"seed": "a"}])
+def test_numbers_that_are_not_whole_are_refused(setting):
+    with pytest.raises(ArgumentError, match="whole number"):
+        fisher(nn.Linear(2, 2), [(torch.zeros(1, 2), torch.zeros(1).long())], **setting)
+
+
+def test_parameters_without_a_shape_are_refused():
+    with pytest.raises(SquisherError, match="no shape yet"):
+        fisher(nn.LazyLinear(2), [(torch.zeros(1, 2), torch.zeros(1).long())])

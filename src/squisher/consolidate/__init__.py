@@ -30,7 +30,10 @@ GROWTH = 1000.0
 
 @dataclass(frozen=True)
 class _Scale:
-    """The scale of the tasks so far: means per unit, or numbers as they were stored; then what the first one says of itself."""
+    """The scale of the tasks so far: means per unit, or numbers as they are stored; then what the first one says of itself.
+
+    That is nothing (an empty dictionary) of a plain mapping, and None where the user asked for numbers as they are stored.
+    """
 
     as_fisher: bool
     unit: str | None = None
@@ -140,6 +143,11 @@ class EWC:
                 constant += float((before * share * gap * gap).double().sum())
                 new_weight[name], new_centre[name] = together, torch.addcmul(centre, share, gap)
             new_weight[name] = new_weight[name].to(self._dtype)
+            if not (is_finite(new_weight[name]) and math.isfinite(constant)):
+                raise SquisherError(
+                    f"The importance of {name!r}, with those of the tasks before, is more than float32 holds: the penalty would be NaN. Scale "
+                    "all of them down (importance * 1e-10) and the strength up."
+                )
         for name in self._weight:
             if (
                 self.online is not None and name not in names
@@ -174,6 +182,8 @@ class EWC:
                 continue
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.is_sparse:  # the penalty pulls every row
+                parameter.grad = parameter.grad.to_dense()
             add_force_(parameter.grad, parameter.detach(), weight, centre, self.strength)
 
     def pull_(self, optimizer: torch.optim.Optimizer, metric: str = "plain") -> bool:
@@ -348,11 +358,11 @@ class EWC:
     def _on_scale(self, importance: Mapping[str, Tensor], scale: str) -> Mapping[str, Tensor]:
         """Return the scale rule over tasks: the first one decides, the others must be able to follow."""
         if scale == "stored":
-            self._scale = self._scale or _Scale(as_fisher=False)
+            self._scale = (self._scale if self.tasks else None) or _Scale(as_fisher=False)
             return checked(importance)
         if self._scale is None or self.tasks == 0:
             converted = on_common_scale([importance], scale)[0]
-            first = importance.provenance.to_dict() if isinstance(importance, Importance) else None
+            first = importance.provenance.to_dict() if isinstance(importance, Importance) else {}
             p = converted.provenance if isinstance(converted, Importance) else None
             per_unit = p is not None and (p.per_unit or p.kind == "fisher")
             self._scale = _Scale(True, p.unit) if p is not None and per_unit else _Scale(False, first=first)
@@ -363,9 +373,10 @@ class EWC:
             if self._scale.unit != unit:
                 raise ScaleError(f"Earlier tasks are per {self._scale.unit}, this one is per {unit}.")
             return converted
-        if self._scale.first is not None and isinstance(importance, Importance):
-            return on_common_scale([_without_tensors(self._scale.first), importance], scale)[1]
-        return checked(importance)
+        if self._scale.first is None:  # the first task was taken as it was stored
+            return checked(importance)
+        earlier = _without_tensors(self._scale.first) if self._scale.first else {}
+        return on_common_scale([earlier, importance], scale)[1]
 
     def _warn_of_other_weights(self, importance: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
         found = match(importance, {source: self._parameters[name].detach() for name, source in names.items()})

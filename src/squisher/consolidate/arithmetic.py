@@ -123,13 +123,13 @@ def denominator(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramet
         SquisherError: The optimizer is not Adam or one with its state.
     """
     state = optimizer.state.get(parameter, {})
-    if not state:
-        return None
-    if "exp_avg_sq" not in state or "step" not in state or "betas" not in group:
+    if "betas" not in group or (state and not {"exp_avg_sq", "step"} <= state.keys()):  # SGD may have no state at all
         raise SquisherError(
             f"metric='adam' needs the state of Adam (exp_avg_sq, step, betas), which {type(optimizer).__name__} does not keep: "
             "use metric='plain'."
         )
+    if not state:
+        return None
     average = state["max_exp_avg_sq"] if group.get("amsgrad") else state["exp_avg_sq"]
     correction = 1 - float(group["betas"][1]) ** float(state["step"])
     return Denominator(average, correction**0.5, float(group.get("eps", 0.0)))
@@ -206,6 +206,9 @@ class StepsTaken:
 
     def __init__(self) -> None:
         self._taken: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type[StepsTaken], tuple[()]]:
+        return StepsTaken, ()  # a copy watches no optimizer yet
 
     def since_asked(self, optimizer: torch.optim.Optimizer) -> bool:
         """Return whether a step was taken. The first time only the optimizer's state can show it."""

@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -102,7 +103,7 @@ def fisher(
     Raises:
         SquisherError: if a batch, the model's outputs or a setting do not fit.
     """
-    _check(model, method, dtype, max_examples)
+    _check(model, method, dtype, max_examples, seed)
     model = eager_original(model)
     spread_out = is_spread(model)  # before its parameters are looked at: what is whole after a pass is sharded again
     objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift)
@@ -157,13 +158,15 @@ def fisher(
     )
 
 
-def _check(model: Any, method: str, dtype: Any, max_examples: int | None) -> None:
+def _check(model: Any, method: str, dtype: Any, max_examples: Any, seed: Any) -> None:
     if method not in ("auto", "fast", "loop"):
         raise ArgumentError(f"{method!r} is not known; expected 'auto', 'fast' or 'loop'.", "method")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point or dtype == torch.float16:
         raise ArgumentError(f"{dtype} cannot hold squared gradients; use torch.float32, float64 or bfloat16.", "dtype")
-    if max_examples is not None and max_examples < 1:
-        raise ArgumentError(f"is a positive number, or left out, not {max_examples}.", "max_examples")
+    if max_examples is not None and (not isinstance(max_examples, Integral) or max_examples < 1):
+        raise ArgumentError(f"is a positive whole number, or left out, not {max_examples!r}.", "max_examples")
+    if not isinstance(seed, Integral):
+        raise ArgumentError(f"is a whole number, not {seed!r}.", "seed")
     if not isinstance(model, nn.Module):
         raise SquisherError(f"model is a {type(model).__name__}; expected a torch.nn.Module.")
 
@@ -304,7 +307,14 @@ def objective_for(
         raise ArgumentError(
             f"is a positive number, above 1 only for sampled labels, not {draws!r} with labels {labels!r}.", "draws"
         )
-    return Objective(kind, labels, unit, draws, seed, _shift_of(model) if shift is None else shift)
+    known = _config_of(model) is not None
+    return Objective(kind, labels, unit, draws, seed, _shift_of(model) if shift is None else shift, known)
+
+
+def _config_of(model: nn.Module) -> Any:
+    """Return a Hugging Face model's configuration; None for anything else."""
+    config = getattr(model, "config", None)
+    return config if hasattr(config, "to_dict") else None
 
 
 def _loss_type(model: nn.Module) -> str:
@@ -313,8 +323,8 @@ def _loss_type(model: nn.Module) -> str:
 
 def _kind_of(model: nn.Module) -> str:
     """Return the likelihood that a Hugging Face model is trained with; categorical for anything else."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
+    config = _config_of(model)
+    if config is None:
         return "categorical"
     problem = getattr(config, "problem_type", None)
     if problem in ("regression", "multi_label_classification"):
@@ -328,8 +338,8 @@ def _kind_of(model: nn.Module) -> str:
 
 def _shift_of(model: nn.Module) -> int | None:
     """1 where output t is about label t + 1, 0 where it is about label t, None where the model does not say."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
+    config = _config_of(model)
+    if config is None:
         return None
     if getattr(config, "is_encoder_decoder", False):
         return 0

@@ -60,6 +60,8 @@ class Objective:
     draws: int = 1
     seed: int = 0
     shift: int | None = 0
+    classes_last: bool = False
+    """Whether outputs with several positions are known to have their classes last, as the text models of Hugging Face do."""
 
     # -- from a batch to outputs ---------------------------------------------------------------------------------------
 
@@ -122,11 +124,10 @@ class Objective:
                     f"The likelihood '{self.likelihood}' needs class indices as labels, and they are {labels.dtype}. Use "
                     "likelihood='gaussian' for regression, 'bernoulli' for several yes/no outputs."
                 )
-            if labels.dim() > 1 and labels.shape != logits.shape[:-1]:
-                if labels.shape == (logits.shape[0], *logits.shape[2:]):
-                    logits = logits.movedim(1, -1)  # torch's layout for images: classes second
-                elif labels.dim() == logits.dim() and labels.shape[1] == 1 and logits.dim() == 2:
-                    labels = labels[:, 0]
+            if labels.dim() == logits.dim() == 2 and labels.shape[1] == 1:
+                labels = labels[:, 0]
+        logits = self._with_classes_last(logits, labels)
+        if labels is not None:
             if labels.shape != logits.shape[:-1]:
                 raise SquisherError(
                     f"Labels of shape {tuple(labels.shape)} do not fit outputs of shape {tuple(logits.shape)}: expected "
@@ -147,7 +148,9 @@ class Objective:
                 )
         else:
             targets = None
-            given = batch.kwargs.get("attention_mask") if self.likelihood == "tokens" else None
+            decoder = any(name.startswith("decoder_") for name in batch.kwargs)  # the plain mask is the encoder's then
+            name = "decoder_attention_mask" if decoder else "attention_mask"
+            given = batch.kwargs.get(name) if self.likelihood == "tokens" else None
             if isinstance(given, Tensor) and given.shape == values.shape[:2]:
                 mask = given.bool()
             else:
@@ -158,6 +161,26 @@ class Objective:
             mask = F.pad(mask[:, shift:], (0, shift), value=False)
             targets = None if targets is None else F.pad(targets[:, shift:], (0, shift), value=IGNORED)
         return Outputs(values, targets, mask)
+
+    def _with_classes_last(self, logits: Tensor, labels: Tensor | None) -> Tensor:
+        """Return outputs with their classes last, wherever labels say that they are: second is torch's layout for images."""
+        if logits.dim() == 2:
+            return logits
+        last = labels is None or labels.shape == logits.shape[:-1]
+        second = labels is None or labels.shape == (logits.shape[0], *logits.shape[2:])
+        if last and second and self.likelihood != "tokens" and not (self.classes_last and logits.dim() == 3):
+            why = (
+                "a batch has no labels to tell by"
+                if labels is None
+                else f"labels of shape {tuple(labels.shape)} fit both"
+            )
+            raise SquisherError(
+                f"Outputs of shape {tuple(logits.shape)} may have their classes second, as torch has them for images, or last, and "
+                f"{why}. "
+                + ("Give labels, one for each position; or use " if labels is None else "Use ")
+                + "likelihood='tokens' for classes that are last, or a function as likelihood."
+            )
+        return logits.movedim(1, -1) if second and not last else logits
 
     def _shift(self, batch: Batch) -> int:
         if self.likelihood != "tokens":
@@ -177,10 +200,11 @@ class Objective:
         values = outputs.reshape(outputs.shape[0], -1)
         if batch.labels is None:
             return Outputs(values, None, torch.ones_like(values, dtype=torch.bool))
-        if batch.labels.numel() != values.numel() or batch.labels.shape[0] != values.shape[0]:
+        sizes = [[t.shape[0], *(n for n in t.shape[1:] if n != 1)] for t in (batch.labels, outputs) if t.dim()]
+        if len(sizes) < 2 or sizes[0] != sizes[1]:
             raise SquisherError(
                 f"Labels of shape {tuple(batch.labels.shape)} do not fit outputs of shape {tuple(outputs.shape)}: the "
-                f"likelihood '{self.likelihood}' needs one number for each output."
+                f"likelihood '{self.likelihood}' needs one number for each output, in the same order of dimensions."
             )
         targets = batch.labels.reshape(values.shape).to(values.dtype)
         if self.likelihood == "gaussian":
