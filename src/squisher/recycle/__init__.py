@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from .formats import read_source
 from .live import Tracked, from_optimizers, from_tracker, unwrapped
 from .naming.candidates import candidates_of_module, given_names, matching, with_earlier, with_live_weights
 from .naming.conventions import CONVENTIONS, trainer_conventions
+from .naming.evidence import Source
 from .naming.solver import resolve
 from .optimizers import GIVEN_BETA2, rows_of_class
 from .optimizers.quantized import check_precision
@@ -114,9 +115,10 @@ def extract(
         )
         path = fetch(source) if is_hub_id(source) else Path(source)
         read = read_source(path, options)
-        found = _with_what_is_known(read, live, options)
+        given = None if names is None else given_names(names)
+        found = _with_what_is_known(read, live, given, options)
         states, unusable = _usable(found.optimizers, options)
-        named, naming, own = _named(states, found, None if names is None else given_names(names), options)
+        named, naming, own = _named(states, found, given, options)
         importance = _assembled(named, naming, replace(found, parameters=own), known, unusable, bias_correction)
         weights = _weights_of(importance, read, options.model or path)
         return _with_content(importance, weights, None if hash_weights else HASHED_BYTES)
@@ -151,22 +153,20 @@ def extract(
     )
 
 
-def _with_what_is_known(found: Found, model: nn.Module | None, options: Options) -> Found:
-    """Return the evidence with what the user adds: the live model, earlier weights, and which parameters were trained."""
+def _with_what_is_known(found: Found, model: nn.Module | None, given: Sequence[str] | None, options: Options) -> Found:
+    """Return the evidence with what the user adds: the live model, names, earlier weights, and which parameters were trained."""
+    if given is not None:
+        found = replace(found, models=_knowing(found.models, given))
     every = found.parameters or [c for _, listed in found.models for c in listed]
     parameters = list({c.name: c for c in every}.values())
     found = replace(found, parameters=parameters, later=() if options.named else found.later)
     if model is not None:
         whole = candidates_of_module(model, frozen_too=True)
-        saved = {(c.name, c.shape): c.weight for _, listed in found.models for c in listed if c.weight is not None}
         own = candidates_of_module(model).parameters
-        if saved:
-            own = [replace(c, weight=saved.get((c.name, c.shape))) for c in own]
-        else:  # The live weights may be of any moment: they contradict beyond doubt only.
-            own, found = with_live_weights(own, model), replace(found, vouched=True)
-        models = [("the model", own)]
+        saved = list(_as_saved(own, found.models))
+        listed = [("the model", one) for one in saved or [with_live_weights(own, model)]]
         facts = replace(found.facts, tied=whole.tied)
-        found = replace(found, models=models, parameters=whole.parameters, facts=facts)
+        found = replace(found, models=listed, parameters=whole.parameters, facts=facts, distant=not saved)
     if options.base_model is not None:
         before = open_weights(options.base_model)
         if before is None:
@@ -184,6 +184,23 @@ def _with_what_is_known(found: Found, model: nn.Module | None, options: Options)
         replace(one, entries=[unblocked(e, shapes.get(e.name or "")) for e in one.entries]) for one in found.optimizers
     ]
     return replace(found, optimizers=optimizers)
+
+
+def _knowing(models: Sequence[Source], names: Sequence[str]) -> list[Source]:
+    """Return the models of a source that have the most of these names."""
+    counts = [len({n for c in listed for n in (c.name, c.live_name)}.intersection(names)) for _, listed in models]
+    return [one for one, count in zip(models, counts, strict=True) if count == max(counts)]
+
+
+def _as_saved(own: Sequence[Candidate], models: Sequence[Source]) -> Iterator[list[Candidate]]:
+    """Yield the live model's parameters with each set of weights of a source that has them, there also inside another module."""
+    for _, listed in models:
+        saved = {(c.name, c.shape): c.weight for c in listed if c.weight is not None}
+        inside = {name.removesuffix(c.name) for c in own[:1] for name, _ in saved if f".{name}".endswith(f".{c.name}")}
+        for prefix in sorted(inside):
+            found = [replace(c, weight=saved.get((prefix + c.name, c.shape))) for c in own]
+            if 2 * sum(c.weight is not None for c in found) > len(found):  # a tied one may have another name there
+                yield found
 
 
 def _usable(optimizers: Sequence[OptimizerState], options: Options) -> tuple[list[OptimizerState], str]:
@@ -238,7 +255,9 @@ def _named(
             one = replace(one, entries=[replace(entry, group_number=0) for entry in one.entries])
         try:
             vouched = options.in_order or found.vouched
-            solution = resolve(one, models, given, conventions, found.later, found.hint, found.laws, vouched)
+            solution = resolve(
+                one, models, given, conventions, found.later, found.hint, found.laws, vouched, found.distant
+            )
         except NamingError as error:
             # Only an optimizer without layers may be left out: of SAC's entropy coefficient, of a temperature.
             layers = any(entry.shape is None or math.prod(entry.shape) > 1 for entry in one.entries)

@@ -149,6 +149,7 @@ class Found:
         hint: What would settle the names in this format, where they stay open.
         laws: Returns the laws of the model's structure, evidence for names; called once they are needed.
         vouched: Whether the framework that wrote it makes the optimizer itself, with the order of the model in each group.
+        distant: Whether the weights may be of another moment than the state: they contradict beyond doubt only.
     """
 
     optimizers: Sequence[OptimizerState]
@@ -161,6 +162,7 @@ class Found:
     hint: str = ""
     laws: Callable[[], Sequence[Law]] = tuple
     vouched: bool = False
+    distant: bool = False
 
 
 @dataclass(frozen=True)

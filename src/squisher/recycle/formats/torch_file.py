@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -55,10 +55,17 @@ def read_torch_file(path: str | os.PathLike[str] | ByteRange, options: Options |
         candidates, aliases = candidates_of(weights_dict)
         models.append((f"the weights under {place!r}" if place else "the weights", candidates))
         tied.update(aliases)
+    parts = list(find_weights(tree, least=1)) if options is not None and options.named else []
+    if len(parts) > 1:  # the names that are at hand may be those of the model whose parts these are
+        models.append(("the weights", candidates_of(_in_one(parts))[0]))
     optimizers = [_with_network_names(one, tree) for one in optimizers]
     optimizers = [_with_shared_names(one, value, weights) for one, (_, value) in zip(optimizers, states, strict=True)]
     optimizers = [_with_group_names(one, models) for one in optimizers]
     return Found(optimizers, models, RunFacts(tied=tied), later=_together(weights, optimizers))
+
+
+def _in_one(networks: Iterable[tuple[str, Mapping[str, TensorSource]]]) -> dict[str, TensorSource]:
+    return {f"{place}.{name}": tensor for place, tensors in networks for name, tensor in tensors.items()}
 
 
 def _together(
@@ -66,8 +73,7 @@ def _together(
 ) -> list[list[tuple[str, list[Candidate]]]]:
     """Return several networks as the one model that an optimizer steps (an actor and its critic), in an order that fits."""
     for order in itertools.permutations(weights) if 2 <= len(weights) <= 4 else ():
-        every = {f"{place}.{name}": tensor for place, tensors in order for name, tensor in tensors.items()}
-        candidates, _ = candidates_of(every)
+        candidates, _ = candidates_of(_in_one(order))
         shapes = [c.shape for c in candidates]
         kept = [[e.shape for e in one.entries] for one in optimizers]
         if any(
@@ -90,7 +96,7 @@ def read_lightning(path: Path, options: Options) -> Found:
     content = tree if isinstance(tree, dict) else {}
     states, weights = content.get("optimizer_states"), content.get("state_dict")
     if not isinstance(states, list) or not isinstance(weights, dict):
-        return read_torch_file(path)  # `.ckpt` is a popular ending
+        return read_torch_file(path, options)  # `.ckpt` is a popular ending
     optimizers = [optimizer_state(state, f"optimizer_states.{place}") for place, state in find_optimizers(states)]
     if not optimizers:
         raise FileError(
@@ -128,7 +134,7 @@ def read_torch_folder(folder: Path, options: Options) -> Found:
             broken[file] = error  # another file may be all that is needed
             continue
         if find_optimizers(tree):
-            states[file] = read_torch_file(file)
+            states[file] = read_torch_file(file, options)
             continue
         for _, weights in find_weights(tree):
             candidates, aliases = candidates_of(weights)

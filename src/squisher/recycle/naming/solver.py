@@ -43,6 +43,7 @@ def resolve(
     hint: str = "",
     laws: Callable[[], Sequence[Law]] = tuple,
     vouched: bool = False,
+    distant: bool = False,
 ) -> Solution:
     """Return the names of an optimizer's parameters.
 
@@ -56,6 +57,7 @@ def resolve(
         laws: Returns the laws of the model's structure, where they can be derived.
         vouched: Whether the order of the model is known to be kept in each group: the user says so, or the framework that
             wrote the source makes the optimizer itself.
+        distant: Whether the weights may be of another moment than the state: they contradict beyond doubt only.
 
     Raises:
         NamingError: Nothing fits, several different answers do, or the values contradict the only one that does.
@@ -82,7 +84,7 @@ def resolve(
         if answer is None:
             several_fit = several_fit or _several_fit(optimizer, proposed, tier, settles)
             continue
-        untold = _untold_parts(*answer, evidence, vouched, settles)
+        untold = _untold_parts(*answer, evidence, settles, vouched=vouched, distant=distant)
         if not untold:
             return _with_levels(optimizer, tier, evidence, *answer)
         parts_untold = parts_untold or untold
@@ -131,7 +133,9 @@ def _by_convention(
     return (next(iter(found.items())) if len(found) == 1 and not plain else None), found
 
 
-def _untold_parts(names: Sequence[str], by: str, evidence: Evidence, vouched: bool, settles: str) -> str:
+def _untold_parts(
+    names: Sequence[str], by: str, evidence: Evidence, settles: str, *, vouched: bool, distant: bool
+) -> str:
     """Return why an answer may not be given, since values do not tell parts of one shape apart; empty if it may.
 
     Raises:
@@ -140,7 +144,7 @@ def _untold_parts(names: Sequence[str], by: str, evidence: Evidence, vouched: bo
     wrong = [entry for entry, name in evidence.names.items() if names[entry] != name]
     if wrong:
         raise NamingError(_contradicted(names, by, evidence, wrong, settles))
-    better, untold = _parts(evidence, names, vouched=vouched)
+    better, untold = _parts(evidence, names, vouched=vouched or distant)
     if better is not None:
         raise NamingError(_other_parts(by, better, settles))
     return "" if not untold or vouched else _untold(by, untold[0], settles)
@@ -236,6 +240,8 @@ def _checked_given(
     if better is not None:
         raise NamingError(_other_parts(_GIVEN, better, GIVE_OTHERS))
     by = f"the values do not tell {', '.join(f'{a!r} from {b!r}' for a, b, _ in untold[:_SHOWN])}" if untold else ""
+    if known.keys().isdisjoint(given):
+        by = "not checked: the source has no weights of these names"
     if len(untold) > _SHOWN:
         by += f", nor {len(untold) - _SHOWN} others of one shape"
     return Solution(list(given), [Naming(Level.GIVEN, by)] * len(given), list(known.values()))
