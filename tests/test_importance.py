@@ -7,6 +7,7 @@ import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -205,6 +206,55 @@ def test_combine_is_the_mean_over_all_tokens_where_these_are_the_unit():
     assert (whole.provenance.examples, whole.provenance.tokens) == (4, 10)
     with pytest.raises(SquisherError, match="Importance 2 .*tokens"):
         Importance.combine([parts[0], Importance(dict(parts[1]), examples=2, unit="token")])
+
+
+def test_a_combination_claims_only_what_is_true_of_all_its_parts(tmp_path):
+    clean, dirty = {"class": "AdamW", "eps": 1e-8}, {"class": "AdamW", "eps": 1e-6}
+    dirty |= {"pollution": [{"code": "weight_decay", "note": "L2"}], "after_clipping": True}
+    made = [{"a": "1", "b": "2"}, {"a": "1", "b": "3"}]
+    parts = [
+        Importance(
+            {"a": torch.rand(20), "b": torch.rand(30)},
+            kind="squisher",
+            optimizer=optimizer,
+            seed=seed,
+            absent={name: {"reason": "frozen", "note": "frozen"}},
+            model={"structure": "s", "content": content},
+            dtype_of_source=dtype,
+        )
+        for seed, (optimizer, name, content, dtype) in enumerate(
+            zip((clean, dirty), ("c", "d"), made, ("float32", "bfloat16"), strict=True)
+        )
+    ]
+    parts[1].save(tmp_path / "b.safetensors", codec="log8")
+    parts[1] = load(tmp_path / "b.safetensors")
+    for order in (parts, parts[::-1]):
+        p = Importance.combine(order, weights="equal").provenance
+        assert p.optimizer == {"class": "AdamW"}
+        assert [one.code for one in p.pollution] == ["weight_decay"]
+        assert p.after_clipping is True
+        assert p.seed is None
+        assert set(p.absent) == {"c", "d"}
+        assert p.model == {"structure": "s", "content": {"a": "1"}}
+        assert p.low_precision
+        assert p.codec.before == ("log8",)
+    same = Importance.combine([parts[0], parts[0]], weights="equal").provenance
+    assert same.to_dict() == {**parts[0].provenance.to_dict()}
+
+
+def test_a_combination_of_float64_keeps_its_digits():
+    part = Importance({"a": torch.full((3,), 1e-60, dtype=torch.float64), "b": torch.ones(2)}, examples=1)
+    mean = Importance.combine([part, part * 3.0])
+    assert (mean["a"].dtype, mean["b"].dtype) == (torch.float64, torch.float32)
+    assert torch.allclose(mean["a"], torch.full((3,), 2e-60, dtype=torch.float64), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("number", [np.float32(2), np.float64(2), np.int64(2)])
+def test_numbers_of_numpy_multiply_from_both_sides(number):
+    imp = Importance({"a": torch.ones(2)})
+    for found in (imp * number, number * imp, imp * 4.0 / number):
+        assert isinstance(found, Importance)
+        assert found["a"].tolist() == [2.0, 2.0]
 
 
 def test_combine_refuses_what_does_not_belong_together():

@@ -402,12 +402,14 @@ def test_labels_are_shifted_as_the_model_itself_does(shift):
     assert torch.allclose(found["head.weight"], expected["head.weight"], rtol=1e-4)
 
 
-def test_another_loss_of_the_model_is_named():
+@pytest.mark.parametrize("extra", [2.0, float("inf")])
+def test_another_loss_of_the_model_is_named(extra, tmp_path):
     torch.manual_seed(0)
     ids = torch.randint(0, 9, (4, 6))
     with pytest.warns(UserWarning, match="auxiliary losses"):
-        found = fisher(OwnForCausalLM(1, extra=2.0), [{"input_ids": ids, "labels": ids}])
-    assert found.provenance.estimator["own_loss"] > 2
+        found = fisher(OwnForCausalLM(1, extra=extra), [{"input_ids": ids, "labels": ids}])
+    assert found.provenance.estimator["own_loss"] == (pytest.approx(extra, abs=3) if extra < 3 else None)
+    found.save(tmp_path / "f.safetensors")
 
 
 @pytest.mark.parametrize("name", ["gain", "mix"])

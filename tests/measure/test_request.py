@@ -78,3 +78,10 @@ def test_numbers_that_are_not_whole_are_refused(setting):
 def test_parameters_without_a_shape_are_refused():
     with pytest.raises(SquisherError, match="no shape yet"):
         fisher(nn.LazyLinear(2), [(torch.zeros(1, 2), torch.zeros(1).long())])
+
+
+def test_alignments_are_no_classes():
+    model = type("Wav2Vec2ForCTC", (nn.Identity,), {})()
+    model.config = _Config()
+    with pytest.raises(ArgumentError, match="alignments"):
+        objective_for(model)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +15,9 @@ from ..names import align, excluded
 from ..storage.tensors import CHUNK, Computed
 from .checks import Checked
 from .core import Importance
-from .provenance import scale_differences
+from .provenance import Codec, Provenance, scale_differences
 
-__all__ = ["Mean", "Spread", "checked", "on_common_scale", "tied_in", "with_shares", "without"]
+__all__ = ["Mean", "Spread", "checked", "known_of_all", "on_common_scale", "tied_in", "with_shares", "without"]
 
 
 def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "auto") -> list[Mapping[str, Tensor]]:
@@ -121,21 +123,30 @@ class Mean(Computed):
         self._importances = list(importances)
 
     def __getitem__(self, name: str) -> Tensor:
-        return torch.stack([weight * imp[name].float() for imp, weight in self._importances]).sum(0)
+        return self._mean(name, [imp[name] for imp, _ in self._importances])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return float32, whatever the types of the importances."""
-        return torch.float32
+        """Return float64 where one of the importances has it, and float32 otherwise."""
+        kinds = [imp.dtype(name) for imp, _ in self._importances]
+        return torch.float64 if torch.float64 in kinds else torch.float32
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
         for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._importances), strict=True):
-            weighted = [w * chunk.float() for (_, w), chunk in zip(self._importances, chunks, strict=True)]
-            yield torch.stack(weighted).sum(0)
+            yield self._mean(name, chunks)
+
+    def _mean(self, name: str, values: Sequence[Tensor]) -> Tensor:
+        kind = self.dtype(name)
+        pairs = zip(self._importances, values, strict=True)
+        return torch.stack([weight * value.to(kind) for (_, weight), value in pairs]).sum(0)
 
 
 class Spread(Mean):
     """The standard error of each entry of such a mean, from how far the importances differ."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return float32: errors are not known to more digits."""
+        return torch.float32
 
     def __getitem__(self, name: str) -> Tensor:
         return self._spread([imp[name] for imp, _ in self._importances])
@@ -191,3 +202,45 @@ def with_shares(importances: Sequence[Importance], weights: str | Sequence[float
     factors = weights_of(importances, weights)
     total = math.fsum(factors)
     return [(imp, factor / total) for imp, factor in zip(importances, factors, strict=True)]
+
+
+def known_of_all(parts: Sequence[Provenance]) -> Provenance:
+    """Return what is known of the mean of several importances: what all of them say, and what may be wrong with any of them."""
+    first = parts[0]
+    kept: dict[str, Any] = {}
+    for f in fields(first):
+        value = getattr(first, f.name)
+        if isinstance(value, dict):
+            kept[f.name] = _agreed([getattr(p, f.name) or {} for p in parts])
+        elif all(getattr(p, f.name) == value for p in parts):
+            kept[f.name] = value
+    for union in ("absent", "tied", "live_names"):
+        kept[union] = {name: one for p in reversed(parts) for name, one in getattr(p, union).items()}
+    counts = [p.examples for p in parts], [p.tokens for p in parts]
+    kept["examples"], kept["tokens"] = (sum(c for c in found if c) if all(found) else None for found in counts)
+    types = {one for p in parts for one in (p.dtype_of_source or "").split("+") if one}
+    codecs = [name for p in parts if p.codec for name in (*p.codec.before, p.codec.name) if name != "exact"]
+    kept |= {
+        "kind": first.kind,
+        "scale": first.scale,
+        "pollution": tuple(dict.fromkeys(one for p in parts for one in p.pollution)),
+        "after_clipping": True if any(p.after_clipping for p in parts) else kept.get("after_clipping"),
+        "dtype_of_source": "+".join(sorted(types)) or None,
+        "codec": Codec("exact", before=tuple(dict.fromkeys(codecs))) if codecs else None,
+        "standard_error": None,
+        "sum": {},
+        "sum_of_squares": {},
+    }
+    return Provenance(**kept)
+
+
+def _agreed(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the entries that all records have with one value, in records within records too."""
+    first, out = records[0], {}
+    for key, value in first.items():
+        found = [record.get(key) for record in records]
+        if isinstance(value, Mapping) and all(isinstance(one, Mapping) for one in found):
+            out[key] = _agreed([one for one in found if isinstance(one, Mapping)])
+        elif all(one == value for one in found):
+            out[key] = value
+    return out

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,20 +221,21 @@ class Importance(Mapping[str, Tensor]):
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
     def __mul__(self, factor: float) -> Importance:
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)):
+        if isinstance(factor, bool) or not isinstance(factor, Real):
             return NotImplemented
         if not (math.isfinite(factor) and factor > 0):
             raise ArgumentError(f"An importance can be multiplied by a positive number, not by {factor}.")
         return self._derive(factor=float(factor))
 
     __rmul__ = __mul__
+    __array_ufunc__ = None  # a numpy number on the left leaves the product to us
 
     def __truediv__(self, divisor: float) -> Importance:
-        if isinstance(divisor, bool) or not isinstance(divisor, (int, float)):
+        if isinstance(divisor, bool) or not isinstance(divisor, Real):
             return NotImplemented
         if not (math.isfinite(divisor) and divisor > 0):
             raise ArgumentError(f"An importance can be divided by a positive number, not by {divisor}.")
-        return self._derive(factor=1.0 / divisor)
+        return self._derive(factor=1.0 / float(divisor))
 
     def restrict(self, pattern: str | re.Pattern[str] | Callable[[str], bool]) -> Importance:
         """Keep only the parameters whose name the regular expression finds something in (or the function accepts).
@@ -269,6 +271,8 @@ class Importance(Mapping[str, Tensor]):
     def combine(importances: Sequence[Importance], weights: str | Sequence[float] = "examples") -> Importance:
         """Return the weighted mean of importances of the same kind, for example from parts of a data set.
 
+        Its provenance says what is true of all of them: hashes of weights that differ, for example, are left out.
+
         Args:
             importances: At least one; the same names, shapes and scale.
             weights: `"examples"` (what each one is a mean over: its number of examples, or of tokens where these are its
@@ -277,22 +281,10 @@ class Importance(Mapping[str, Tensor]):
         Raises:
             SquisherError: Names, shapes, kinds or scales differ, or a number of examples is not known.
         """
-        from .combining import Mean, with_shares  # which needs this module
+        from .combining import Mean, known_of_all, with_shares  # which needs this module
 
         mean = Mean(with_shares(importances, weights))
-        first = importances[0]
-        counts = [imp.provenance.examples for imp in importances]
-        examples = None if None in counts else sum(c for c in counts if c is not None)
-        tokens = [imp.provenance.tokens or 0 for imp in importances]
-        p = replace(
-            first.provenance,
-            examples=examples,
-            tokens=sum(tokens) if all(tokens) else None,
-            standard_error=None,
-            sum={},
-            sum_of_squares={},
-        )
-        return Importance(mean, **p.to_dict())
+        return Importance(mean, **known_of_all([imp.provenance for imp in importances]).to_dict())
 
     @staticmethod
     def standard_errors(

@@ -330,6 +330,11 @@ def _kind_of(model: nn.Module) -> str:
     if problem in ("regression", "multi_label_classification"):
         return "gaussian" if problem == "regression" else "bernoulli"
     name = type(model).__name__
+    if "ForCTC" in name:
+        raise ArgumentError(
+            f"'auto' has none for {name}, whose loss sums over alignments: give a function (model, batch) -> losses, one per example.",
+            "likelihood",
+        )
     if "ForSequenceClassification" in name and getattr(config, "num_labels", 2) == 1:
         return "gaussian"
     marks = ("CausalLM", "LMHead", "MaskedLM", "ForConditionalGeneration", "ForPreTraining", "Seq2SeqLM")

@@ -12,6 +12,7 @@ The loss that a Hugging Face model computes itself is compared with ours on the 
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -425,7 +426,7 @@ def compared_with_own(
     found = {
         shift: _mean(logits, batch.labels, shift) for shift in ((0, 1) if objective.likelihood == "tokens" else (0,))
     }
-    near = [shift for shift, ours in found.items() if abs(ours - loss) <= _TOLERANCE * max(abs(loss), 1e-3)]
+    near = [s for s, ours in found.items() if math.isclose(ours, loss, rel_tol=_TOLERANCE, abs_tol=1e-3 * _TOLERANCE)]
     shift = objective.shift or 0
     if shift in near:
         return objective, {}
@@ -447,7 +448,7 @@ def compared_with_own(
         f"{found.get(shift, float('nan')):.4g}: {reason}.",
         stacklevel=7,
     )
-    return objective, {"own_loss": loss, "measured_loss": found.get(shift)}
+    return objective, {"own_loss": loss if math.isfinite(loss) else None, "measured_loss": found.get(shift)}
 
 
 @torch.no_grad()

@@ -71,7 +71,7 @@ def _chunks(tensors: Mapping[str, Tensor], name: str, size: int) -> Iterator[Ten
         raise SquisherError(
             f"{name!r} is {what}, so its values cannot be read one by one: give a dense tensor that has some."
         )
-    flat = whole(tensor.detach()).reshape(-1)
+    flat = whole(tensor.detach()).resolve_conj().resolve_neg().reshape(-1)
     for start in range(0, flat.numel(), size):
         yield flat[start : start + size].cpu()
 
