@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from squisher.measure.examples import SHARED, UNKNOWN, Call, Examples, Look
+from squisher.measure.examples import SHARED, UNKNOWN, Call, Examples, Look, tensors_in
 from squisher.measure.following import name_of
 from squisher.measure.placements import state_after
 
@@ -18,7 +18,7 @@ SHARED_ONE = torch.randn(N, N)
 
 def _after(func, args, kwargs, states):
     look = Look({id(t): state for t, state in states}, N)
-    return state_after(Call(name_of(func), args, kwargs, func(*args, **kwargs), look))
+    return state_after(Call(name_of(func), args, kwargs, tensors_in((args, kwargs)), look, func(*args, **kwargs)))
 
 
 MIXING = {

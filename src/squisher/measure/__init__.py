@@ -107,6 +107,7 @@ def fisher(
     model = eager_original(model)
     spread_out = is_spread(model)  # before its parameters are looked at: what is whole after a pass is sharded again
     objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift)
+    name = objective.likelihood if isinstance(objective.likelihood, str) else "function"
     chosen, absent = _choose(model, parameters)
     if not eval_mode and per == "example":
         refuse_batch_statistics(model, "Use eval_mode=True, put it into evaluation mode, or use per='batch'.")
@@ -117,32 +118,25 @@ def fisher(
         if standard_error or not ranks.is_alone():
             raise SquisherError("unfinished=... is for one process, and without standard_error.")
         settings = {
-            "likelihood": _name_of(objective),
-            "labels": labels,
-            "per": per,
-            "unit": objective.unit,
-            "draws": draws,
+            **{"likelihood": name, "labels": labels, "per": per, "unit": objective.unit, "draws": draws, "seed": seed},
+            **{"dtype": str(dtype), "method": method, "eval_mode": eval_mode, "shift": objective.shift},
+            "max_examples": max_examples,
         }
-        settings |= {
-            "seed": seed,
-            "dtype": str(dtype),
-            "method": method,
-            "eval_mode": eval_mode,
-            "shift": objective.shift,
-        }
-        kept = Unfinished(unfinished, {**settings, "max_examples": max_examples}, by_name)
+        kept = Unfinished(unfinished, settings, by_name)
     replicas = Replicas.of(model)
-    walk = Walk(model, objective, by_name, per, method, shift, dtype, device, standard_error, kept, replicas)
-    whole = callable(objective.likelihood)
-    walk.over(Stream(batches, model, max_examples, divided, replicas, whole), eval_mode, progress)
+    walk = Walk(
+        model, objective, by_name, per, method, shift, dtype, device, standard_error, kept, replicas, spread_out
+    )
+    stream = Stream(batches, model, max_examples, divided, replicas, callable(objective.likelihood))
+    walk.over(stream, eval_mode, progress)
     values, errors = walk.means(dtype)
     return Importance(
         values,
         kind="fisher",
-        estimator={"labels": labels, "per": per, "draws": draws, "likelihood": _name_of(objective), **walk.noted},
+        estimator={"labels": labels, "per": per, "draws": draws, "likelihood": name, **walk.noted},
         unit=objective.unit,  # what the mean is over
         examples=walk.examples if objective.unit == "token" else walk.units,
-        dtype_of_source=_dtypes(by_name.values()),
+        dtype_of_source="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in by_name.values()})),
         absent=absent,
         tied={alias: p.name for p in chosen for alias in p.aliases},
         live_names={p.name: p.live_name for p in chosen if p.live_name != p.name},
@@ -229,14 +223,6 @@ def _device(name: str | torch.device, spread_out: bool) -> torch.device:
     return device
 
 
-def _dtypes(parameters: Iterable[Tensor]) -> str:
-    return "+".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters}))
-
-
-def _name_of(objective: Objective) -> str:
-    return objective.likelihood if isinstance(objective.likelihood, str) else "function"
-
-
 def objective_for(
     model: nn.Module,
     likelihood: str | Callable[[nn.Module, Any], Tensor] = "auto",
@@ -317,10 +303,6 @@ def _config_of(model: nn.Module) -> Any:
     return config if hasattr(config, "to_dict") else None
 
 
-def _loss_type(model: nn.Module) -> str:
-    return str(getattr(model, "loss_type", None) or type(model).__name__)
-
-
 def _kind_of(model: nn.Module) -> str:
     """Return the likelihood that a Hugging Face model is trained with; categorical for anything else."""
     config = _config_of(model)
@@ -348,6 +330,7 @@ def _shift_of(model: nn.Module) -> int | None:
         return None
     if getattr(config, "is_encoder_decoder", False):
         return 0
-    names = (type(model).__name__, _loss_type(model))
-    causal = any(mark in name for name in names for mark in ("CausalLM", "LMHead", "ForConditionalGeneration"))
-    return int(causal and "MaskedLM" not in type(model).__name__)
+    name = type(model).__name__
+    names = (name, str(getattr(model, "loss_type", None) or name))
+    causal = any(mark in n for n in names for mark in ("CausalLM", "LMHead", "ForConditionalGeneration"))
+    return int(causal and "MaskedLM" not in name)

@@ -208,18 +208,18 @@ class Capture(Following):
                 return routed
         if UNKNOWN in kinds:
             reason = next((self._why(t) for t in tensors if states[id(t)] is UNKNOWN), "")
-            output = self._finish(func(*args, **kwargs), name, lambda _: (UNKNOWN, reason))
+            output = self._finish(func(*args, **kwargs), name, UNKNOWN, reason)
             self._python_saw(func, args, kwargs, states, output)
             return output
         look = Look(states, self.examples)
         sources = [t for t in tensors if t.requires_grad and states[id(t)] is SHARED]
         if not torch.is_grad_enabled():
-            self._without_gradient(tensors, states)
+            self._without_gradient(tensors)
             sources = []
         apart = any(isinstance(s, Examples) for s in kinds)
         if sources and not apart:
             if name in _EXPANDING:
-                return self._expanded(func, name, args, kwargs, look)
+                return self._expanded(func, name, args, kwargs)
             apart = self._as_if_apart(func, tensors, look)
         base, given = self._base_before(args, states) if in_place(func) else None, (args, kwargs)
         if not apart:
@@ -232,15 +232,12 @@ class Capture(Following):
         uses: list[tuple[Tensor, Rule]] = []
         if sources:
             args, kwargs, uses = self._replaced(func, name, args, kwargs, sources, look)
+            tensors = tensors_in((args, kwargs))
         output = func(*args, **kwargs)
-
-        def after(t: Tensor) -> tuple[State, str]:
-            state = self._state_after(Call(name, args, kwargs, t, look))
-            return state, why_unknown(name) if state is UNKNOWN else ""
-
-        if uses:
-            output = self._captured(output, uses, after)
-        output = self._finish(output, name, after)
+        after = [self._state_after(Call(name, args, kwargs, tensors, look, t)) for t in tensors_in(output)]
+        if uses and isinstance(output, Tensor) and isinstance(after[0], Examples):
+            output = self._captured(output, uses, after[0])
+        output = self._finish(output, name, after, why_unknown(name))
         self._python_saw(func, *given, states, output)
         if base is not None and output is args[0]:
             self._mark_base(output, *base)
@@ -254,11 +251,11 @@ class Capture(Following):
         if name == "getitem" and rows is not None:
             state = self._routes.taken(args[0], rows, args[1])
             if state is not None:
-                return self._finish(func(*args), name, lambda _: (state, ""))
+                return self._finish(func(*args), name, state)
         if name == "sort" and isinstance(rows, Examples) and args[0].dim() == 1:
-            values, order = output = func(*args, **kwargs)
-            state = self._routes.taken(args[0], rows, order) or UNKNOWN  # values are args[0][order]
-            return self._finish(output, name, lambda t: (state if t is values else UNKNOWN, why_unknown(name)))
+            output = func(*args, **kwargs)
+            state = self._routes.taken(args[0], rows, output[1]) or UNKNOWN  # values are args[0][order]
+            return self._finish(output, name, [state, UNKNOWN], why_unknown(name))
         if not any(isinstance(s, Routed) for s in states.values()):
             return None
         ends = ends_of(args, kwargs) if name in GROUPED and isinstance(rows, Routed) and not rows.dim else None
@@ -268,27 +265,22 @@ class Capture(Following):
             weight = args[0]
             looked_up = RoutedLookup(args[1] % len(weight), self._routes.owners[ids.owner])
             output = func(self._detach(weight), args[1])
-            output = self._captured(output, [(weight, looked_up)], lambda _: (Examples(0), ""))
+            output = self._captured(output, [(weight, looked_up)], Examples(0))
         elif weight is not None and isinstance(rows, Routed) and ends is not None:
             leaf, transposed = behind_transpose(weight)
             rule = Grouped(args[0].detach(), ends, self._routes.owners[rows.owner], transposed)
             output = func(args[0], self._detach(weight), *args[2:], **kwargs)
-            output = self._captured(output, [(leaf, rule)], lambda _: (Examples(0), ""))
+            output = self._captured(output, [(leaf, rule)], Examples(0))
         else:
             output = func(*args, **kwargs)
-
-        def after(t: Tensor) -> tuple[State, str]:
-            unseen = weight is None and any(
-                t.requires_grad for t in tensors_in((args, kwargs)) if states[id(t)] is SHARED
-            )
-            found = UNKNOWN if unseen else self._routes.after(name, args, kwargs, t, states)
-            return found, why_unknown(name) if found is UNKNOWN else ""
-
-        return self._finish(output, name, after)
+        unseen = weight is None and any(t.requires_grad for t in tensors_in((args, kwargs)) if states[id(t)] is SHARED)
+        results = tensors_in(output)
+        after = [UNKNOWN if unseen else self._routes.after(name, args, kwargs, t, states) for t in results]
+        return self._finish(output, name, after, why_unknown(name))
 
     # -- uses of parameters --------------------------------------------------------------------------------------------
 
-    def _without_gradient(self, tensors: list[Tensor], states: dict[int, State]) -> None:
+    def _without_gradient(self, tensors: list[Tensor]) -> None:
         for t in tensors:
             if id(t) in self._names and t.requires_grad:
                 self.reentrant = True
@@ -315,7 +307,7 @@ class Capture(Following):
         self.guessed = True
         return True
 
-    def _expanded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], look: Look) -> Any:
+    def _expanded(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return copies of a shared tensor, one for each example; see `_as_if_apart`."""
         source = args[0]
         output = func(self._detach(source), *args[1:], **kwargs)
@@ -331,14 +323,14 @@ class Capture(Following):
         ):
             # All of it for each example, one after the other.
             copies = self._detach(source).expand(self.examples, *padded)
-            copies = self._captured(copies, [(source, Broadcast.of(source))], lambda _: (Examples(0), ""))
-            return self._finish(copies.flatten(0, 1), name, lambda _: (Examples(0, padded[0]), ""))
+            copies = self._captured(copies, [(source, Broadcast.of(source))], Examples(0))
+            return self._finish(copies.flatten(0, 1), name, Examples(0, padded[0]))
         if not one_each or (name in ("repeat", "tile") and tuple(output.shape[1:]) != padded[1:]):
             output = func(*args, **kwargs)
             self._mark(output, SHARED)
             return output
-        output = self._captured(output, [(source, Broadcast.of(source))], lambda _: (Examples(0), ""))
-        return self._finish(output, name, lambda _: (Examples(0), ""))
+        output = self._captured(output, [(source, Broadcast.of(source))], Examples(0))
+        return self._finish(output, name, Examples(0))
 
     def _replaced(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], sources: list[Tensor], look: Look
@@ -382,18 +374,13 @@ class Capture(Following):
         if t.numel() * self.examples * state.inner > max(MOST_COPIES, 2 * t.numel()):
             return None
         here = Examples(state.dim - (len(shape) - len(wide)), state.inner)
-        copies = self._captured(self._detach(t).expand(wide), [(t, Broadcast.of(t))], lambda _: (here, ""))
+        copies = self._captured(self._detach(t).expand(wide), [(t, Broadcast.of(t))], here)
         look.states[id(copies)] = here
         self._mark(copies, here)
         return copies
 
-    def _captured(self, output: Any, uses: list[tuple[Tensor, Rule]], after: Any) -> Any:
+    def _captured(self, output: Tensor, uses: list[tuple[Tensor, Rule]], state: Examples) -> Tensor:
         """Square the gradient of this output for these sources when it arrives; return the tensor to use in its place."""
-        if not isinstance(output, Tensor):
-            return output
-        state = after(output)[0]
-        if not isinstance(state, Examples):
-            return output
         for source, rule in uses:
             if output.is_complex() or (is_sharded(output) and not can_localise(source, rule)):
                 what = "complex numbers" if output.is_complex() else "shards"

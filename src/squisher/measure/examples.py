@@ -103,13 +103,14 @@ class Look:
 
 
 class Call(NamedTuple):
-    """One operation: its name (of `name_of`), its arguments, one of the tensors it returned, and the states of the arguments."""
+    """One operation: its name (of `name_of`), its arguments, the tensors among them with their states, and one of the tensors it returned."""
 
     name: str
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    output: Tensor
+    tensors: list[Tensor]
     look: Look
+    output: Tensor
 
     @property
     def first(self) -> Tensor:
@@ -121,14 +122,10 @@ class Call(NamedTuple):
         return found
 
     @property
-    def tensors(self) -> list[Tensor]:
-        """All tensors among the arguments."""
-        return tensors_in((self.args, self.kwargs))
-
-    @property
     def others(self) -> list[Tensor]:
-        """All but the first."""
-        return [t for t in self.tensors if t is not self.first]
+        """All tensors but the first."""
+        first = self.first
+        return [t for t in self.tensors if t is not first]
 
     def argument(self, place: int, names: str | tuple[str, ...], default: Any) -> Any:
         """Return an argument, by its names or its place."""

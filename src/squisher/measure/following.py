@@ -180,16 +180,15 @@ class Following:
         if id(t) not in self._known:
             self._marks[id(t)] = (weakref.ref(t), version_of(t), state, reason)
 
-    def _finish(self, output: Any, name: str, after: Any) -> Any:
+    def _finish(self, output: Any, name: str, states: State | list[State], reason: str = "") -> Any:
+        """Mark what an operation returned: all of it alike, or each tensor with its state; `reason` says why one is unknown."""
         results = tensors_in(output)
-        found = []
-        for t in results:
-            state, reason = after(t)
-            self._mark(t, state, reason)
+        each = states if isinstance(states, list) else [states] * len(results)
+        for t, state in zip(results, each, strict=True):
+            self._mark(t, state, reason if state is UNKNOWN else "")
             if t.dtype is torch.float32 and t.requires_grad:
                 self.types.add(t.dtype)
-            found.append(state.dim if isinstance(state, Examples) else None)
-        self._trace.append((name, *found))
+        self._trace.append((name, *(s.dim if isinstance(s, Examples) else None for s in each)))
         return output
 
     # -- what Python sees ------------------------------------------------------------------------------------------------

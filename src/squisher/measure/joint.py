@@ -7,6 +7,7 @@ squared at the end of the pass. A pass may start from a column: a given gradient
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from ..errors import SquisherError
 from .batches import Batch
 from .likelihood import Objective
-from .sums import Sums
+from .loop import requiring
+from .sums import Sums, add_square
 
 __all__ = ["Joint"]
 
@@ -37,14 +39,11 @@ class Joint:
 
     def add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
         """Add (Σ_n ∇ loss_n)² for every column; returns how many units the batch had."""
-        everything = list(self.model.parameters())
-        flags = [p.requires_grad for p in everything]
         arrivals: dict[str, int] = {}
-        handles = []
-        try:
+        with requiring(self.model, self.parameters), ExitStack() as hooks:
             for name, parameter in self.parameters.items():
-                parameter.requires_grad_()
-                handles.append(parameter.register_post_accumulate_grad_hook(self._arrival(name, sums, arrivals)))
+                hook = parameter.register_post_accumulate_grad_hook(self._arrival(name, sums, arrivals))
+                hooks.callback(hook.remove)
             outputs = self.objective.outputs(self.model, batch)
             many = self.objective.draws > 1
             if outputs.values.requires_grad:
@@ -53,12 +52,6 @@ class Joint:
                     send_back(outputs.values, column, many)
                     self._rest(sums, arrivals)
             return self.objective.units(outputs)
-        finally:
-            for handle in handles:
-                handle.remove()
-            for parameter, flag in zip(everything, flags, strict=True):
-                parameter.requires_grad_(flag)
-                parameter.grad = None
 
     def _arrival(self, name: str, sums: Sums, arrivals: dict[str, int]) -> Callable[[Tensor], None]:
         def arrived(parameter: Tensor) -> None:
@@ -84,12 +77,10 @@ class Joint:
             self.in_parts = {name for name, times in arrivals.items() if times > 1}
 
 
-@torch.no_grad()
 def _square(parameter: Tensor, total: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None:
-        gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)
-        total.addcmul_(gradient, gradient)
+        add_square(total, gradient)
 
 
 def send_back(values: Tensor, column: Tensor, again: bool = False) -> None:

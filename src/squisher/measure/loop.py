@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..ranks import local_of
 from .batches import Batch
 from .likelihood import Objective
+from .sums import add_square
 
 __all__ = ["Loop", "each_gradient", "requiring"]
 
@@ -40,8 +41,7 @@ class Loop:
 
         def receive(name: str, gradient: Tensor) -> None:
             self.reached.add(name)
-            gradient = gradient.to(sums[name].dtype)
-            sums[name].addcmul_(gradient, gradient)
+            add_square(sums[name], gradient)
 
         return self.walk(receive, self.model, batch, index, self.objective, self.parameters)
 

@@ -54,7 +54,7 @@ def broadcasts(
         return None, UNKNOWN
     try:
         shape = tuple(torch.broadcast_shapes(*shapes))
-        call = Call(name, args, kwargs, torch.empty(shape, device="meta"), look)
+        call = Call(name, args, kwargs, tensors, look, torch.empty(shape, device="meta"))
         state = _matmul(call) if placement is _matmul else _pointwise(call)
     except _UNKNOWN_FORMS:
         return None, UNKNOWN

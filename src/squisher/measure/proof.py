@@ -166,8 +166,8 @@ def _proven(
 ) -> Proof:
     bounds: dict[str, list[Gradients]] = {}
     with only_requiring(model, parameters.values()):
-        one, outputs = forward_pass(model, objective, two, parameters, bounds)
-        program, captured = one.program, one.captured
+        one, outputs = forward_pass(model, objective, two, parameters)
+        program, captured, one.bounds = one.program, one.captured, bounds
         one.backward(outputs, index, scratch)
     differences = {name: Difference(scratch[name]) for name in captured}
     unseen: dict[str, str] = {}

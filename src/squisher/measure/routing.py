@@ -55,7 +55,8 @@ class Routes:
             return UNKNOWN
         (owner,) = found
         single = {key: Examples(s.dim) if isinstance(s, Routed) else s for key, s in states.items()}
-        after = state_after(Call(name, args, kwargs, output, Look(single, len(self.owners[owner]))))
+        look = Look(single, len(self.owners[owner]))
+        after = state_after(Call(name, args, kwargs, tensors_in((args, kwargs)), look, output))
         return Routed(after.dim, owner) if isinstance(after, Examples) and after.inner == 1 else UNKNOWN
 
     def _state_of(self, owner: Tensor) -> State:

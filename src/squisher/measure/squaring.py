@@ -9,12 +9,11 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..ranks import is_sharded
-from .batches import Batch
 from .capture import Capture, Obstacle, Use
-from .likelihood import Objective, Outputs
+from .likelihood import Outputs
 from .rules import Dense, Gradients, Outer, Squares, add_squares
 from .sampling import normals
 from .sharded.parallel import local_gradient, shard_of_gradients
@@ -42,33 +41,22 @@ class Pass(Capture):
     """One forward pass over the examples of a batch and its backward passes.
 
     Args:
-        model: as for `Capture`, like the others.
-        objective: which Fisher.
-        batch: two examples or more.
-        parameters: those to capture, by name.
-        bounds: gets what the rounding of each parameter's gradient is measured by, if wanted.
-        guess: see `Capture`.
-        gathered: see `Capture`.
+        args: as of `Capture`.
+        kwargs: as of `Capture`.
 
     Attributes:
         many: whether several columns are sent back.
         at_least: columns to send back, with zeros after the last: processes that share a model need the same number.
+        bounds: the squares of everything that is added up in each parameter's gradient, from which its rounding error is judged; None
+            if they are not wanted.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        batch: Batch,
-        parameters: Mapping[str, Tensor],
-        bounds: dict[str, list[Gradients]] | None = None,
-        guess: bool = True,
-        gathered: Iterable[Tensor] | None = None,
-    ):
-        super().__init__(model, objective, batch, parameters, guess, gathered)
-        self.bounds = bounds
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        objective = self.objective
         self.many = objective.labels == "exact" or objective.draws > 1 or objective.unit == "token"
         self.at_least = 0
+        self.bounds: dict[str, list[Gradients]] | None = None
         self.sums: Mapping[str, Tensor] = {}
         self._done: set[str] = set()
         self._arrivals: dict[int, int] = {}

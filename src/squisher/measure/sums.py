@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Elsewhere", "Sums"]
+__all__ = ["Elsewhere", "Sums", "add_square"]
+
+
+@torch.no_grad()
+def add_square(total: Tensor, gradient: Tensor) -> None:
+    """Add the square of a gradient, computed in the type of the total."""
+    gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)
+    total.addcmul_(gradient, gradient)
 
 
 class Sums(dict[str, Tensor]):

@@ -20,7 +20,7 @@ from .joint import Joint
 from .likelihood import Objective, compared_with_own
 from .loop import Loop
 from .proof import check_alone
-from .sharded.meshes import Replicas, copies_of, is_spread
+from .sharded.meshes import Replicas, copies_of
 from .sharded.together import Together
 from .sums import Elsewhere, Sums
 from .unfinished import Unfinished
@@ -43,6 +43,7 @@ class Walk:
         standard_error: whether to note how batches differ.
         kept: where the sums of an earlier, interrupted call are, and go.
         replicas: the processes that share examples.
+        spread_out: whether the model is sharded over processes.
 
     Attributes:
         examples: how many there were.
@@ -60,23 +61,20 @@ class Walk:
         method: str,
         shift: int | None,
         dtype: torch.dtype,
-        device: torch.device | None = None,
-        standard_error: bool = False,
-        kept: Unfinished | None = None,
-        replicas: Replicas | None = None,
+        device: torch.device | None,
+        standard_error: bool,
+        kept: Unfinished | None,
+        replicas: Replicas,
+        spread_out: bool,
     ):
         self.model, self.objective, self.parameters = model, objective, parameters
-        self.per, self.method, self.shift, self.kept = per, method, shift, kept
-        self.replicas = Replicas.of(model) if replicas is None else replicas
-        spread_out = is_spread(model)
-        if standard_error and self.replicas.parallel:
+        self.per, self.method, self.shift, self.kept, self.replicas = per, method, shift, kept, replicas
+        if standard_error and replicas.parallel:
             raise SquisherError("standard_error=True is not done for tensor-parallel models.")
         self.sums = Sums({name: local_of(p) for name, p in parameters.items()}, dtype, device)
         self._adding = self.sums if device is None else Elsewhere(self.sums)
         self._together = (
-            Together(model, objective, parameters, per, method, shift, self.replicas, standard_error)
-            if spread_out
-            else None
+            Together(model, objective, parameters, per, method, shift, replicas, standard_error) if spread_out else None
         )
         self._engine: _Engine | None = self._together
         self._spread = _Spread(parameters, spread_out) if standard_error else None
@@ -139,13 +137,20 @@ class Walk:
 
     def _first(self, batch: Batch) -> _Engine:
         """Choose the engine, with the first batch at hand."""
-        self.objective, self.noted = compared_with_own(self.model, self.objective, batch, self.shift)
-        engine = _engine(self.method, self.per, self.model, self.objective, self.parameters)
+        model, parameters = self.model, self.parameters
+        self.objective, self.noted = compared_with_own(model, self.objective, batch, self.shift)
+        engine: _Engine
+        if self.method == "loop":
+            engine = Loop(model, self.objective, parameters, self.per)
+            if self.per == "example" and batch.several_inputs():
+                whole = self.objective.outputs(model, batch).values.detach()
+                check_alone(model, self.objective, batch, whole, interacting=False)
+        elif self.per == "batch":
+            engine = Joint(model, self.objective, parameters)
+        else:
+            engine = Fast(model, self.objective, parameters, strict=self.method == "fast")
         if self.kept is not None:
             engine.reached.update(self.kept.reached)
-        if isinstance(engine, Loop) and self.per == "example" and batch.several_inputs():
-            whole = self.objective.outputs(self.model, batch).values.detach()
-            check_alone(self.model, self.objective, batch, whole, interacting=False)
         return engine
 
     def _combine(self, divided: bool) -> None:
@@ -201,14 +206,6 @@ class _Engine(Protocol):
     def reached(self) -> set[str]: ...
 
     def add(self, sums: Sums, batch: Batch, index: Tensor) -> int: ...
-
-
-def _engine(method: str, per: str, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor]) -> _Engine:
-    if method == "loop":
-        return Loop(model, objective, parameters, per)
-    if per == "batch":
-        return Joint(model, objective, parameters)
-    return Fast(model, objective, parameters, strict=method == "fast")
 
 
 def _merged(coverages: list[dict[str, Any]], reached: Collection[str]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ from ..proof import (
 )
 from ..rules import Gradients
 from ..squaring import Pass
-from ..sums import Sums
+from ..sums import Sums, add_square
 from .meshes import Replicas
 from .parallel import conversions, local_gradient
 from .shards import Group, Shards, WholeSums
@@ -293,7 +293,8 @@ class Together:
         """Subtract the loop's squares from ours, compare what is left; returns the outputs of each example on its own."""
         here = owner == self.replicas.mine
         bounds: dict[str, list[Gradients]] = {}
-        one, outputs, told = self._forward(objective, two, bounds=bounds)
+        one, outputs, told = self._forward(objective, two)
+        one.bounds = bounds
         self._backward(scratch, one, outputs, index, float(here), told)
         theirs, types = self._leaders(told)[owner], self._leaders(self._exchange(one.types))[owner]
         captured = theirs.captured
@@ -366,7 +367,6 @@ class Together:
         objective: Objective,
         batch: Batch,
         alone: Mapping[int, Tensor] | None = None,
-        bounds: dict[str, list[Gradients]] | None = None,
     ) -> tuple[Pass, Outputs, list[_Told]]:
         """Run a forward pass in which every use of a parameter is seen, if need be a second time without guesses.
 
@@ -374,14 +374,13 @@ class Together:
             objective: which Fisher, or a probe of it.
             batch: two examples or more.
             alone: the outputs of some of them on their own, to compare with.
-            bounds: as of `Pass`.
 
         Raises:
             Obstacle: on all processes, if it cannot be done at once on one of them.
         """
         reasons: dict[str, str] = {}
         for guess in (True, False):
-            one = Pass(self.model, objective, batch, self.shards.gathered(), bounds, guess, self.shards.everything())
+            one = Pass(self.model, objective, batch, self.shards.gathered(), guess, self.shards.everything())
             outputs, failure, obstacle = None, None, None
             self._calls.clear()
             self._one = one
@@ -518,9 +517,7 @@ class Together:
             return
         for name, gradient in gradients.items():
             self.reached.add(name)
-            total = whole[name]
-            gradient = (gradient.to_dense() if gradient.is_sparse else gradient).to(total.dtype)
-            total.addcmul_(gradient, gradient)
+            add_square(whole[name], gradient)
 
     # -- called by the model's groups ----------------------------------------------------------------------------------------
 

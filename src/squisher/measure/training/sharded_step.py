@@ -185,15 +185,10 @@ class _ShardedPass(StepPass):
             self._weighing = False
         self._proof["arrived"].flush_rest(ranks.gather)
 
-    def start(
-        self,
-        dtype: torch.dtype,
-        expected: dict[str, Tensor | None] | None,
-        spare: dict[str, Tensor] | None = None,
-    ) -> None:
-        """Begin to take the squares of what arrives."""
+    def start(self, *args: Any) -> None:
+        """Begin to take the squares of what arrives; arguments as of `StepPass.start`."""
         weights = self.weights
-        super().start(dtype, expected)
+        super().start(*args)
         self.sums, self.weights = self.whole, weights
         self.bounds = {} if self._proof else None
 

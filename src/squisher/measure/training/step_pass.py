@@ -24,7 +24,6 @@ from ..proof import tolerance_of, total_of
 from ..rules import Dense, Gradients, Rule, Squares, add_squares
 from ..squaring import Pass
 from ..sums import Sums
-from .reductions import REDUCTIONS, counted_in, counts_positions, factor_of
 
 __all__ = ["StepPass", "weighted_rows"]
 
@@ -33,6 +32,13 @@ REDUCED = Other("reduced")
 FLAT = Other("flat")
 """Rows of examples that are no neighbours: (positions, examples, ...) in one dimension, as torch's attention has them."""
 _OBJECTIVE = Objective("categorical")
+_BY_CLASS = {"cross_entropy", "nll_loss"}
+_BY_ENTRY = {
+    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+}
+_REDUCTIONS = {"sum", "mean", *_BY_CLASS, *_BY_ENTRY}
+"""Names (`name_of`) of the operations that are known."""
 
 
 @dataclass
@@ -71,7 +77,7 @@ class StepPass(Pass):
         guess: bool,
         gathered: Iterable[Tensor] | None = None,
     ):
-        super().__init__(model, _OBJECTIVE, batch, parameters, guess=guess, gathered=gathered)
+        super().__init__(model, _OBJECTIVE, batch, parameters, guess, gathered)
         self.refused: dict[str, str] = {}
         self.evident: set[str] = set()
         self.spoiled, self.positions, self.finite = "", False, True
@@ -93,10 +99,10 @@ class StepPass(Pass):
             if any(self.is_reduced(t) for t in tensors):
                 mixing = [t for t in tensors if t.requires_grad and self._state(t) not in (REDUCED, SHARED)]
                 state = UNKNOWN if mixing else REDUCED
-                return self._finish(func(*args, **kwargs), name, lambda _: (state, "a part of the loss mixes examples"))
+                return self._finish(func(*args, **kwargs), name, state, "a part of the loss mixes examples")
         if args and id(args[0]) in self._flat:
             return self._of_flat(func, name, args, kwargs)
-        if name in REDUCTIONS:
+        if name in _REDUCTIONS:
             reduced = self._reduced(func, name, args, kwargs)
             if reduced is not None:
                 return reduced
@@ -112,11 +118,11 @@ class StepPass(Pass):
             return self._flattened(output, output.flatten(0, 1), state)
         output = func(*args, **kwargs)
         back = name in ("view", "reshape", "unflatten") and output.shape[:2] == shape[:2] and output.dim() == 3
-        return self._finish(output, name, lambda _: (state if back else UNKNOWN, f"{name} mixes the rows of examples"))
+        return self._finish(output, name, state if back else UNKNOWN, f"{name} mixes the rows of examples")
 
     def _flattened(self, t: Tensor, output: Tensor, state: Examples) -> Tensor:
         self._flat[id(output)] = (output, t.shape, state)
-        return self._finish(output, "flat", lambda _: (FLAT, ""))
+        return self._finish(output, "flat", FLAT)
 
     def is_reduced(self, t: Tensor) -> bool:
         """Return whether this is (a part of) the loss."""
@@ -134,7 +140,7 @@ class StepPass(Pass):
         attached = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         if not isinstance(state, Examples) or not attached:
             return None
-        factor = factor_of(name, state, args, kwargs)
+        factor = _factor_of(name, state, args, kwargs)
         if factor is None:
             return None
         inputs: list[tuple[Tensor, Examples]] = []
@@ -150,12 +156,12 @@ class StepPass(Pass):
                 return None
         output = func(*replaced(args, instead), **replaced(kwargs, instead))
         reduction = _Reduction(inputs, output, factor)
-        counted = counted_in(name, self.examples, args, kwargs)
+        counted = _counted_in(name, self.examples, args, kwargs)
         self._counted = counted if self._counted is None else self._counted | counted
         output.register_hook(lambda g: reduction.arrived.append(g.detach()) if self._in_backward else None)
         self.reductions.append(reduction)
-        self.positions = self.positions or counts_positions(name, first, state)
-        return self._finish(output, name, lambda _: (REDUCED, ""))
+        self.positions = self.positions or _counts_positions(name, first, state)
+        return self._finish(output, name, REDUCED)
 
     def _state(self, t: Tensor) -> State:
         state = super()._state(t)
@@ -174,8 +180,8 @@ class StepPass(Pass):
                     return FLAT
         return super()._state_after(call)
 
-    def _finish(self, output: Any, name: str, after: Any) -> Any:
-        output = super()._finish(output, name, after)
+    def _finish(self, output: Any, name: str, states: State | list[State], reason: str = "") -> Any:
+        output = super()._finish(output, name, states, reason)
         for t in tensors_in(output):
             if t.requires_grad and self._state(t) is UNKNOWN:
                 t.register_hook(partial(self._spoil, self._why(t)))
@@ -200,9 +206,9 @@ class StepPass(Pass):
                 self._refuse(t, f"it is used in an operation without a rule ({name})")
         return args, kwargs, [(t, rule) for t, rule in uses if self._names_of(t)]
 
-    def _captured(self, output: Any, uses: list[tuple[Tensor, Rule]], after: Any) -> Any:
+    def _captured(self, output: Tensor, uses: list[tuple[Tensor, Rule]], state: Examples) -> Tensor:
         new = [source for source, _ in uses if id(source) not in self._names and id(source) not in self._behind]
-        output = super()._captured(output, uses, after)
+        output = super()._captured(output, uses, state)
         for source in {id(s): s for s in new}.values():
             if id(source) in self._behind:
                 # Before the gradient goes on, and the graph behind it is freed. By its key: the hook must not hold its own tensor.
@@ -405,3 +411,69 @@ def _apart(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
     typical = root.sum() / (root > 0).sum().clamp(min=1)
     least = torch.finfo(root.dtype).tiny
     return float(((ours - theirs).abs() / torch.maximum(root, typical).clamp(min=least)).max())
+
+
+# -- how a loss goes from the examples to one number: which operations sum over them, and by which factor ---------------------
+
+
+def _factor_of(name: str, state: Examples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    """Return c where an operation gives c · Σ of the entries over all examples; None if it keeps examples apart, or is not known.
+
+    Args:
+        name: One of `_REDUCTIONS`.
+        state: Where the examples are in the first argument.
+        args: Of the call.
+        kwargs: Of the call.
+    """
+    t: Tensor = args[0] if args else kwargs["input"]
+    if name in ("sum", "mean"):
+        return _of_sum(name, t, state, args, kwargs)
+    reduction = kwargs.get("reduction", "mean")
+    old = any(kwargs.get(key) is not None for key in ("size_average", "reduce"))
+    if reduction == "none" or old or state.dim or (name in _BY_CLASS and t.dim() < 2):
+        return None
+    if reduction == "sum":
+        return 1.0
+    if reduction == "batchmean":
+        return 1.0 / t.shape[0]
+    target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
+    if name in _BY_ENTRY:
+        return 1.0 / max(1, math.prod(torch.broadcast_shapes(t.shape, target.shape)))
+    return _of_classes(t, target, args, kwargs)
+
+
+def _counts_positions(name: str, t: Tensor, state: Examples) -> bool:
+    """Return whether a loss over classes has several positions for each example, as a language model's has."""
+    return name in _BY_CLASS and (state.inner > 1 or t.dim() > 2)
+
+
+def _counted_in(name: str, examples: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Return which examples count in a loss: all, but for those of which a loss over classes ignores every label."""
+    target = args[1] if len(args) > 1 else kwargs.get("target")
+    if name not in _BY_CLASS or not isinstance(target, Tensor) or target.is_floating_point():
+        return torch.ones(examples, dtype=torch.bool)
+    return (target != _ignored(args, kwargs)).reshape(examples, -1).any(1).cpu()
+
+
+def _ignored(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    return int(kwargs.get("ignore_index", args[4] if len(args) > 4 else -100))
+
+
+def _of_sum(name: str, t: Tensor, state: Examples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
+    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
+    if isinstance(dim, torch.dtype) or dim is None or dim == ():
+        dims = list(range(t.dim()))
+    else:
+        dims = [int(d) % t.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
+    if state.dim not in dims:
+        return None
+    return 1.0 if name == "sum" else 1.0 / max(1, math.prod(t.shape[d] for d in dims))
+
+
+def _of_classes(t: Tensor, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
+    if target.is_floating_point():
+        return t.shape[1] / t.numel()
+    counted = target != _ignored(args, kwargs)
+    total = counted.sum() if weight is None else weight.detach()[target[counted]].sum()
+    return 1.0 / float(total) if float(total) else 0.0
