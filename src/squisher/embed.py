@@ -53,7 +53,9 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
     whole = without(whole, exclude)
     if by == "full":
         return whole
-    names = [name for name in whole if numel_of(whole, name) and not (by == "row" and _is_bias(name))]
+    names = [
+        name for name in whole if numel_of(whole, name) and not (by == "row" and name.rsplit(".", 1)[-1] == "bias")
+    ]
     if not any(numel_of(whole, name) for name in whole):
         raise SquisherError("The importance has no entry, so there is nothing to sum up.")
     if not names:
@@ -237,10 +239,6 @@ def _pair(a: Tensor, b: Tensor, metric: str) -> tuple[np.ndarray, np.ndarray]:
         return x, y
     u = x / (x + y)
     return u, y / (x + y)
-
-
-def _is_bias(name: str) -> bool:
-    return name.rsplit(".", 1)[-1] == "bias"
 
 
 def _row_means(importance: Importance, name: str) -> Tensor:

@@ -153,7 +153,7 @@ class EWC:
                 self.online is not None and name not in names
             ):  # without an importance in this task it fades like the others
                 new_weight[name] = self._weight[name] * self.online
-        self._warn_if_exploding(total, importance)
+        self._warn_if_exploding(total)
         self._weight, self._centre, self._constant = new_weight, new_centre, constant
         self.tasks += 1
         self.totals.append(total)
@@ -375,7 +375,8 @@ class EWC:
             return converted
         if self._scale.first is None:  # the first task was taken as it was stored
             return checked(importance)
-        earlier = _without_tensors(self._scale.first) if self._scale.first else {}
+        # The provenance of the first task's importance is enough: its tensors are not kept.
+        earlier = Importance({"none": torch.zeros(0)}, **self._scale.first) if self._scale.first else {}
         return on_common_scale([earlier, importance], scale)[1]
 
     def _warn_of_other_weights(self, importance: Mapping[str, Tensor], names: Mapping[str, str]) -> None:
@@ -389,7 +390,7 @@ class EWC:
                 stacklevel=3,
             )
 
-    def _warn_if_exploding(self, total: float, importance: Mapping[str, Tensor]) -> None:
+    def _warn_if_exploding(self, total: float) -> None:
         if self.totals and self.totals[-1] > 0 and total > GROWTH * self.totals[-1]:
             warnings.warn(
                 f"This task's importance is {total / self.totals[-1]:.0f} times the last one's. If the optimizer saw the penalty's "
@@ -398,11 +399,6 @@ class EWC:
                 SquisherWarning,
                 stacklevel=4,
             )
-
-
-def _without_tensors(provenance: Mapping[str, Any]) -> Importance:
-    """Return what is known of an importance, without its memory."""
-    return Importance({"none": torch.zeros(0)}, **provenance)
 
 
 def strength_like(importance: Mapping[str, Tensor], fisher: Mapping[str, Tensor], strength: float) -> float:

@@ -153,7 +153,7 @@ class Folded(Computed):
         self._roles: dict[str, dict[str, str]] = {}  # name in the base: role to name in the adapter
         for name in adapter.weights:
             module, role = _split(name)
-            self._roles.setdefault(_base_name(module, role, base, adapter), {})[role] = name
+            self._roles.setdefault(_base_name(module, base, adapter), {})[role] = name
         for name, roles in self._roles.items():
             _check_roles(name, roles, adapter)
 
@@ -206,7 +206,7 @@ def _split(name: str) -> tuple[str, str]:
     return (bare[: match.start()] + ".weight", match[1]) if match else (bare, "whole")
 
 
-def _base_name(name: str, role: str, base: LazyTensors, adapter: Adapter) -> str:
+def _base_name(name: str, base: LazyTensors, adapter: Adapter) -> str:
     if name in base:
         return name
     # A weight file may leave out or add the outermost module: `h.0.…` for `transformer.h.0.…`.

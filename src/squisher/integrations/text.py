@@ -88,7 +88,8 @@ def load_text_model(
             model, found = loader.from_pretrained(place, torch_dtype="auto", output_loading_info=True)
             _refuse_missing(place, found["missing_keys"], path if adapter else None)
         if adapter:
-            model = _adapted(model, path)
+            peft = require("peft", "hf", "Reading an adapter")
+            model = peft.PeftModel.from_pretrained(model, path, is_trainable=True)
     except (OSError, ValueError, KeyError) as error:
         raise FileError(f"{path} cannot be loaded with transformers: {str(error).splitlines()[0]}") from error
     if tokenizer.pad_token is None:
@@ -157,10 +158,6 @@ def _refuse_missing(place: Path, missing: Iterable[str], adapter: Path | None) -
             f"{place} has no weights for {len(random)} parameters that its config.json asks for, {random[0]!r} for example: they would "
             "be random, and the Fisher with them. Give the folder of the model as it was trained, or correct its 'architectures'."
         )
-
-
-def _adapted(model: nn.Module, path: Path) -> nn.Module:
-    return require("peft", "hf", "Reading an adapter").PeftModel.from_pretrained(model, path, is_trainable=True)
 
 
 def count_rows(file: str | os.PathLike[str]) -> int:

@@ -5,11 +5,11 @@ To read it from top to bottom:
 - `fisher`, below, checks a request; `walk` goes through the data: each batch to an engine, its squares to the `sums`.
 - `batches` takes a batch apart and says who measures it; `likelihood` is what is squared, with labels drawn by `sampling`.
 - `loop` is the definition, one example after the other. Two engines are faster: `joint` for whole batches, `fast` for all examples at once.
-- `fast` believes a batch if its examples are followed through every operation (`following` runs them, `placements`, `indexing`
-  and `routing` say where the rows of each example are afterwards), every use of a parameter has a rule (`capture` sees the uses, `squaring`
-  squares what comes back, `rules` has one file for each kind of layer), and `proof` has compared it with the loop.
-- `sharded` is all this for models that are spread over processes, `training` the squares inside a training step, for `squisher.Tracker`.
-- `unfinished` keeps an interrupted measurement.
+- `fast` accepts a batch if three things hold. Its examples can be followed through every operation (`following` runs them; `placements`,
+  `indexing` and `routing` say where the rows of each example are afterwards). Every use of a parameter has a rule (`capture` sees the uses,
+  `squaring` squares the gradients that come back, `rules` has one file for each kind of layer). And `proof` has compared it with the loop.
+- `sharded` does the same for models that are sharded over processes; `training` takes the squares inside a training step, for `squisher.Tracker`.
+- `unfinished` keeps the sums of an interrupted measurement.
 """
 
 from __future__ import annotations
@@ -324,7 +324,7 @@ def _kind_of(model: nn.Module) -> str:
 
 
 def _shift_of(model: nn.Module) -> int | None:
-    """1 where output t is about label t + 1, 0 where it is about label t, None where the model does not say."""
+    """Return 1 if output t predicts label t + 1, 0 if it predicts label t, None if the model does not say."""
     config = _config_of(model)
     if config is None:
         return None

@@ -46,10 +46,7 @@ class Batch:
             object.__setattr__(self, "cut", tuple(_rows_of(value) == self.size for value in self._leaves()))
 
     def _leaves(self) -> list[Any]:
-        found: list[Any] = []
-        for part in (self.raw, *self.args, *self.kwargs.values(), self.labels):
-            _tree(part, found.append)
-        return found
+        return _leaves((self.raw, *self.args, *self.kwargs.values(), self.labels))
 
     def tensors(self) -> Iterator[tuple[Tensor, bool]]:
         """Return all tensors that the model or the likelihood gets, and whether each has a row for every example."""
@@ -67,14 +64,9 @@ class Batch:
         return {f"number {n}": v for n, v in enumerate(self.args, 1)} | {repr(k): v for k, v in self.kwargs.items()}
 
     def cut_inputs(self) -> list[str]:
-        """Return the arguments (named as in `named_tensors`) of which an example gets its own rows, once for each tensor, array or list."""
+        """Return the arguments that are cut into rows, one name (as in `named_tensors`) for each tensor, array or list."""
         cut = {id(value) for value, cut in zip(self._leaves(), self.cut, strict=True) if cut}
-        found: list[str] = []
-        for name, value in self._arguments().items():
-            leaves: list[Any] = []
-            _tree(value, leaves.append)
-            found += [name for leaf in leaves if id(leaf) in cut]
-        return found
+        return [name for name, value in self._arguments().items() for leaf in _leaves(value) if id(leaf) in cut]
 
     def take(self, start: int, stop: int) -> Batch:
         """Return the examples start, ..., stop - 1."""
@@ -83,7 +75,7 @@ class Batch:
         return self._map(lambda v: _some_rows(v, range(start, stop)), stop - start)
 
     def several_inputs(self) -> bool:
-        """Return whether more than one input has as many rows as there are examples, so that one of them may be shared by all."""
+        """Return whether more than one input has as many rows as there are examples: one of them may in truth be shared by all."""
         return self.size > 1 and len(self.cut_inputs()) > 1
 
     def with_whole(self, name: str, taken: Batch) -> Batch:
@@ -141,7 +133,14 @@ def parse(raw: Any, model: nn.Module, device: torch.device, whole: bool = False)
     Raises:
         SquisherError: if it is none of these.
     """
-    raw = _tree(raw, lambda value: _plain_tensor(value, device) if isinstance(value, Tensor) else value)
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        value = value.detach().to(device)
+        return value.clone() if value.is_inference() else value  # autograd may not save a tensor of inference mode
+
+    raw = _tree(raw, plain)
     labels: Any = None
     if isinstance(raw, Mapping):
         kwargs = {str(k): v for k, v in raw.items()}
@@ -167,12 +166,6 @@ def parse(raw: Any, model: nn.Module, device: torch.device, whole: bool = False)
     return Batch(raw, args, {}, _labels(labels), _size(labels, args))
 
 
-def _plain_tensor(t: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor that gets no gradient, and that a graph may keep: those of inference mode it may not."""
-    t = t.detach().to(device)
-    return t.clone() if t.is_inference() else t
-
-
 def batches_of(source: Any) -> Iterator[Any]:
     """Iterate over the user's batches, with a clear message where that is not possible."""
     if isinstance(source, (Tensor, Mapping)) or not isinstance(source, Iterable):
@@ -185,14 +178,7 @@ def batches_of(source: Any) -> Iterator[Any]:
 
 def leaves_of(raw: Any) -> list[Tensor]:
     """Return all tensors of a batch, in order."""
-    found: list[Tensor] = []
-
-    def look(value: Any) -> None:
-        if isinstance(value, Tensor):
-            found.append(value)
-
-    _tree(raw, look)
-    return found
+    return [value for value in _leaves(raw) if isinstance(value, Tensor)]
 
 
 def _decoder_inputs(model: nn.Module, kwargs: dict[str, Any], labels: Any) -> dict[str, Any]:
@@ -246,8 +232,15 @@ def _tree(value: Any, change: Callable[[Any], Any]) -> Any:
     return value
 
 
+def _leaves(value: Any) -> list[Any]:
+    """Return every tensor, array and plain list of a nested container, in order."""
+    found: list[Any] = []
+    _tree(value, found.append)
+    return found
+
+
 def _some_rows(value: Any, rows: range | list[int]) -> Any:
-    """Return these rows of a tensor, an array or a list; of a dense tensor a range of them is a view."""
+    """Return these rows of a tensor, an array or a list; a range of rows of a dense tensor is a view."""
     if isinstance(value, list):
         return [value[n] for n in rows]
     if not isinstance(value, Tensor):
@@ -371,7 +364,7 @@ class Stream:
 
 
 def same_model(parameters: Mapping[str, Tensor]) -> None:
-    """Refuse processes that have different models, whose Fishers would be averaged; of sharded ones, those with copies of a shard.
+    """Refuse to average over processes whose models differ; of a sharded model, compare the processes with copies of one shard.
 
     Raises:
         SquisherError: on all processes.

@@ -1,10 +1,10 @@
 """One forward pass in which every use of a parameter is seen.
 
 A function mode sees every operation of the forward pass and follows where the examples are (`examples`). An operation with a rule
-(`rules`) is given a detached copy of the parameter, and a hook on its output receives the gradient from which the rule finds each
-example's share. So a gradient that could still reach the parameter itself comes from a use that was not seen, and the graph shows it
-before anything is added. What is made of parameters alone (a weight that is normalised, positions that are looked up once) is a
-source like a parameter: its per-example gradients are sent on through its own small graph.
+(`rules`) is given a detached copy of the parameter, and a hook on its output receives the gradient from which the rule computes each
+example's gradient. So if autograd's graph still leads to the parameter itself, some use of it was not seen, and that is noticed before
+anything is added. A tensor made of parameters alone (a normalised weight, positions that are looked up once) is a source like a
+parameter: its per-example gradients are sent on to the parameters through its own small graph.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MOST_COPIES = 1 << 24
 
 
 class Obstacle(Exception):  # noqa: N818 (not an error: the loop takes over)
-    """Why a batch cannot be done at once: by parameter, or "" for all of them."""
+    """The reasons why a batch cannot be measured the fast way, by parameter; under "" the reason for all parameters."""
 
     def __init__(self, reasons: Mapping[str, str], random: bool = False):
         super().__init__(next(iter(reasons.values()), ""))
@@ -287,10 +287,10 @@ class Capture(Following):
                 self._expected[id(t)] = self._expected.get(id(t), 0) + 1
 
     def _as_if_apart(self, func: Any, tensors: list[Tensor], look: Look) -> bool:
-        """Return whether an operation on shared tensors is treated as one on examples, because it has a row for each of them.
+        """Return whether to treat an operation on shared tensors as one on examples, because a tensor has one row for each example.
 
-        Nothing is believed by it: if the rows are used otherwise later, they meet rows of examples in another place, and what
-        comes of that is UNKNOWN.
+        A wrong guess does no harm: rows that are not examples meet rows of examples in another dimension later, and the result of
+        that is UNKNOWN.
         """
         others = [t for t in tensors if not t.requires_grad]
         if (
@@ -419,5 +419,5 @@ class Capture(Following):
 
 
 def _apart(rule: Rule, dim: int, dims: int) -> bool:
-    """Return whether a parameter has no entries of its own for each row of the dimension that the examples are in."""
+    """Return whether all examples share the entries of a parameter: it has size 1 where the output has the examples."""
     return not isinstance(rule, (Broadcast, Einsum)) or rule.apart_from(dim, dims)

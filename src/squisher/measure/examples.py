@@ -43,7 +43,7 @@ class Routed(NamedTuple):
 
 
 class Other(NamedTuple):
-    """Where there are no examples to follow."""
+    """A state without rows of examples."""
 
     kind: str
 
@@ -72,7 +72,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def replaced(value: Any, instead: Mapping[int, Tensor]) -> Any:
-    """Return arguments with other tensors in the place of some, by the `id` of those."""
+    """Return arguments with some tensors replaced; `instead` has the new ones by the `id` of the old ones."""
     if not instead:
         return value
     if isinstance(value, Tensor):

@@ -5,13 +5,13 @@ In every batch, before anything is added:
 - the rows of each output belong to examples by structure (`examples`), never because a size happens to be divisible;
 - no path of the graph leads to a parameter past the rules (`capture`);
 - the sequence of operations is one that was proven against the loop (`proof`), for every parameter whose gradient is not zero;
-- what Python saw (a number, a decision) it would have seen of each example on its own, or the outputs of some that differ are compared;
-  so they are where something comes from a scripted function or an array, in which nothing is seen;
-- backward functions in Python, which may do anything, give each half of the examples the same on its own.
+- every number or decision that Python took from the batch is what it would have taken from each example alone; where it is not, or where
+  a scripted function or an array hides it, the outputs of some examples alone are compared with those of the batch;
+- backward functions written in Python, which may mix examples, give the same squares for the two halves of the batch one after the other.
 
-What was proven is remembered for later calls on the same model, as long as its weights and modes and the form of the batches stay. A
-batch for which one of these fails is done by the loop, and the coverage says why. On the batches that are proven, the outputs of two
-examples on their own are compared with those of the batch: examples that influence each other have no gradient of their own.
+A batch that fails one of these checks is left to the loop, and the coverage says why. What was proven is remembered for later calls on
+the same model while its weights, its modes and the form of the batches stay the same. Each proof also compares the outputs of two
+examples alone with those of the batch: examples that influence each other have no gradients of their own.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class Fast:
         return proof
 
     def _believe(self, sums: Sums, one: Pass, outputs: Outputs, index: Tensor, known: Known) -> None:
-        """Add what the rules say; what was not proven yet for this sequence of operations is proven on this very batch."""
+        """Add the squares that the rules give. Parameters not yet proven for this sequence of operations are proven on this batch first."""
         doubtful = one.captured - known.programs.get(one.program, set())
         if not doubtful and not one.custom:
             try:

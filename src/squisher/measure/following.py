@@ -1,6 +1,6 @@
 """A forward pass in which every operation is seen and the rows of the examples are followed (`examples`).
 
-Also what else is asked about operations: which ones lie behind a tensor in autograd's graph.
+Also: the names of operations, and which of them lie behind a tensor in autograd's graph.
 """
 
 from __future__ import annotations
@@ -109,10 +109,10 @@ class Following:
     Attributes:
         random: whether random numbers were drawn.
         escaped: whether something may depend on the examples in a way that is not followed.
-        told: examples to which Python might have done something else on their own: a number or a decision that was made of several
-            examples would have been another one.
-        doubted: whether something was made of the examples where it is not seen (a scripted function, an array), so that any of
-            them might have got something else on its own.
+        told: examples that Python might have treated differently alone, because a number it took from the batch would have been
+            different for them.
+        doubted: whether something was computed from the examples where it cannot be seen (a scripted function, an array), so that any
+            example might have been treated differently alone.
         hooked: whether the model registers hooks on its gradients.
         types: of the gradients that arrived, and single precision if they came through it: models in double precision compute parts of
             themselves, or their loss, in it.
@@ -196,10 +196,10 @@ class Following:
     def _python_saw(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], states: dict[int, State], out: Any
     ) -> None:
-        """Compare what an operation on several examples returned with what it returns for each of them on its own.
+        """Compare what an operation on the batch returned with what it returns for each example alone.
 
-        A number or a decision that Python gets (`item`, `bool`, `tolist`) may decide about all examples: where it would have been
-        another one, examples are told to the caller. Small tensors are on the way to such numbers, and are remembered.
+        A number that Python gets (`item`, `bool`, `tolist`) may decide about all examples. Examples for which it would have been
+        different are noted in `told`. Small tensors may become such numbers, so their values for each example are kept.
         """
         if isinstance(out, Tensor) and out.numel() > _SMALL:
             return

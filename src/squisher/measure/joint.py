@@ -70,7 +70,7 @@ class Joint:
         return arrived
 
     def _rest(self, sums: Sums, arrivals: dict[str, int]) -> None:
-        """Square what could not be squared on arrival; the first backward pass shows for which parameters that is so."""
+        """Square the gradients that could not be squared on arrival: in the first backward pass all, later those that come in several parts."""
         for name in self.parameters if self.in_parts is None else self.in_parts:
             _square(self.parameters[name], sums[name])
         if self.in_parts is None:

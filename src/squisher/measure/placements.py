@@ -64,7 +64,7 @@ def broadcasts(
 
 
 def _first_alone(call: Call) -> State:
-    """Casts: other tensors only say the type."""
+    """Handle casts: the first tensor decides, another one only gives its type."""
     return call.look(call.first)
 
 

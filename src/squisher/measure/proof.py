@@ -2,7 +2,7 @@
 
 The gradients that are sent back are drawn at random instead of following from the likelihood: those of a network that is sure of
 its answer are too small for their squares to be compared, or zero, and would prove nothing. Where both sides are zero nothing is
-proven; the caller is told which parameters were.
+proven: `Proof.evident` lists the parameters for which something was.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ _REMEMBERED: WeakKeyDictionary[nn.Module, Known] = WeakKeyDictionary()
 
 
 def recall(model: nn.Module, objective: Objective, batch: Batch, parameters: Mapping[str, Tensor]) -> Known:
-    """Return what is known from an earlier call: nothing, unless model, weights, settings and the form of the batches are the same."""
+    """Return what an earlier call proved; nothing, unless the model, its weights, the settings and the form of the batches are the same."""
     if callable(objective.likelihood):  # it may hold the model, which would then be kept for ever
         return Known()
     tensors = [*parameters.values(), *model.buffers()]
@@ -265,7 +265,7 @@ def check_alone(
     also: Sequence[int] = (),
     interacting: bool = True,
 ) -> None:
-    """Compare the outputs of some examples alone with those of the batch.
+    """Check that some examples have the same outputs alone as in the batch.
 
     Args:
         model: what they are outputs of.
@@ -323,7 +323,7 @@ def _refuse_cut_input(
 
 
 def difference_of(model: nn.Module, own: Tensor, values: Tensor, n: int) -> str:
-    """Return how the outputs of one example differ from its row of the batch's; "" if they do not."""
+    """Return how the outputs of an example alone differ from its row in the batch; "" if they do not."""
     row = values[n]
     if own.shape != row.shape:
         return f"have the shape {tuple(own.shape)} instead of {tuple(row.shape)}"
@@ -397,7 +397,7 @@ class Probe(Objective):
 
     @classmethod
     def of(cls, objective: Objective) -> Probe:
-        """Return a probe for an objective; with two draws where it has several columns, which the fast engine adds up in another way."""
+        """Return a probe for an objective; with two draws if the objective has several columns, which the fast way adds up differently."""
         given = {f.name: getattr(objective, f.name) for f in fields(objective)}
         several = objective.labels == "exact" or (objective.labels == "sampled" and objective.draws > 1)
         return cls(**{**given, "draws": 2 if several else 1})

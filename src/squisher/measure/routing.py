@@ -1,8 +1,8 @@
 """Rows of examples that were put into another order: tokens that are sorted by the expert that they go to.
 
-Whoever takes rows by their number takes whole rows, and the numbers say of which examples, however they were found. So it is known by
-value which example each row belongs to, until the rows are back in their order. In between, operations are followed that keep rows
-apart, and products with the matrices of experts (`grouped_mm`).
+An index that takes whole rows says by its values which example each row belongs to, however the index was computed. So the rows can be
+followed until they are back in their order. In between, only operations that keep rows apart and products with the matrices of experts
+(`grouped_mm`) are followed.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ class Routes:
 
 
 def ends_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return where the rows of each matrix end, of a product in `GROUPED`; None if it is another one."""
+    """Return where the rows of each matrix end, for a product in `GROUPED`; None if its arguments have another form."""
     ends = argument(args, kwargs, 2, "offs", None)
     plain = len(tensors_in((args, kwargs))) == 3 and args[0].dim() == 2 and args[1].dim() == 3
     return ends if isinstance(ends, Tensor) and plain else None
 
 
 def behind_transpose(t: Tensor) -> tuple[Tensor, bool]:
-    """Return the leaf that this tensor is, or is the transpose of its last two dimensions of, and whether it is."""
+    """Return the parameter behind a tensor that swaps its last two dimensions, and True; otherwise the tensor itself, and False."""
     node = t.grad_fn
     if node is None or node.name() != "TransposeBackward0" or t.dim() != 3:
         return t, False

@@ -200,7 +200,7 @@ class Pass(Capture):
                 total.addcmul_(whole, whole)
 
     def _bound_through(self, bounds: dict[str, list[Gradients]], names: Iterable[str], arriving: list[Tensor]) -> None:
-        """Note what rounding is measured by where a gradient comes through others: all that arrives, as if spread evenly."""
+        """Note a bound on rounding errors for gradients that come through other tensors: all that arrives, spread evenly."""
         for name in names:
             total = sum(float(g.square().sum()) for g in arriving) / max(1, self.parameters[name].numel())
             value = torch.full((1,) * (self.parameters[name].dim() + 1), total, device=self.parameters[name].device)
@@ -208,7 +208,7 @@ class Pass(Capture):
 
     @torch.no_grad()
     def _end(self) -> None:
-        """Add what was summed over columns: all of them are through."""
+        """Add what was summed over the columns, after the last one."""
         with torch._C.DisableTorchFunction():
             for name, (summand, squares) in self._squares.items():
                 total = self.sums[name].view(summand.left.shape[2], -1)

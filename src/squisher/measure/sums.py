@@ -21,7 +21,7 @@ def add_square(total: Tensor, gradient: Tensor) -> None:
 class Sums(dict[str, Tensor]):
     """Zeros of each parameter's shape, made when first asked for.
 
-    While the fast engine proves itself, this is what keeps the loop's gradients, its sums and ours from being there all at once.
+    So the fast way's sums, the loop's sums and the loop's gradients are never all in memory at once during a proof.
 
     Args:
         parameters: by name.
@@ -29,7 +29,7 @@ class Sums(dict[str, Tensor]):
         device: where they are; by default where each parameter is.
 
     Attributes:
-        spare: sums of the same form that nobody needs any more, whose memory is used again.
+        spare: sums of the same form that are no longer needed, whose memory is used again.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype, device: torch.device | None = None):
@@ -58,12 +58,12 @@ class Sums(dict[str, Tensor]):
         return torch.promote_types(torch.promote_types(self.parameters[name].dtype, torch.float32), self.dtype)
 
     def complete(self) -> dict[str, Tensor]:
-        """Return all parameters in their order, also those to which nothing was added."""
+        """Return the sums of all parameters in their order; zeros where nothing was added."""
         return {name: self[name] for name in self.parameters}
 
 
 class Elsewhere(Sums):
-    """What an engine adds to where the sums themselves are on another device: zeros for one parameter at a time.
+    """What an engine adds to when the sums are on another device: zeros for one parameter at a time.
 
     They are sent over as soon as another parameter is asked for. From an accelerator the copy goes through pinned memory on a stream
     of its own and is added when the next one is sent, so that the backward pass goes on meanwhile. Only for adding: what is in the

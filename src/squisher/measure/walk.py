@@ -1,4 +1,4 @@
-"""One walk over the data: every batch to the engine, its squares to the sums, and what all processes found together."""
+"""The walk over the data: each batch goes to the engine, its squares to the sums, and the sums of all processes are combined."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ __all__ = ["Walk"]
 
 
 class Walk:
-    """What is measured while the data goes by.
+    """One pass over the data, and the sums of squares that it leaves.
 
     Args:
         model: what is measured.
@@ -101,7 +101,7 @@ class Walk:
                 self._measure(stream, progress)
         except (Exception, KeyboardInterrupt) as error:
             if self._together is not None:
-                raise  # the others know
+                raise  # `Together` has told the other processes
             failure = error
         ranks.agree(failure)
         stream.check()
@@ -209,7 +209,7 @@ class _Engine(Protocol):
 
 
 def _merged(coverages: list[dict[str, Any]], reached: Collection[str]) -> dict[str, Any]:
-    """Return one coverage for all processes: what any of them left to the loop is named, and what none reached."""
+    """Return one coverage for all processes: what any of them left to the loop, and what none of them reached."""
     whole: dict[str, Any] = {}
     for coverage in coverages:
         for key, value in coverage.items():

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, check_choice, near
-from ..importance import Absence, Importance, checked, on_common_scale, tied_in
+from ..importance import Importance, checked, on_common_scale, tied_in
 from ..names import FLOATS, check_like, check_unquantized, equal, excluded, find, pattern_of, shared
 from ..storage.safetensors import sums_of
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
@@ -174,7 +174,7 @@ def matched(
     unexplained: list[str] = []
     for name in merged:
         matches = [_name_in(imp, name, tied) for imp in importances]
-        reasons = [_absent(imp).get(name) for imp in importances]
+        reasons = [imp.provenance.absent.get(name) if isinstance(imp, Importance) else None for imp in importances]
         if None not in matches:
             for match, imp, called, table in zip(matches, importances, who, found, strict=True):
                 if match is not None:
@@ -231,10 +231,6 @@ def _check_coverage(
 
 def _name_in(imp: Mapping[str, Tensor], name: str, tied: Mapping[str, str]) -> str | None:
     return find(name, imp, {**tied, **tied_in([imp])})
-
-
-def _absent(imp: Mapping[str, Tensor]) -> Mapping[str, Absence]:
-    return imp.provenance.absent if isinstance(imp, Importance) else {}
 
 
 _MARKS = (torch.bool, torch.int64)  # masks, indices and counters: surely no weights

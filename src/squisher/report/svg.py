@@ -353,32 +353,18 @@ def _chart(
     description: str,
     swatch: str = "line",
 ) -> Chart:
-    """Return a chart with room for the names of the categories, where there are any."""
+    """Return a chart with room for the names of the categories, which are slanted; the first one may need more on the left than the ticks."""
+    longest = max((min(22, len(name)) for name in categories), default=0)
+    below = 44 + 3.9 * longest
+    left = max(58.0, 12 + 4.9 * min(22, len(categories[0])) if categories else 0.0)
+    legend = _legend(series)
     return Chart(
-        title,
-        description,
-        x,
-        y,
-        height=HEIGHT - 44 + _room(categories),
-        bottom=_room(categories),
-        left=_margin(categories),
-        legend=_legend(series),
-        swatch=swatch,
+        title, description, x, y, height=HEIGHT - 44 + below, bottom=below, left=left, legend=legend, swatch=swatch
     )
 
 
 def _legend(series: Sequence[Series]) -> Sequence[str]:
     return [one.name for one in series] if len(series) > 1 else ()
-
-
-def _room(categories: Sequence[str]) -> float:
-    longest = max((min(22, len(name)) for name in categories), default=0)
-    return 44 + (3.9 * longest if categories else 0)
-
-
-def _margin(categories: Sequence[str]) -> float:
-    """Return the room on the left: the first slanted name needs more than the ticks do."""
-    return max(58.0, 12 + 4.9 * min(22, len(categories[0])) if categories else 0.0)
 
 
 def _named(categories: Sequence[str], most: int = 16) -> list[tuple[float, str]]:

@@ -29,7 +29,7 @@ __all__ = ["Tracker"]
 
 
 class Tracker:
-    """Averages the squared gradient of a model's parameters over the optimizer's steps, as Adam does.
+    """Average the squared gradient of a model's parameters over the optimizer's steps, as Adam does.
 
     Call `observe()` once per optimizer step, in this order:
 
@@ -225,7 +225,7 @@ class Tracker:
             raise SquisherError(f"Tracker(per='example') can observe no parameter; {name}: {reason}.")
         kind = ShardedStep if any(map(ranks.is_sharded, every.values())) else Step
         self._proven = Proven() if self._proven is None else self._proven
-        anew = self._observed() in _PROVEN_ANEW
+        anew = max(self._steps.values(), default=0) + 1 in _PROVEN_ANEW
         with kind(self.model, tracked, self._proven, anew, self.dtype, factor) as one:
             yield
         self._average(one, tracked)
@@ -275,7 +275,7 @@ class Tracker:
         return reasons
 
     def reset(self) -> None:
-        """Forgets what was observed, for instance when a new task begins."""
+        """Forget what was observed, for instance when a new task begins."""
         self._values.clear()
         self._steps.clear()
         self.skipped = self.examples = self._calls = 0
@@ -365,9 +365,6 @@ class Tracker:
         self._calls += 1
         return (self._calls - 1) % self.every == 0
 
-    def _observed(self) -> int:
-        return max(self._steps.values(), default=0) + 1
-
     @torch.no_grad()
     def _average(self, one: Any, tracked: Mapping[str, Tensor]) -> None:
         """Take the squares of a step, of all processes together, into the average."""
@@ -436,7 +433,7 @@ class Tracker:
         self._update(self._gradients(), 1.0 if scale is None else float(scale))
 
     def _check_unscaled(self) -> None:
-        """Asks the scaler to unscale: it refuses if that has been done, and nothing else public tells."""
+        """Refuse scaled gradients. The test is to ask the scaler to unscale, which it refuses if that was done: nothing else public tells."""
         if self._scaler is None or not self._scaler.is_enabled() or self.optimizer is None:
             return
         try:

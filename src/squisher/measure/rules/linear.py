@@ -106,7 +106,7 @@ class Einsum:
         return cls(a, terms) if distinct and once and in_turn else None
 
     def apart_from(self, dim: int, dims: int) -> bool:
-        """Return whether the weight has no matrix of its own for each row of this dimension of the output."""
+        """Return whether the weight has one matrix for all rows of this dimension of the output."""
         return self.terms[2][dim] not in self.terms[1]
 
     def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
@@ -130,7 +130,7 @@ class Einsum:
 
 
 def einsum_terms(equation: Any, operands: Sequence[Tensor]) -> tuple[list[str], str] | None:
-    """Return the letters of every operand and of the output, those for `...` too; None in another form."""
+    """Return the letters of every operand and of the output, with letters for `...`; None if the equation has another form."""
     if not isinstance(equation, str) or "->" not in equation:
         return None
     inputs, result = equation.replace(" ", "").split("->")
@@ -151,11 +151,11 @@ def einsum_terms(equation: Any, operands: Sequence[Tensor]) -> tuple[list[str], 
 
 @dataclass
 class Grouped:
-    """output = rows of a, those up to ends[k] times W[k], or its transpose if transposed.
+    """output[rows] = a[rows] · W[k] for the rows of matrix k, which end at ends[k]; W[k]ᵀ if `transposed`.
 
     Attributes:
         a: the rows.
-        ends: where those of each matrix end.
+        ends: where the rows of each matrix end.
         owner: the example of each row.
         transposed: whether W[k] is (columns of the output, columns of a).
     """

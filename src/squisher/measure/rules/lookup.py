@@ -37,7 +37,7 @@ class Lookup:
 
 @dataclass
 class RoutedLookup:
-    """output = W[ids], with rows of examples in any order: those of example n are where `owner` is n."""
+    """output = W[ids], with rows in any order: row k belongs to example owner[k]."""
 
     ids: Tensor
     owner: Tensor

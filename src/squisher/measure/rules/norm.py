@@ -37,7 +37,7 @@ class Broadcast:
         return cls(t.shape, tuple(t.shape))
 
     def apart_from(self, dim: int, dims: int) -> bool:
-        """Return whether it has no entries of its own for each row of this dimension of the output."""
+        """Return whether all rows of this dimension of the output share the entries of the parameter."""
         place = dim - (dims - len(self.aligned))
         return place < 0 or self.aligned[place] == 1
 

@@ -29,7 +29,7 @@ class Replicas(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module) -> Replicas:
-        """Return who shares examples in this model; all processes together, if it is tensor parallel."""
+        """Return which processes share examples. All processes must call it together if the model is tensor parallel."""
         own = next((tuple(mesh.mesh.flatten().tolist()) for _, mesh in _tensor_meshes(model)), None)
         if own is None:
             return cls(tuple((k,) for k in range(ranks.world())))
@@ -42,14 +42,14 @@ class Replicas(NamedTuple):
 
     @property
     def leads(self) -> bool:
-        """Whether this process counts for its group."""
+        """Whether this process is the first of its group."""
         return ranks.rank() == self.groups[self.mine][0]
 
     def agreed(self, told: list[Any]) -> list[Any]:
-        """Return what each group told about its batches.
+        """Return one value for each group, and check that its processes have the same one.
 
         Args:
-            told: by every process.
+            told: the values of all processes.
 
         Raises:
             SquisherError: the processes of a group differ.
@@ -62,7 +62,7 @@ class Replicas(NamedTuple):
         return [told[group[0]] for group in self.groups]
 
     def total(self, number: int) -> int:
-        """Return the sum of a number over the groups; all processes together."""
+        """Return the sum of a number over the groups; all processes must call it together."""
         return sum(ranks.gather(number if self.leads else 0))
 
 
@@ -130,7 +130,7 @@ def _check(name: str, parameter: Any, member: Any, width: int) -> None:
     info = None if member is None else member.mesh_info
     copies = 1 if info is None else info.mesh.size()
     sharded = info is None or (hasattr(info, "shard_process_group") and not getattr(info, "is_spmd_mesh", False))
-    placements = _tensor_spec(parameter, member).placements if _is_tensor_parallel(parameter, member) else ()
+    placements = _tensor_spec(parameter, member).placements if member is None or member.is_dtensor else ()
     known = all(type(p).__name__ in ("Shard", "Replicate") for p in placements)
     if not sharded or not known or copies * width != ranks.world():
         raise SquisherError(
@@ -150,12 +150,8 @@ def _tensor_meshes(model: nn.Module) -> Iterator[tuple[str, Any]]:
     members = _members(model)
     for name, parameter in model.named_parameters():
         member = members.get(id(parameter))
-        if is_sharded(parameter) and _is_tensor_parallel(parameter, member):
+        if is_sharded(parameter) and (member is None or member.is_dtensor):
             yield name, _tensor_spec(parameter, member).mesh
-
-
-def _is_tensor_parallel(parameter: Any, member: Any) -> bool:
-    return member is None or bool(member.is_dtensor)
 
 
 def _tensor_spec(parameter: Any, member: Any) -> Any:

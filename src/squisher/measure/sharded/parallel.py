@@ -4,7 +4,7 @@ The output of a column-parallel layer is sharded by columns, and so is its gradi
 layer gives the process's rows of the weight's gradient. The input of a row-parallel layer is sharded and its output's gradient whole. What
 comes otherwise (a norm on a shard of the sequence, whose gradient is a sum over processes) is summed or gathered *before* it is squared.
 
-Tensors become DTensors and back by functions that torch does not show to those who watch operations, so they are replaced for a while.
+torch does not show the functions that turn tensors into DTensors and back to a function mode, so they are replaced for a while.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def can_localise(source: Tensor, rule: Rule) -> bool:
 
 
 def shard_of_gradients(source: Tensor, rule: Any, g: Any, dim: int, examples: int, squared: bool = False) -> Gradients:
-    """Return this process's shard of the gradients of one use; all processes of the mesh together.
+    """Return this process's shard of the gradients of one use; all processes of the mesh must call it together.
 
     Args:
         source: what was used: a DTensor, or whole on every process.
@@ -122,7 +122,7 @@ def _own_rows(ids: Tensor, table: Any) -> Tensor:
 
 @contextmanager
 def conversions(made: Callable[[Tensor, Tensor, Any], None]) -> Iterator[None]:
-    """Inside, the caller is told when a tensor becomes a DTensor, when a DTensor becomes a local or a whole one, and when it moves.
+    """Call `made` whenever a tensor becomes a DTensor inside, or a DTensor becomes local or whole or changes its placements.
 
     Args:
         made: called with what was there, what was made of it, and the placements under which the one is a shard of the other.

@@ -39,11 +39,11 @@ class Group:
         self.members = {names[id(p.sharded_param)]: p for p in group.fsdp_params if id(p.sharded_param) in names}
 
     def gathered(self) -> dict[str, Tensor]:
-        """Return the gathered parameters, by name; those of a group that never was at work do not exist."""
+        """Return the gathered parameters, by name; empty if the group was never gathered."""
         return {name: p._unsharded_param for name, p in self.members.items() if hasattr(p, "_unsharded_param")}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Take the gradients that were accumulated here and not reduced, of all parameters; return those of the members, by name."""
+        """Remove the gradients that were accumulated and not reduced, and return those of the members, by name."""
         names = {id(p): name for name, p in self.members.items()}
         found = {}
         for p in self.group.fsdp_params:
@@ -122,7 +122,7 @@ class Shards:
         self.plain = {name: p for name, p in parameters.items() if name not in sharded}
 
     def gathered(self) -> dict[str, Tensor]:
-        """Return what the model computes with: the gathered parameters, by name, and the plain ones."""
+        """Return the gathered parameters and the plain ones, by name: what the model computes with."""
         return {**self.plain, **{name: p for group in self.groups for name, p in group.gathered().items()}}
 
     def everything(self) -> list[Tensor]:
@@ -167,7 +167,7 @@ class Shards:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """Inside, gradients are not reduced, and those that were accumulated before are put aside; inside `watched`."""
+        """Inside, gradients are not reduced, and earlier ones are put aside; used inside `watched`."""
         members = [p for g in self.groups for p in g.group.fsdp_params]
         before = [(p, p.unsharded_accumulated_grad, p._unsharded_param.grad) for p in members]
         flags = [g.group.reduce_grads for g in self.groups]
@@ -195,7 +195,7 @@ class Shards:
         through: Callable[[Group], None],
         reduced: bool = False,
     ) -> Iterator[None]:
-        """Inside, gradients are not reduced (unless told so), and the caller is told when a group is at work.
+        """Inside, gradients are not reduced (unless `reduced`), and callbacks say when a group is gathered, entered and through.
 
         Args:
             gathering: called before a group is gathered from all processes.
@@ -296,7 +296,7 @@ def _require(members: list[Any], flags: list[bool]) -> None:
 
 
 def _unseen(method: Any) -> Any:
-    """Keep what fully_shard does from those who watch operations."""
+    """Hide what fully_shard does from the function mode."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunction():

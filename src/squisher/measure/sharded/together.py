@@ -51,7 +51,7 @@ _SAME = 1e-3
 
 
 class _Told(NamedTuple):
-    """What a process tells the others about its forward pass."""
+    """What a process sends to the others about its forward pass."""
 
     obstacle: dict[str, str] | None
     guessed: bool
@@ -237,7 +237,7 @@ class Together:
         doubtful: set[str],
         told: list[_Told],
     ) -> None:
-        """Add what the rules say, after what was not proven yet for these sequences of operations is proven on these very batches."""
+        """Add the squares that the rules give. Parameters not yet proven for these sequences of operations are proven on these batches first."""
         batch, types = one.batch, one.types
         found = Sums(sums.parameters, sums.dtype)
         self._backward(found, one, outputs, index, weight, told)
@@ -264,7 +264,7 @@ class Together:
     # -- the proof ---------------------------------------------------------------------------------------------------------
 
     def _prove(self, sums: Sums, batch: Batch, index: Tensor, owner: int) -> dict[int, Tensor]:
-        """Compare with the loop on two examples of one process; returns their outputs on their own, there.
+        """Compare with the loop on two examples of one process; returns the outputs of each alone, on that process.
 
         Raises:
             Obstacle: on all processes, if something differs.
@@ -319,7 +319,7 @@ class Together:
     def _bounds(
         self, found: Sums, bounds: dict[str, list[Gradients]], names: set[str], here: bool
     ) -> dict[str, Tensor]:
-        """Reduce what rounding is measured by into shards, one parameter at a time."""
+        """Reduce the bounds of rounding errors into shards, one parameter at a time."""
         totals = Sums(found.parameters, torch.float32, found.device)
         whole = WholeSums(self.shards, totals, float(here))
         for group in self.shards.groups:
@@ -400,7 +400,7 @@ class Together:
             except SquisherError as error:
                 failure = error
             self._one = None
-            program = _digest(one)
+            program = hashlib.sha256(repr(one.program).encode()).hexdigest()
             proven = self.proven.get(program)
             here = _Told(
                 obstacle,
@@ -555,7 +555,7 @@ class Together:
     # -- tensor parallelism --------------------------------------------------------------------------------------------------
 
     def _leaders(self, told: list[Any]) -> list[Any]:
-        """Return what one process of each group that shares examples told."""
+        """Return the values of the first process of each group that shares examples."""
         return [told[group[0]] for group in self.replicas.groups]
 
     def _following(self, one: Pass) -> AbstractContextManager[None]:
@@ -582,14 +582,18 @@ class Together:
                 )
 
     def check_copies(self, sums: Mapping[str, Tensor]) -> None:
-        """Compare what the processes of a tensor-parallel group found for parameters that each of them has whole.
+        """Check that the processes of a tensor-parallel group have the same sums for parameters that each of them holds whole.
 
         Raises:
             SquisherError: they differ: every process has a part of the gradient, and nobody adds them up before they are squared.
         """
         if not self.replicas.parallel:
             return
-        names = [name for name, p in self.shards.gathered().items() if not _is_shard(p)]
+        names = [
+            name
+            for name, p in self.shards.gathered().items()
+            if not is_sharded(p) or not any(placement.is_shard() for placement in p.placements)  # type: ignore[attr-defined]
+        ]
         with torch.no_grad():
             found = [
                 (float(sums[n].sum(dtype=torch.float64)), float(sums[n].max()) if sums[n].numel() else 0.0)
@@ -609,7 +613,7 @@ class Together:
     # -- agreement -----------------------------------------------------------------------------------------------------------
 
     def _exchange(self, value: Any, failure: BaseException | None = None) -> list[Any]:
-        """Return the values of all processes, or raise on all if one failed; failures between two passes are told here."""
+        """Return the values of all processes, or raise on all of them if one failed since the last exchange."""
         message = None if failure is None else f"{type(failure).__name__}: {failure}"
         told = ranks.gather((value, message, hash(tuple(self._order))))
         self._order.clear()
@@ -629,11 +633,3 @@ class Together:
 
     def _joined(self, reasons: dict[str, str]) -> dict[str, str]:
         return {name: reason for found in self._exchange(reasons) for name, reason in found.items()}
-
-
-def _is_shard(parameter: Any) -> bool:
-    return is_sharded(parameter) and any(p.is_shard() for p in parameter.placements)
-
-
-def _digest(one: Pass) -> str:
-    return hashlib.sha256(repr(one.program).encode()).hexdigest()

@@ -50,7 +50,7 @@ class ShardedStep(Step):
 
     def __enter__(self) -> ShardedStep:
         self.shards.gather_once()
-        self._stack.enter_context(self.shards.watched(_ignore, self._entered, self._through, reduced=True))
+        self._stack.enter_context(self.shards.watched(lambda group: None, self._entered, self._through, reduced=True))
         super().__enter__()
         return self
 
@@ -235,10 +235,6 @@ class _ShardedPass(StepPass):
         )
         for name in self.parameters:
             self._judge(name, self.target[name], given[name], arrived[name], one_by_one[name], bound[name])
-
-
-def _ignore(group: Group) -> None:
-    pass
 
 
 @contextmanager

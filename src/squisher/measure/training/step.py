@@ -51,7 +51,7 @@ class Proven(dict[Any, set[str]]):
         self.spare: dict[str, Tensor] = {}
 
     def keep(self, sums: Mapping[str, Tensor]) -> None:
-        """Keep the memory of sums for the next step, if it is little: to get it from the system again takes longer than to fill it."""
+        """Keep the memory of small sums for the next step: allocating it anew takes longer than filling it."""
         self.spare = dict(sums) if sum(s.nbytes for s in sums.values()) <= _SPARE else {}
 
 

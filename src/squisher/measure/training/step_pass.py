@@ -160,7 +160,8 @@ class StepPass(Pass):
         self._counted = counted if self._counted is None else self._counted | counted
         output.register_hook(lambda g: reduction.arrived.append(g.detach()) if self._in_backward else None)
         self.reductions.append(reduction)
-        self.positions = self.positions or _counts_positions(name, first, state)
+        # A loss over classes with several positions for each example, as a language model has.
+        self.positions = self.positions or (name in _BY_CLASS and (state.inner > 1 or first.dim() > 2))
         return self._finish(output, name, REDUCED)
 
     def _state(self, t: Tensor) -> State:
@@ -312,7 +313,7 @@ class StepPass(Pass):
         self._pending.clear()
 
     def release(self) -> None:
-        """Let go of the graph, whose hooks hold this pass: neither would ever be freed."""
+        """Drop the graph. Its hooks refer to this pass, so neither would ever be freed."""
         self._in_backward = False
         for reduction in self.reductions:
             reduction.inputs.clear()
@@ -340,7 +341,7 @@ class StepPass(Pass):
             add_squares(self.sums[name], summands)
 
     def _compare(self, name: str, summands: list[Gradients], weights: Tensor) -> None:
-        """Add the squares, and see whether Σ r_n g_n is what arrived when the losses were multiplied by r_n."""
+        """Add the squares, and check that Σ r_n g_n is what arrived when the losses were multiplied by r_n."""
         own = self.sums[name]
         add_squares(own, summands)
         given, one_by_one = torch.zeros_like(own), torch.zeros_like(own)
@@ -354,7 +355,7 @@ class StepPass(Pass):
     def _one_by_one(
         self, name: str, summands: list[Gradients], weights: Tensor, given: Tensor, squares: Tensor
     ) -> Tensor:
-        """Add Σ r_n g_n and Σ g_n², one example after the other; return what their rounding is measured by."""
+        """Add Σ r_n g_n and Σ g_n², one example after the other; return the bound of their rounding errors."""
         for n, weight in enumerate(weights.tolist()):
             gradient: Tensor = sum(p.example(n, given.shape).to(given.dtype) for p in summands)  # type: ignore[assignment]
             given.add_(gradient, alpha=weight)
@@ -388,7 +389,7 @@ class StepPass(Pass):
 
 
 def weighted_rows(one: StepPass, loss: Tensor, gradient: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what the loss sums over examples, and its gradients with those of example n multiplied by r_n, which the pass keeps."""
+    """Return the tensors that the loss sums over examples, and their gradients with the rows of example n multiplied by r_n; the pass keeps r."""
     generator = torch.Generator().manual_seed(one.examples)
     weights = one.weights = torch.rand(one.examples, generator=generator, dtype=torch.float64) + 0.5
     inputs = [pair for reduction in one.reductions for pair in reduction.inputs]
@@ -417,7 +418,7 @@ def _apart(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
 
 
 def _factor_of(name: str, state: Examples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Return c where an operation gives c · Σ of the entries over all examples; None if it keeps examples apart, or is not known.
+    """Return the factor c of an operation that gives c · Σ of the entries over all examples; None for any other operation.
 
     Args:
         name: One of `_REDUCTIONS`.
@@ -442,13 +443,8 @@ def _factor_of(name: str, state: Examples, args: tuple[Any, ...], kwargs: dict[s
     return _of_classes(t, target, args, kwargs)
 
 
-def _counts_positions(name: str, t: Tensor, state: Examples) -> bool:
-    """Return whether a loss over classes has several positions for each example, as a language model's has."""
-    return name in _BY_CLASS and (state.inner > 1 or t.dim() > 2)
-
-
 def _counted_in(name: str, examples: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return which examples count in a loss: all, but for those of which a loss over classes ignores every label."""
+    """Return which examples count in a loss: all, except those whose labels a loss over classes ignores."""
     target = args[1] if len(args) > 1 else kwargs.get("target")
     if name not in _BY_CLASS or not isinstance(target, Tensor) or target.is_floating_point():
         return torch.ones(examples, dtype=torch.bool)
