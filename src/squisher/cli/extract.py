@@ -148,7 +148,7 @@ def _extracted(importance: Importance, target: Path, known: _Known) -> str:
 
 
 def _named(importance: Importance, known: _Known) -> list[str]:
-    """Say how names were found, the surest first, and what may prove those that rest on a convention."""
+    """Say how names were found, the surest first, and what could prove names that rest on a convention."""
     from ..importance import Level
 
     p = importance.provenance

@@ -133,7 +133,7 @@ class Recorder(Events):
         return recorded(source, self._model, facts, candidates, factor)
 
     def _save(self, path: Path, here: bool) -> None:
-        """Write to a file or folder, in the process that writes; if it fails there, all of them stop."""
+        """Write to a file or folder in one process; if it fails there, all processes stop."""
         file = path if path.suffix == ".safetensors" else path / FILE_NAME
         error: BaseException | None = None
         if here:

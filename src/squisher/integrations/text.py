@@ -315,7 +315,7 @@ def _row(text: str, line: str, needs_label: bool) -> dict[str, Any]:
 
 
 def _longest(model: Any, tokenizer: Any) -> int:
-    """Return the longest input that model and tokenizer both take; some tokenizers say a number beyond all reason."""
+    """Return the longest input that both model and tokenizer take; some tokenizers give an absurdly large number, which is ignored."""
     limits = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
     return min((limit for limit in limits if isinstance(limit, int) and 0 < limit < 1_000_000), default=512)
 

@@ -200,7 +200,7 @@ def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
 
 
 def _shifts_labels(trainer: Any) -> bool:
-    """Return whether the model predicts each token from those before it."""
+    """Return whether the model predicts each token from the tokens before it."""
     known = getattr(trainer, "_loss_shifts_labels", None)
     if known is not None:
         return bool(known)

@@ -5,8 +5,8 @@ To read it from top to bottom:
 - `fisher`, below, checks a request; `walk` goes through the data: each batch to an engine, its squares to the `sums`.
 - `batches` takes a batch apart and says who measures it; `likelihood` is what is squared, with labels drawn by `sampling`.
 - `loop` is the definition, one example after the other. Two engines are faster: `joint` for whole batches, `fast` for all examples at once.
-- `fast` accepts a batch if three things hold. Its examples can be followed through every operation (`following` runs them; `placements`,
-  `indexing` and `routing` say where the rows of each example are afterwards). Every use of a parameter has a rule (`capture` sees the uses,
+- `fast` accepts a batch if three things hold. Its examples can be followed through every operation (`following` runs them; `placements` and
+  `indexing` say where the rows of each example are afterwards). Every use of a parameter has a rule (`capture` sees the uses,
   `squaring` squares the gradients that come back, `rules` has one file for each kind of layer). And `proof` has compared it with the loop.
 - `sharded` does the same for models that are sharded over processes; `training` takes the squares inside a training step, for `squisher.Tracker`.
 - `unfinished` keeps the sums of an interrupted measurement.

@@ -31,9 +31,9 @@ from .following import (
     nodes_behind,
     version_of,
 )
+from .indexing import GROUPED, Routes, behind_transpose, ends_of
 from .likelihood import Objective, Outputs
-from .placements import broadcasts, why_unknown
-from .routing import GROUPED, Routes, behind_transpose, ends_of
+from .placements import broadcasts, routed_state_after, why_unknown
 from .rules import (
     OPERATIONS,
     Broadcast,
@@ -273,10 +273,12 @@ class Capture(Following):
             output = self._captured(output, [(leaf, rule)], Examples(0))
         else:
             output = func(*args, **kwargs)
-        unseen = weight is None and any(t.requires_grad for t in tensors_in((args, kwargs)) if states[id(t)] is SHARED)
-        results = tensors_in(output)
-        after = [UNKNOWN if unseen else self._routes.after(name, args, kwargs, t, states) for t in results]
-        return self._finish(output, name, after, why_unknown(name))
+        tensors = tensors_in((args, kwargs))
+        if weight is None and any(t.requires_grad for t in tensors if states[id(t)] is SHARED):
+            return self._finish(output, name, UNKNOWN, why_unknown(name))
+        look, owners = Look(states, self.examples), self._routes.owners
+        calls = [Call(name, args, kwargs, tensors, look, t) for t in tensors_in(output)]
+        return self._finish(output, name, [routed_state_after(call, owners) for call in calls], why_unknown(name))
 
     # -- uses of parameters --------------------------------------------------------------------------------------------
 

@@ -36,7 +36,7 @@ class Examples(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Dimension `dim` has rows of examples in any order and number; which ones, `routing.Routes` knows by this number."""
+    """Dimension `dim` has rows of examples in any order and number; which ones, `indexing.Routes` knows by this number."""
 
     dim: int
     owner: int

@@ -353,7 +353,7 @@ _SCRIPTED = (torch._C.ScriptFunction, torch._C.ScriptMethod)
 
 
 class Watch(TorchFunctionMode):
-    """Hands every operation of the model to the pass."""
+    """A function mode that hands every operation of the model to the pass."""
 
     def __init__(self, one: Following):
         super().__init__()

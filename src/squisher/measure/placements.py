@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .examples import SHARED, UNKNOWN, Call, Examples, Look, State, tensors_in
-from .indexing import indexed
+from .examples import SHARED, UNKNOWN, Call, Examples, Look, Routed, State, tensors_in
+from .indexing import GROUPED, indexed
 from .rules import einsum_terms
 
-__all__ = ["broadcasts", "state_after", "why_unknown"]
+__all__ = ["broadcasts", "routed_state_after", "state_after", "why_unknown"]
 
 Placement = Callable[[Call], State]
 _UNKNOWN_FORMS = (TypeError, IndexError, ValueError, AttributeError, KeyError, RuntimeError)
@@ -32,6 +32,26 @@ def state_after(call: Call) -> State:
         return call.look.fits(call.output.shape, placement(call))
     except _UNKNOWN_FORMS:
         return UNKNOWN
+
+
+def routed_state_after(call: Call, owners: list[Tensor]) -> State:
+    """Return the state of the output of an operation on `Routed` rows: as if each row were an example, if it keeps rows apart.
+
+    Args:
+        call: the operation.
+        owners: for each number of `Routed.owner`, the example of every row.
+    """
+    states = call.look.states
+    if call.name in GROUPED:
+        rows = states.get(id(call.args[0]))
+        return rows if isinstance(rows, Routed) else UNKNOWN
+    found = {s.owner for s in states.values() if isinstance(s, Routed)}
+    if len(found) != 1 or any(s is UNKNOWN or isinstance(s, Examples) for s in states.values()):
+        return UNKNOWN
+    (owner,) = found
+    single: dict[int, State] = {key: Examples(s.dim) if isinstance(s, Routed) else s for key, s in states.items()}
+    after = state_after(call._replace(look=Look(single, len(owners[owner]))))
+    return Routed(after.dim, owner) if isinstance(after, Examples) and after.inner == 1 else UNKNOWN
 
 
 def why_unknown(name: str) -> str:

@@ -22,7 +22,7 @@ __all__ = ["Pass", "forward_pass"]
 
 
 def forward_pass(*args: Any, **kwargs: Any) -> tuple[Pass, Outputs]:
-    """Run a forward pass, if need be a second time without guesses; same arguments as `Pass`.
+    """Run a forward pass; if a guess made it fail, again without guesses. Same arguments as `Pass`.
 
     Raises:
         Obstacle: this batch cannot be done at once.

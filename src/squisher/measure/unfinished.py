@@ -1,4 +1,4 @@
-"""A measurement that was interrupted goes on where it was: its sums so far, in a small file beside the result.
+"""Resume an interrupted measurement: its sums so far are kept in a file beside the result.
 
 The file says which measurement it belongs to: the settings, the model, and the batches that are in the sums. The next call reads those
 batches again without measuring them; what differs is refused. It is written now and then, whole or not at all.
@@ -27,7 +27,7 @@ from ..storage.tensors import shape_of
 __all__ = ["Unfinished"]
 
 SECONDS = 60.0
-"""How long may be lost: time between two writings."""
+"""Time between two writes, which is what an interruption may lose at most."""
 _SAMPLED = 4096
 _KEPT = {"settings": dict, "examples": int, "units": int, "reached": list, "coverage": dict, "noted": dict, "data": str}
 

@@ -268,7 +268,7 @@ class Term(NamedTuple):
 
 
 def _in_range(term: Term) -> bool:
-    """Return whether neither a weight nor a sum of weights can leave float32: it would become 0 or infinite without a NaN to tell."""
+    """Return whether all weights and sums of weights fit float32: beyond it they become 0 or infinite, which no NaN would show."""
     return _safe(term.factor or 1.0) and term.most < _SAFE[1]
 
 

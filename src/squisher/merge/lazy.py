@@ -106,7 +106,7 @@ class Merged(Computed):
             yield short[0] if len(short) == 1 else torch.cat(short)
 
     def short_chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """Yield as `chunks` does, but in smaller chunks where many models take part, so that the memory for one does not grow with them."""
+        """Yield as `chunks` does, in smaller chunks the more models there are, so that memory does not grow with their number."""
         name = self._known(name)
         inputs = self._formula.inputs(name) if name in self._in_plan else [self._source]
         merge = self._merged if name in self._in_plan else self._copied

@@ -85,7 +85,7 @@ def _rank(part: str, seen: int, alphabetical: bool) -> tuple[int, int]:
 
 
 def labels(layers: Sequence[Place]) -> list[str]:
-    """Return short names of layers that are all different: the fewest last parts, and two where the last is a word like `dense`."""
+    """Return short, distinct names of layers: as few of their last parts as possible, but two where the last is a word like `dense`."""
     names = [layer.layer.split(".") for layer in layers]
     for depth in range(1, 1 + max(map(len, names), default=0)):
         short = []

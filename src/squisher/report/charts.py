@@ -87,7 +87,7 @@ def distribution_chart(totals: Mapping[str, Any]) -> tuple[str, int]:
 
 
 def _without_tail(first: float, step: float, counts: Sequence[int]) -> tuple[float, Sequence[int]]:
-    """Leave out the lowest bins that hold at most one value in a thousand: a few stragglers would take half of the axis."""
+    """Drop the lowest bins, up to one value in a thousand: a few very small values would take half of the axis."""
     allowed, start = sum(counts) // 1000, 0
     while start < len(counts) - 1 and counts[start] <= allowed:
         allowed -= counts[start]
@@ -122,7 +122,7 @@ def kept_chart(items: Sequence[Mapping[str, Any]]) -> str:
 
 
 def atlas_chart(atlas: Mapping[str, Any], source: str) -> str:
-    """Draw the mean importance of each kind of parameter in each layer; `source` is where the page's data hold it."""
+    """Draw the mean importance of each kind of parameter in each layer; `source` is its place in the page's data."""
     return heat_map(
         atlas["mean"],
         atlas["kinds"],
@@ -148,7 +148,7 @@ def pruning_chart(pruning: Mapping[str, Any]) -> str:
 
 
 def density_chart(item: Mapping[str, Any], source: str) -> str:
-    """Draw how many entries have which pair of values; `source` is where the page's data hold it."""
+    """Draw how many entries have which pair of values; `source` is its place in the page's data."""
     return density(
         item["density"],
         item["a"],
@@ -160,7 +160,7 @@ def density_chart(item: Mapping[str, Any], source: str) -> str:
 
 
 def overlap_chart(item: Mapping[str, Any]) -> str:
-    """Draw which share of the largest entries of one is among the largest of the other."""
+    """Draw which share of the largest entries of one importance is among the largest of the other."""
     overlaps = item["overlaps"]
     fractions = overlaps["fraction"]
     tips = [f"largest {share(f)}: {share(o)} in both" for f, o in zip(fractions, overlaps["overlap"], strict=True)]
@@ -211,7 +211,7 @@ def agreement_map(atlas: Mapping[str, Any], prefix: str) -> str:
 
 
 def similarity_chart(tasks: Sequence[str], similarities: Sequence[Sequence[float | None]], source: str) -> str:
-    """Draw the similarity of each task to each; `source` is where the page's data hold it."""
+    """Draw the similarity of each task to each other; `source` is its place in the page's data."""
     low = min((value for row in similarities for value in row if value is not None), default=0.0)
     return heat_map(
         similarities,

@@ -111,7 +111,7 @@ _PRUNING = (
 
 
 def _importance(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]:
-    """Return the sections of the only importance, or one section of one of several."""
+    """Return several sections for the only importance of a report, or one section for one of several."""
     prefix, anchor = f"importances.{k}", f"importance-{k + 1}"
     anchor_of, source = f"{anchor}-parameters-table", f"{prefix}.parameters"
     parameters = table(anchor_of, "All parameters", _PARAMETERS, item["parameters"], source, by="share")
@@ -132,7 +132,7 @@ def _importance(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]:
 
 
 def _answer(item: Mapping[str, Any], alone: bool) -> str:
-    """Return the layers that hold the most; the lead of the page says it already where there is one importance."""
+    """Return which layers hold the most importance, with charts; the sentences only if the lead of the page has not said them."""
     caption = "A layer with more of the importance than of the entries matters more than its size suggests."
     words = "" if alone else f'<p class="answer">{escape(" ".join(item["answer"]))}</p>'
     shares = figure(share_chart(item["depth"]), "What each layer holds", caption)

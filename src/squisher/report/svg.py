@@ -325,7 +325,7 @@ def density(data: Mapping[str, Any], x: str, y: str, *, title: str, description:
 
 
 def clustered(matrix: Tensor) -> list[int]:
-    """Return an order of the rows that puts like ones side by side: average linkage, the nearer end of each cluster inwards."""
+    """Return an order of the rows that puts similar rows side by side: average linkage, the nearer end of each cluster inwards."""
     clusters = [[k] for k in range(len(matrix))]
     while len(clusters) > 1:
         pairs = [

@@ -107,7 +107,7 @@ def similarity_json(names: Sequence[str], distances: Tensor) -> dict[str, Any]:
 
 
 def similarity_table(names: Sequence[str], distances: Tensor) -> RenderableType:
-    """Return the similarity (1 − distance) of tasks, like ones side by side; long lists show each task's nearest."""
+    """Return the similarity (1 − distance) of tasks, similar tasks side by side; long lists show each task's nearest."""
     order = clustered(distances)
     labels = short_names(names, _NAME_WIDTH)
     if len(names) <= 12:
@@ -155,7 +155,7 @@ def _table(first: str, *others: str, title: str | None = None) -> Table:
 
 
 def _shortened(rows: Sequence[T], max_rows: int, table: Table) -> Iterator[T]:
-    """Return the rows, or the first and last of them with a line in the table between that says how many are left out."""
+    """Yield the rows; of too many only the first and last, with a line in between that says how many are left out."""
     if len(rows) <= max_rows:
         yield from rows
         return

@@ -285,7 +285,7 @@ def _short(name: str) -> str:
 
 
 def _machine() -> str:
-    """Return eight digits that are the same for all processes that share this machine's locks, in containers too, until it is restarted."""
+    """Return eight digits that identify this machine until it restarts: equal for all processes, also in containers, that share its locks."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()[:8]
     return hashlib.sha256(os.fsencode(getattr(os, "uname", lambda: ("", "?"))()[1])).hexdigest()[:8]

@@ -391,7 +391,7 @@ def _block_runs(size: int, first: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _segments(start: int, stop: int, width: int) -> Iterator[tuple[int, int, slice, slice]]:
-    """Return flat elements `start` to `stop` of a matrix as a part of a row, whole rows, and a part of a row: places, rows, columns."""
+    """Split flat elements `start` to `stop` of a matrix into the end of a row, whole rows, and the start of a row: places, rows, columns."""
     while start < stop:
         row, column = divmod(start, width)
         if column or stop - start < width:

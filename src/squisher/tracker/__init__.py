@@ -197,7 +197,7 @@ class Tracker:
 
     @contextmanager
     def step(self, factor: float | None = None) -> Iterator[None]:
-        """Observe the forward and backward passes made inside, those of one optimizer step; for `per="example"`.
+        """Observe the forward and backward passes of one optimizer step, which are made inside; for `per="example"`.
 
         Every example is a row of the model's inputs, and the loss a sum or mean over them by torch's own operations. A step that
         cannot be observed raises an error as long as nothing was observed, and is left out with a warning afterwards.
@@ -250,7 +250,7 @@ class Tracker:
         return None if self.per != "example" else "sequence" if self._positions else "example"
 
     def items(self) -> Iterator[tuple[str, nn.Parameter, Tensor, int]]:
-        """Return what was observed of the model as it is now: name, parameter, average (uncorrected, not a copy) and steps.
+        """Yield name, parameter, average (uncorrected, not a copy) and steps of every observed parameter that the model has now.
 
         The mean squared gradient is average / (1 − β₂ ** steps).
         """
@@ -507,7 +507,7 @@ def _is_finite(squares: Tensor) -> bool:
 
 
 class _Clock:
-    """Counts the steps of an optimizer."""
+    """A count of the steps of an optimizer."""
 
     def __init__(self) -> None:
         self.steps = 0

@@ -75,7 +75,7 @@ def all_finite(gradients: Sequence[Tensor], dtype: torch.dtype) -> bool:
 
 
 def _kind(tensor: Tensor) -> tuple[object, ...]:
-    """Tensors that one multi-tensor operation takes together; sharded ones only with those of the same mesh."""
+    """Return a key that is equal for tensors that one multi-tensor operation can take; sharded tensors need the same mesh."""
     return tensor.device, tensor.dtype, type(tensor), getattr(tensor, "device_mesh", None)
 
 

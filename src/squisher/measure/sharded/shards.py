@@ -103,7 +103,7 @@ class Group:
 
 
 class Shards:
-    """The groups of a sharded model, and what is done when they are at work.
+    """The groups of a sharded model, and callbacks for when they are gathered and used.
 
     Args:
         model: sharded by `fully_shard`.
@@ -157,7 +157,7 @@ class Shards:
                     dist.all_reduce(sums[name], group=copies)
 
     def gather_once(self) -> None:
-        """Gather every group that never was at work, so that its parameters are known, and shard it again; all processes together."""
+        """Gather every group that was never gathered, so that its parameters exist, and shard it again; all processes together."""
         if all(hasattr(p, "_unsharded_param") for g in self.groups for p in g.group.fsdp_params):
             return
         with torch._C.DisableTorchFunction():
@@ -229,7 +229,7 @@ class WholeSums(dict[str, Tensor]):
     Args:
         shards: of the model.
         target: what the shards are added to.
-        weight: what this process's squares count: 0 where it only keeps step with the others.
+        weight: the factor of this process's squares; 0 if its batch does not count.
         late: parameters that are complete only at the end.
         totals: gets the sum over all entries of what is added here, by name, if wanted.
     """

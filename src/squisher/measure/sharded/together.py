@@ -1,7 +1,7 @@
 """The engine for sharded models: every process has batches of its own, and all take each step together.
 
-A pass gathers layers from all processes, so no process may take one more pass than the others, or do what they do not: whatever
-decides about a pass is exchanged first. A process without a batch keeps step on one that it has seen, and nothing of it counts.
+A pass gathers layers from all processes, so all processes must make the same passes: whatever decides about a pass is exchanged first. A
+process that has no batch left repeats one that it has seen, with weight 0.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = ["Together"]
 
 
 _SAME = 1e-3
-"""How far numbers may differ between processes that have the same ones but for rounding."""
+"""How far numbers that are equal but for rounding may differ between processes, relative to their size."""
 
 
 class _Told(NamedTuple):
@@ -129,13 +129,13 @@ class Together:
 
     @contextmanager
     def ready(self) -> Iterator[None]:
-        """Inside, the engine works."""
+        """Watch the groups of the model inside; an error in one process is raised in all of them."""
         run = ranks.gather(uuid.uuid4().hex)[0]
         try:
             with self.shards.watched(self._gathering, self._entered, self._backward_through):
                 yield
         except (Exception, KeyboardInterrupt) as error:
-            # A pass that is broken off leaves the others in the middle of it; whatever we say ourselves is said after a pass.
+            # An error inside a pass leaves the other processes waiting in it. A SquisherError is raised between two passes.
             if self._in_pass and not isinstance(error, SquisherError):
                 raise ranks.break_off(error, run) from error
             if not self._over:
@@ -151,7 +151,7 @@ class Together:
         return units or 0
 
     def finish(self, sums: Sums, batch: Batch | None, index: Tensor | None) -> None:
-        """Keep step until no process has a batch.
+        """Make the passes of the other processes until none of them has a batch.
 
         Args:
             sums: what the others' squares are added to.
@@ -214,7 +214,7 @@ class Together:
                 alone |= self._prove(sums, batch, index, k)
             one, outputs, told = self._forward(self.objective, batch, alone)
         if any(t.doubted for t in told):
-            # Those of the process that leads: processes that share examples run the same ones, although each rounds on its own.
+            # The first process of a group decides for all: they run the same examples, but may doubt others, as each rounds differently.
             doubted = self._leaders(told)[self.replicas.mine].doubted
             alone |= self._alone(batch, doubted, max(len(t.doubted) for t in told))
             one, outputs, told = self._forward(self.objective, batch, alone)
@@ -290,7 +290,7 @@ class Together:
         return dict(zip(chosen, alone, strict=True)) if here else {}
 
     def _proven(self, scratch: Sums, objective: Objective, two: Batch, index: Tensor, owner: int) -> list[Tensor]:
-        """Subtract the loop's squares from ours, compare what is left; returns the outputs of each example on its own."""
+        """Subtract the loop's squares from ours and check that the rest is small; returns the outputs of each example alone."""
         here = owner == self.replicas.mine
         bounds: dict[str, list[Gradients]] = {}
         one, outputs, told = self._forward(objective, two)
@@ -334,7 +334,7 @@ class Together:
         return totals
 
     def _alone(self, batch: Batch, doubted: list[int], passes: int) -> dict[int, Tensor]:
-        """Return the outputs of examples on their own; every process makes as many passes."""
+        """Return the outputs of single examples; every process makes the same number of passes."""
         self.shards.reshard()
         alone: dict[int, Tensor] = {}
         chosen = list(dict.fromkeys([*doubted, *range(batch.size)]))

@@ -1,8 +1,8 @@
 """A training step under observation (`step`) of a model that is sharded over processes (`fully_shard`).
 
-The step is the user's, and so is what it gathers and reduces. The squares of a layer are whole while the layer is gathered: when its
-backward pass is through they are summed over processes, and each keeps its shard of the sums (`sharded`). Whatever decides about a
-pass is exchanged before it, so that all processes do the same; the proof is that of `step`, compared on shards.
+What the user's step gathers and reduces stays as it is. The squares of a layer are whole while the layer is gathered; when its backward
+pass is through they are summed over processes, and each process keeps its shard of the sums (`sharded`). Whatever decides about a pass
+is exchanged before it, so that all processes do the same. The proof is the one of `step`, made on shards.
 """
 
 from __future__ import annotations

@@ -204,7 +204,7 @@ class Step:
 
 
 class _StepWatch(TorchFunctionMode):
-    """Hands every operation between the model's call and the backward pass to the pass."""
+    """A function mode that hands every operation between the model's call and the backward pass to the pass."""
 
     def __init__(self, step: Step):
         super().__init__()

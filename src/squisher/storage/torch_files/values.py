@@ -359,7 +359,7 @@ def find_weights(tree: Any, least: int = 2) -> Iterator[tuple[str, dict[str, Sto
 
 
 def is_optimizer(value: Any) -> bool:
-    """Return whether something is an optimizer's state dict, a pickled optimizer, or a dictionary of them by parameter."""
+    """Return whether a value is an optimizer's state dict, a pickled optimizer, or a dictionary of optimizers by parameter."""
     content = value.attributes if isinstance(value, Record) else value
     if not isinstance(content, dict):
         return False
