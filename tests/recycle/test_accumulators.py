@@ -9,7 +9,7 @@ import squisher
 from squisher.errors import NoAccumulatorError
 from squisher.recycle.assembly import values
 from squisher.recycle.optimizers import TABLE, identify, optimizer_name, reading, step_of, stored
-from squisher.recycle.optimizers.quantized import decoded
+from squisher.recycle.optimizers.encoded import decoded
 from squisher.recycle.states import Entry
 
 SHAPE = (4, 3)

@@ -5,7 +5,7 @@ import itertools
 import torch
 from torch import nn
 
-from squisher.recycle.naming.orders import adapter_orders
+from squisher.recycle.naming.hugging_face import adapter_orders
 from squisher.storage.folders import Weights
 
 

@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from squisher.errors import FileError, NamingError, SquisherError
-from squisher.recycle.naming.hf_model import built_by, meta_model
+from squisher.recycle.naming.hugging_face import built_by, meta_model
 from squisher.storage.json_files import read_object
 
 

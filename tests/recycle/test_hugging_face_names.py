@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 
 import squisher
 from squisher.errors import FileError, NamingError
-from squisher.recycle.formats.hugging_face_names import in_hugging_face_names
+from squisher.recycle.formats.model_source import in_hugging_face_names
 from squisher.recycle.states import Entry, Found, OptimizerState
 
 D, HEADS, GROUPS, WIDE, VOCAB = 16, 4, 2, 12, 11  # four channels a head

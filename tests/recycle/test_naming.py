@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from squisher.errors import FileError, NamingError, SquisherWarning
 from squisher.recycle.naming.candidates import clean_names, given_names
-from squisher.recycle.naming.partitions import in_order
+from squisher.recycle.naming.conventions import in_order
 from squisher.recycle.naming.solver import resolve
 from squisher.recycle.states import Candidate, Entry, OptimizerState
 

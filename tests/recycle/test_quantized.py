@@ -11,7 +11,7 @@ import torch
 
 import squisher
 from squisher.errors import FileError, NoAccumulatorError, SquisherWarning
-from squisher.recycle.optimizers.quantized import Blocks, decoded
+from squisher.recycle.optimizers.encoded import Quantized, decoded
 from squisher.recycle.states import Entry
 from squisher.storage.tensors import chunks_of
 
@@ -158,7 +158,7 @@ def test_blocks_that_do_not_fit_are_refused():
 )
 def test_one_state_without_negative_entries_is_told_by_its_first_beta(betas, key):
     entries = decoded([Entry(eight_bits(5000, 256, "1"), {"betas": betas})])
-    assert isinstance(entries[0].state[key], Blocks)
+    assert isinstance(entries[0].state[key], Quantized)
 
 
 def test_one_negative_entry_makes_every_state_a_momentum():

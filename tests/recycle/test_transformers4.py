@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 import squisher
-from squisher.recycle.naming.orders import in_file_order, in_order_of_version_4
+from squisher.recycle.naming.hugging_face import in_file_order, in_order_of_version_4
 from squisher.recycle.states import Candidate, FusedSlice
 
 FIXTURES = Path(__file__).parent.parent / "fixtures" / "transformers4"

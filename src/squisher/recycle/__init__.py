@@ -6,6 +6,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,12 +32,10 @@ from .formats import read_source
 from .live import Tracked, from_optimizers, from_tracker, unwrapped
 from .naming.candidates import candidates_of_module, given_names, matching, with_earlier, with_live_weights
 from .naming.conventions import CONVENTIONS, trainer_conventions
-from .naming.evidence import Source
 from .naming.solver import resolve
 from .optimizers import GIVEN_BETA2, rows_of_class
-from .optimizers.quantized import check_precision
-from .optimizers.shampoo import unblocked
-from .states import Candidate, Found, FusedSlice, Named, OptimizerState, Options, check_usable
+from .optimizers.encoded import check_precision, unblocked
+from .states import Candidate, Found, FusedSlice, Named, OptimizerState, Options, Source, check_usable
 
 __all__ = ["extract"]
 
@@ -120,8 +119,7 @@ def extract(
         states, unusable = _usable(found.optimizers, options)
         named, naming, own = _named(states, found, given, options)
         importance = _assembled(named, naming, replace(found, parameters=own), known, unusable, bias_correction)
-        weights = _weights_of(importance, read, options.model or path)
-        return _with_content(importance, weights, None if hash_weights else HASHED_BYTES)
+        return _with_content(importance, read, options.model or path, None if hash_weights else HASHED_BYTES)
     for option, value in (("names", names), ("trainable", trainable)):
         if value is not None:
             raise SquisherError(f"{option} is for files; a live optimizer's names are found by identity in the model.")
@@ -348,25 +346,22 @@ def _assembled(
     return assemble(states, facts, shapes, bias_correction=bias_correction)
 
 
-def _weights_of(importance: Importance, read: Found, path: Path) -> Mapping[str, TensorSource]:
-    """Return the weights beside a state, unread, where there are any.
+def _with_content(importance: Importance, read: Found, path: Path, limit: int | None) -> Importance:
+    """Record the hashes of the weights beside a state, where there are any.
 
     Of several networks with the same names, those of the network whose shapes the importance has; none, if two have them (a moving
     average, a target): nothing says which of them was trained.
     """
+    weights: Mapping[str, TensorSource] = {}
     if _networks(read):
         wanted = {(name, tuple(shape_of(importance, name))) for name in importance}
         fitting = [listed for _, listed in read.models if wanted <= {(c.name, c.shape) for c in listed}]
-        return {c.name: c.weight for c in fitting[0] if c.weight is not None} if len(fitting) == 1 else {}
-    try:
-        weights = open_weights(path)
-    except SquisherError:  # a state without weights; whatever else is wrong has been said
-        return {}
-    return {} if weights is None else weights.tensors
-
-
-def _with_content(importance: Importance, weights: Mapping[str, TensorSource], limit: int | None) -> Importance:
-    """Record the hashes of the weights."""
+        if len(fitting) == 1:
+            weights = {c.name: c.weight for c in fitting[0] if c.weight is not None}
+    else:
+        with suppress(SquisherError):  # a state without weights; whatever else is wrong has been said
+            opened = open_weights(path)
+            weights = {} if opened is None else opened.tensors
     content = content_of(LazyTensors(weights), importance, limit)
     record = importance.provenance.model or {}
     return importance.with_provenance(model={**record, "content": content}) if content else importance

@@ -15,8 +15,7 @@ from ..importance import Absence, Importance, Level, Naming, Reason, RunFacts
 from ..importance.weights import HASHED_BYTES, content_of
 from ..names import LiveParameter, live_parameters
 from .assembly import assemble
-from .optimizers.quantized import check_precision, decoded
-from .optimizers.shampoo import unblocked
+from .optimizers.encoded import check_precision, decoded, unblocked
 from .states import Entry, Named
 
 __all__ = ["Tracked", "from_optimizers", "from_tracker", "unwrapped"]

@@ -6,13 +6,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import NoAccumulatorError
 from ..importance.facts import RunFacts
 from ..storage.tensors import TensorSource
-from .naming.laws import Law
 from .optimizers import TABLE, identify, is_tensor, stored
+
+if TYPE_CHECKING:
+    from .naming.laws import Law
 
 __all__ = [
     "Candidate",
@@ -22,6 +24,7 @@ __all__ = [
     "Named",
     "OptimizerState",
     "Options",
+    "Source",
     "check_usable",
 ]
 
@@ -98,7 +101,7 @@ class OptimizerState:
     entries: Sequence[Entry]
     class_name: str | None = None
     place: str = ""
-    models: Sequence[tuple[str, Sequence[Candidate]]] | None = None
+    models: Sequence[Source] | None = None
 
     @property
     def group_sizes(self) -> list[int]:
@@ -134,13 +137,17 @@ class Candidate:
     before: TensorSource | None = field(default=None, compare=False, repr=False)
 
 
+Source = tuple[str, Sequence[Candidate]]
+"""Where names may come from: a label for messages, and the parameters of a model in registration order."""
+
+
 @dataclass(frozen=True)
 class Found:
     """The evidence that a reader returns; it decides nothing.
 
     Attributes:
         optimizers: Every optimizer state, in order.
-        models: What may name the parameters: a label for messages, and the parameters of a model in registration order.
+        models: What may name the parameters.
         facts: What the source proves about the run (batch size, clipping, …).
         conventions: Grouping conventions of the framework that wrote it, each with a label, beside the general ones.
         parameters: All parameters of the model, frozen ones too, where they are known and the models leave some out.
@@ -153,12 +160,12 @@ class Found:
     """
 
     optimizers: Sequence[OptimizerState]
-    models: Sequence[tuple[str, Sequence[Candidate]]] = ()
+    models: Sequence[Source] = ()
     facts: RunFacts = field(default_factory=RunFacts)
     conventions: Sequence[tuple[str, Callable[[Candidate], int | None]]] = ()
     parameters: Sequence[Candidate] = ()
     assume_mean: bool = True
-    later: Iterable[Sequence[tuple[str, Sequence[Candidate]]]] = ()
+    later: Iterable[Sequence[Source]] = ()
     hint: str = ""
     laws: Callable[[], Sequence[Law]] = tuple
     vouched: bool = False

@@ -100,7 +100,7 @@ def read_source(path: Path, options: Options) -> Found:
 
 
 def _is_only_state(path: Path) -> bool:
-    """Whether a file is the optimizer's of a Trainer's or Accelerate's folder, whose other files say more about it."""
+    """Return whether a file is the optimizer's of a Trainer's or Accelerate's folder, whose other files say more about it."""
     folder = path.parent
     if path.name == "optimizer.pt":
         return any((folder / name).is_file() for name in ("trainer_state.json", "training_args.bin"))

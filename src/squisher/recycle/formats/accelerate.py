@@ -11,18 +11,16 @@ from ...errors import FileError
 from ...importance.facts import RunFacts
 from ...storage.folders import Weights, open_weights
 from ..naming.candidates import matching
-from ..states import Candidate, Found, OptimizerState, Options
+from ..states import Found, OptimizerState, Options, Source
 from .model_source import pinned, sorted_by_name
 from .torch_file import candidates_of, read_torch_file
 from .trainer import optimizer_file
 
 __all__ = ["is_accelerate_folder", "read_accelerate"]
 
-Sources = list[tuple[str, Sequence[Candidate]]]
-
 
 def is_accelerate_folder(path: Path) -> bool:
-    """Whether a folder has optimizer files as Accelerate writes them without FSDP or DeepSpeed."""
+    """Return whether a folder has optimizer files as Accelerate writes them without FSDP or DeepSpeed."""
     file = optimizer_file(path)
     return file is not None and file.name == "optimizer.bin"
 
@@ -40,7 +38,7 @@ def read_accelerate(folder: Path, options: Options) -> Found:
     if options.model is not None:
         return Found(optimizers)
     weights = [opened for file in _weight_files(folder) if (opened := open_weights(file)) is not None]
-    ordered: Sources = []
+    ordered: list[Source] = []
     tied: dict[str, str] = {}
     for one in weights:
         if one.in_module_order:
@@ -86,8 +84,8 @@ def _weight_files(folder: Path) -> Iterator[Path]:
 
 
 def _models_beside(
-    optimizer: OptimizerState, ordered: Sources, by_name: Sequence[Weights], options: Options
-) -> Sources:
+    optimizer: OptimizerState, ordered: list[Source], by_name: Sequence[Weights], options: Options
+) -> list[Source]:
     """Return every model beside an optimizer that may name its parameters."""
     if options.trainable is not None:
         ordered = [(label, matching(candidates, options.trainable)) for label, candidates in ordered]

@@ -6,7 +6,6 @@ read by our pickle machine. Names come from the paths that the planner wrote dow
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import FileError, NamingError
+from ...errors import FileError
 from ...importance.facts import RunFacts
+from ...names import equal
 from ...storage.byte_range import ByteRange
-from ...storage.tensors import CHUNK, Block, Blocks, TensorSource
+from ...storage.tensors import Block, Blocks, LazyTensors, TensorSource
 from ...storage.torch_files import Record, StoredTensor, Verified, read, unpickle
-from ..naming.candidates import clean_names, is_buffer, recorded_name
+from ..naming.candidates import distinct_names, is_buffer, recorded_name
 from ..optimizers import step_of
-from ..states import Candidate, Entry, Found, OptimizerState, Options
+from ..states import Candidate, Entry, Found, OptimizerState, Options, Source
 from .trainer import facts_of, training_args
 
 __all__ = ["Checkpoint", "is_dcp", "read_dcp"]
@@ -33,7 +33,7 @@ _PER_RANK = "optimizer_*_rank*.bin"  # Accelerate's name for LOCAL_STATE_DICT
 
 
 def is_dcp(path: Path) -> bool:
-    """Whether a folder is a distributed checkpoint, or holds one or several in its folders; or a file is a shard of one."""
+    """Return whether a folder is a distributed checkpoint, or holds one or several in its folders; or a file is a shard of one."""
     if path.is_file():
         return path.name == ".metadata" or path.suffix == ".distcp"
     return path.is_dir() and (bool(_folders(path)) or any(path.glob("*.distcp")) or any(path.glob(_PER_RANK)))
@@ -62,25 +62,25 @@ def read_dcp(path: Path, options: Options) -> Found:
     if len(several) > 1:
         raise FileError(f"{path} holds several checkpoints ({', '.join(several[:6])}): give one of them.")
     optimizers: list[OptimizerState] = []
-    found: list[_Model] = []
+    found: list[tuple[Source, bool]] = []
     for folder in folders:
         checkpoint = Checkpoint(folder)
         optimizers += _optimizers(checkpoint, folder.name if len(folders) > 1 else "")
-        found += _models(checkpoint)
+        found += [(model, checkpoint.in_order) for model in _models(checkpoint)]
     if not optimizers:
         raise FileError(
             f"{path} is a distributed checkpoint without an optimizer state: it holds weights only. Give the one that was "
             "saved with the optimizer (under FSDP often a folder of its own, optimizer_0)."
         )
     recorded = {entry.name for optimizer in optimizers for entry in optimizer.entries}
-    models = []
+    models: list[Source] = []
     tied: dict[str, str] = {}
-    for model in found:
-        names = {name for c in model.candidates for name in (c.name, c.live_name)}
+    for (label, candidates), in_order in found:
+        names = {name for c in candidates for name in (c.name, c.live_name)}
         # What is no model of these parameters (a scheduler, say) explains nothing, and a shuffled one names nothing.
-        if recorded & names or (None in recorded and model.checkpoint.in_order):
-            tied |= model.tied(recorded)
-            models.append((model.label, [c for c in model.candidates if c.name not in tied]))
+        if recorded & names or (None in recorded and in_order):
+            tied |= _tied(candidates, recorded)
+            models.append((label, [c for c in candidates if c.name not in tied]))
     facts, assume_mean = RunFacts(), True
     if (path / "training_args.bin").is_file():  # FSDP under the Hugging Face Trainer
         steps = (step_of(e.state, e.group) for optimizer in optimizers for e in optimizer.entries if e.state)
@@ -217,38 +217,21 @@ def _number(owner: Any) -> int:
     return int(owner) if isinstance(owner, int) or (isinstance(owner, str) and owner.isdecimal()) else -1
 
 
-@dataclass(frozen=True)
-class _Model:
-    """Weights in a checkpoint: where names may come from, in the order in which the model listed them."""
-
-    label: str
-    checkpoint: Checkpoint
-    candidates: list[Candidate]
-    keys: list[str]
-
-    def tied(self, trained: set[str | None]) -> dict[str, str]:
-        """Return the matrices that the optimizer does not have and that equal, bit by bit, one that it has: `{alias: name}`."""
-        pairs = list(zip(self.candidates, self.keys, strict=True))
-        out = {}
-        for alias, its_key in pairs:
-            if alias.name in trained or len(alias.shape) < 2:
-                continue
-            for other, key in pairs:
-                if other.name in trained and other.shape == alias.shape and self._equal(its_key, key):
-                    out[alias.name] = other.name
-                    break
-        return out
-
-    def _equal(self, one: str, other: str) -> bool:
-        if self.checkpoint.dtype(one) != self.checkpoint.dtype(other):
-            return False
-        first, second = self.checkpoint.tensor(one), self.checkpoint.tensor(other)
-        numel = math.prod(first.shape)
-        ranges = ((start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))
-        return all(torch.equal(first.read_flat(*at), second.read_flat(*at)) for at in ranges)
+def _tied(candidates: Sequence[Candidate], trained: set[str | None]) -> dict[str, str]:
+    """Return the matrices that the optimizer does not have and that equal, bit by bit, one that it has: `{alias: name}`."""
+    weights = LazyTensors({c.name: c.weight for c in candidates if c.weight is not None})
+    out = {}
+    for alias in candidates:
+        if alias.name in trained or len(alias.shape) < 2:
+            continue
+        for other in candidates:
+            if other.name in trained and equal(weights, alias.name, other.name):
+                out[alias.name] = other.name
+                break
+    return out
 
 
-def _models(checkpoint: Checkpoint) -> list[_Model]:
+def _models(checkpoint: Checkpoint) -> list[Source]:
     """Return the weights, without what is surely a buffer."""
     optimizers = set(_saved(checkpoint))
     found: dict[tuple[Any, ...], dict[str, str]] = {}
@@ -260,19 +243,15 @@ def _models(checkpoint: Checkpoint) -> list[_Model]:
             continue
         if checkpoint.dtype(key).is_floating_point and not is_buffer(name, names_of):
             found.setdefault(path[:-1], {})[name] = key
-    models = []
+    models: list[Source] = []
     for prefix, keys in found.items():
-        try:
-            names = clean_names([recorded_name(name) for name in keys])
-        except NamingError:  # two wrappings of one model: the names as they are tell them apart
-            names = list(keys)
+        names = distinct_names([recorded_name(name) for name in keys], list(keys))
         label = f"the weights under {'.'.join(map(str, prefix))!r}" if prefix else "the weights"
-        pairs = zip(names, keys.items(), strict=True)
         listed = [
             Candidate(name, checkpoint.shape(key), live_name=live, weight=checkpoint.tensor(key))
-            for name, (live, key) in pairs
+            for name, (live, key) in zip(names, keys.items(), strict=True)
         ]
-        models.append(_Model(label, checkpoint, listed, list(keys.values())))
+        models.append((label, listed))
     return models
 
 
@@ -312,7 +291,7 @@ class Checkpoint:
             self.paths.setdefault(key, _path_of(key, self._entries))
 
     def is_tensor(self, key: str) -> bool:
-        """Whether an entry is a tensor; the others are pickled objects."""
+        """Return whether an entry is a tensor; the others are pickled objects."""
         return self._entries[key].name.endswith("TensorStorageMetadata")
 
     def shape(self, key: str) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ _DTYPES = {
 
 
 def is_hdf5(path: Path) -> bool:
-    """Whether a file begins as HDF5 files do."""
+    """Return whether a file begins as HDF5 files do."""
     try:
         return ByteRange.of(path).read(0, 8) == b"\x89HDF\r\n\x1a\n"
     except FileError:

@@ -42,7 +42,7 @@ _EXTENSIONS = {0xC7: "B", 0xC8: "H", 0xC9: "I"}
 
 
 def is_msgpack(path: Path) -> bool:
-    """Whether a file begins with a map that is not empty and whose first key is text."""
+    """Return whether a file begins with a map that is not empty and whose first key is text."""
     try:
         head = ByteRange.of(path).read(0, 6)
     except FileError:
@@ -237,7 +237,7 @@ class StoreTensor:
 
 
 def is_orbax(path: Path) -> bool:
-    """Whether a folder is an Orbax checkpoint, or one step or all steps of a CheckpointManager."""
+    """Return whether a folder is an Orbax checkpoint, or one step or all steps of a CheckpointManager."""
     return path.is_dir() and bool(_items(path) or _steps(path))
 
 

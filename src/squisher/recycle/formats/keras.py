@@ -60,7 +60,7 @@ _HINT = (
 
 
 def is_keras(path: Path) -> bool:
-    """Whether a file is a Keras archive or an HDF5 file."""
+    """Return whether a file is a Keras archive or an HDF5 file."""
     return path.is_file() and (path.suffix == ".keras" or is_hdf5(path))
 
 

@@ -29,7 +29,7 @@ _EXPERIMENTAL = Pollution(
 
 
 def is_megatron(path: Path) -> bool:
-    """Whether a folder is a Megatron checkpoint, or names the latest of several."""
+    """Return whether a folder is a Megatron checkpoint, or names the latest of several."""
     folder = _latest(path)
     return (folder / ".metadata").is_file() and (folder / "common.pt").is_file()
 

@@ -36,7 +36,7 @@ _CONFIG = "optimizer_config.json"
 
 
 def is_nanotron(path: Path) -> bool:
-    """Whether a folder is a nanotron checkpoint, or the folder of its optimizer."""
+    """Return whether a folder is a nanotron checkpoint, or the folder of its optimizer."""
     return path.is_dir() and ((path / _CONFIG).is_file() or (path / "optimizer" / _CONFIG).is_file())
 
 

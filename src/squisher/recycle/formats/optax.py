@@ -40,7 +40,7 @@ _SAMPLE = 1 << 16  # entries of each array that are looked at
 
 
 def is_optax(path: Path) -> bool:
-    """Whether a path is a file or folder of the kinds that hold optax states."""
+    """Return whether a path is a file or folder of the kinds that hold optax states."""
     return is_orbax(path) if path.is_dir() else is_msgpack(path)
 
 
@@ -183,7 +183,7 @@ def _leaves(node: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]
 
 
 def _has_predecessor(place: tuple[str, ...], tree: Tree) -> bool:
-    """Whether an empty state stands before it in some chain: a transformation that keeps nothing, such as clipping."""
+    """Return whether an empty state stands before it in some chain: a transformation that keeps nothing, such as clipping."""
     at: Any = tree
     for key in place:
         if key.isdecimal() and isinstance(at, dict) and any(k.isdecimal() and int(k) < int(key) for k in at):

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...errors import FileError, NamingError
+from ...errors import FileError
 from ...storage.tensors import Block, Blocks
 from ...storage.torch_files import Record, StoredTensor, Verified, read
-from ..naming.candidates import clean_names
+from ..naming.candidates import distinct_names
 from ..optimizers import step_of
-from ..states import Candidate, Found, Options
+from ..states import Candidate, Found, Options, Source
 from .torch_file import find_optimizers, mesh_size, optimizer_state
 
 __all__ = ["is_rank_folder", "read_ranks"]
@@ -21,7 +21,7 @@ _RANK = re.compile(r"(?P<before>.*rank[-_]?)(?P<rank>\d+)(?P<after>.*\.(?:pt|pth
 
 
 def is_rank_folder(path: Path) -> bool:
-    """Whether a folder holds torch files that are named by rank, two or more of one kind."""
+    """Return whether a folder holds torch files that are named by rank, two or more of one kind."""
     return path.is_dir() and any(len(files) > 1 for files in _sets(path))
 
 
@@ -32,7 +32,7 @@ def read_ranks(path: Path, options: Options) -> Found:
         FileError: Ranks are missing or do not belong together, or nothing says which shard of what they hold.
     """
     found: list[tuple[list[Any], dict[int, Path]]] = []
-    models: list[tuple[str, list[Candidate]]] = []
+    models: list[Source] = []
     for files in _sets(path):
         trees = [read(file) for file in files.values()]
         models += _models(trees[0])
@@ -143,9 +143,9 @@ def _written_by(shard: Any) -> int | None:
     return rank if isinstance(rank, int) else None
 
 
-def _models(tree: Any) -> list[tuple[str, list[Candidate]]]:
+def _models(tree: Any) -> list[Source]:
     """Return the dictionaries of named weights, sharded or whole, in module order."""
-    models = []
+    models: list[Source] = []
     named = [("", tree), *tree.items()] if isinstance(tree, dict) else []
     for place, value in named:
         if not isinstance(value, dict) or len(value) < 2 or not all(isinstance(name, str) for name in value):
@@ -156,15 +156,10 @@ def _models(tree: Any) -> list[tuple[str, list[Candidate]]]:
             if isinstance(shape, tuple):
                 shapes[name] = shape
         if len(shapes) == len(value):
-            try:
-                names = clean_names(list(shapes))
-            except NamingError:
-                names = list(shapes)
-            pairs = zip(names, shapes.items(), strict=True)
-            models.append(
-                (
-                    f"the weights under {place!r}" if place else "the weights",
-                    [Candidate(n, shape, live_name=live) for n, (live, shape) in pairs],
-                )
-            )
+            names = distinct_names(list(shapes))
+            listed = [
+                Candidate(name, shape, live_name=live)
+                for name, (live, shape) in zip(names, shapes.items(), strict=True)
+            ]
+            models.append((f"the weights under {place!r}" if place else "the weights", listed))
     return models

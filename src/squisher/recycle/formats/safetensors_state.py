@@ -38,7 +38,7 @@ _MLX_KEYS = ("m", "v", "u", "exp_avg", "exp_avg_sq", "exp_avg_sq_row", "exp_avg_
 
 
 def is_safetensors_state(path: Path) -> bool:
-    """Whether a path is a safetensors file, or a folder with an optimizer state in one."""
+    """Return whether a path is a safetensors file, or a folder with an optimizer state in one."""
     if path.is_dir():
         return any((path / name).is_file() for name in _IN_FOLDER)
     return path.is_file() and path.suffix == ".safetensors"

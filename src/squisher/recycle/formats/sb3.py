@@ -17,7 +17,7 @@ from ...importance.facts import Pollution, RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.json_files import parse_json
 from ...storage.torch_files import read, zip_entries
-from ..states import Candidate, Found, OptimizerState, Options
+from ..states import Candidate, Found, OptimizerState, Options, Source
 from .torch_file import candidates_of, find_optimizers, optimizer_state
 
 __all__ = ["is_sb3", "read_sb3"]
@@ -26,7 +26,7 @@ _LARGEST = 1 << 28  # bytes of settings
 
 
 def is_sb3(path: Path) -> bool:
-    """Whether a file is a zip archive with a policy in it."""
+    """Return whether a file is a zip archive with a policy in it."""
     try:
         return ByteRange.of(path).read(0, 4) == b"PK\x03\x04" and "policy.pth" in zip_entries(path)
     except FileError:
@@ -72,7 +72,7 @@ def read_sb3(path: Path, options: Options) -> Found:
 
 
 def _has_targets(state: OptimizerState, every: list[Candidate], trained: list[Candidate]) -> bool:
-    """Whether a DQN's optimizer was given the target network too (before 2.3), which no gradient ever reaches."""
+    """Return whether a DQN's optimizer was given the target network too (before 2.3), which no gradient ever reaches."""
     if len(state.entries) != len(every) or len(every) == len(trained):
         return False
     known = {c.name for c in trained}
@@ -81,7 +81,7 @@ def _has_targets(state: OptimizerState, every: list[Candidate], trained: list[Ca
 
 def _own(
     module: str | None, variable: str | None, trained: list[Candidate], entries: Mapping[str, ByteRange]
-) -> list[tuple[str, list[Candidate]]]:
+) -> list[Source]:
     """Return what names an optimizer's parameters: the policy, one of its modules, or a variable beside it (`ent_coef_optimizer`)."""
     if variable is not None:
         loose = read(entries["pytorch_variables.pth"]) if "pytorch_variables.pth" in entries else {}

@@ -10,15 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ...errors import FileError, NamingError, SquisherWarning
+from ...errors import FileError, SquisherWarning
 from ...importance.facts import RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import LazyTensors, TensorSource, tied_names
 from ...storage.torch_files import Record, StoredTensor, find_weights, is_in_backward, is_optimizer, read, walk
-from ..naming.candidates import clean_names, is_buffer
+from ..naming.candidates import clean_names, distinct_names, is_buffer
 from ..optimizers import is_tensor
-from ..optimizers.quantized import decoded
-from ..states import Candidate, Entry, Found, OptimizerState, Options
+from ..optimizers.encoded import decoded
+from ..states import Candidate, Entry, Found, OptimizerState, Options, Source
 
 __all__ = [
     "candidates_of",
@@ -70,7 +70,7 @@ def _in_one(networks: Iterable[tuple[str, Mapping[str, TensorSource]]]) -> dict[
 
 def _together(
     weights: Sequence[tuple[str, Mapping[str, TensorSource]]], optimizers: Sequence[OptimizerState]
-) -> list[list[tuple[str, list[Candidate]]]]:
+) -> list[list[Source]]:
     """Return several networks as the one model that an optimizer steps (an actor and its critic), in an order that fits."""
     for order in itertools.permutations(weights) if 2 <= len(weights) <= 4 else ():
         candidates, _ = candidates_of(_in_one(order))
@@ -125,7 +125,7 @@ def read_torch_folder(folder: Path, options: Options) -> Found:
     usual = [file for file in files if file.stem in ("optimizer", "optim")]
     broken: dict[Path, FileError] = {}
     states: dict[Path, Found] = {}
-    models: list[tuple[str, list[Candidate]]] = []
+    models: list[Source] = []
     tied: dict[str, str] = {}
     for file in files[:_MOST]:
         try:
@@ -178,11 +178,7 @@ def candidates_of(weights: Mapping[str, TensorSource]) -> tuple[list[Candidate],
         n for n, t in weights.items() if (t.dtype.is_floating_point or t.dtype.is_complex) and not is_buffer(n, weights)
     }
     names = [name for name in weights if name in parameters and name not in tied]
-    try:
-        clean = clean_names(names)
-    except NamingError:  # two wrappings of one model in one dictionary: the names as they are tell them apart
-        clean = names
-    cleaned = dict(zip(names, clean, strict=True))
+    cleaned = dict(zip(names, distinct_names(names), strict=True))
     candidates = [Candidate(cleaned[n], tuple(weights[n].shape), live_name=n, weight=weights[n]) for n in names]
     aliases = {clean_names([a])[0]: cleaned[n] for a, n in tied.items() if n in cleaned}
     return candidates, aliases
@@ -271,7 +267,7 @@ def _with_shared_names(
     )
 
 
-def _with_group_names(optimizer: OptimizerState, models: Sequence[tuple[str, Sequence[Candidate]]]) -> OptimizerState:
+def _with_group_names(optimizer: OptimizerState, models: Sequence[Source]) -> OptimizerState:
     """Take the names of the groups where each group is one parameter and has a name (Adam-mini).
 
     With weights beside the state the names must be theirs: a group may be called anything.

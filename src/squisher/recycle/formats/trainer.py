@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,9 @@ from ...storage.json_files import read_json, read_object
 from ...storage.torch_files import Record, read
 from ..naming.candidates import Candidates, by_evidence, candidates_of_module, loose, with_earlier
 from ..naming.conventions import galore_convention
-from ..naming.hf_model import MissingPackage, adapted_model, built_by, meta_model
-from ..naming.orders import adapter_orders
+from ..naming.hugging_face import MissingPackage, adapted_model, adapter_orders, built_by, meta_model
 from ..optimizers import step_of
-from ..states import Candidate, Found, OptimizerState, Options
+from ..states import Candidate, Found, OptimizerState, Options, Source
 from .model_source import laws_of, model_candidates, pinned, sorted_by_name, with_model
 from .torch_file import candidates_of, read_torch_file
 
@@ -32,8 +31,6 @@ __all__ = [
     "target_modules",
     "training_args",
 ]
-
-Sources = list[tuple[str, Sequence[Candidate]]]
 
 _ELSEWHERE = (
     "optimizer_*",
@@ -53,7 +50,7 @@ _TRAINED = (
 
 
 def is_trainer_folder(path: Path) -> bool:
-    """Whether a folder is like a checkpoint of the Hugging Face Trainer: its optimizer state is one torch file, optimizer.pt.
+    """Return whether a folder is like a checkpoint of the Hugging Face Trainer: its optimizer state is one torch file, optimizer.pt.
 
     With FSDP it may be an optimizer.bin, as Accelerate's are; then what else is there decides.
     """
@@ -85,10 +82,14 @@ def read_trainer(folder: Path, options: Options) -> Found:
     state = read_torch_file(file)
     if len(state.optimizers) != 1 or state.models:  # a script's file, with weights or several optimizers in it
         return with_model(state, options)
-    optimizer = _without_originals(state.optimizers[0], folder)
+    optimizer = state.optimizers[0]
+    trained = [entry for entry in optimizer.entries if entry.state]
     args = training_args(folder)
-    counts = (step_of(entry.state, entry.group) for entry in optimizer.entries if entry.state)
-    facts, assume_mean = facts_of(folder, args, next(counts, None))
+    facts, assume_mean = facts_of(folder, args, step_of(trained[0].state, trained[0].group) if trained else None)
+    weights = open_weights(folder)
+    if weights is not None and _is_adapter(folder) and len(trained) == len(weights.tensors):
+        # Before 0.6, PEFT gave the optimizer a classifier beside the copy of it that is trained and saved.
+        optimizer = replace(optimizer, entries=trained)
     targets = target_modules(args)
     found = Found(
         [optimizer],
@@ -99,14 +100,13 @@ def read_trainer(folder: Path, options: Options) -> Found:
     )
     if options.named or all(entry.name is not None for entry in optimizer.entries):
         # The names are known; weights of another shape, or that moved otherwise, contradict them.
-        weights = open_weights(folder)
         return found if weights is None else replace(found, models=[(weights.label, candidates_of(weights.tensors)[0])])
-    tiers = _tiers(optimizer, folder, options)
+    tiers = _tiers(optimizer, folder, options, weights)
     sources, model = next(tiers, ([], Candidates([], {})))
-    alone = (folder / "adapter_config.json").is_file() and not (options.base_model or options.model)
+    alone = _is_adapter(folder) and not (options.base_model or options.model)
     vouched = any((folder / name).is_file() for name in ("trainer_state.json", "training_args.bin"))
     vouched |= re.fullmatch(r"checkpoint-\d+", folder.absolute().name) is not None
-    # The Trainer puts biases and norms in a group of their own: one group of all is an optimizer that somebody handed to it.
+    # The Trainer puts biases and norms in a group of their own: a single group is an optimizer that the user's code made.
     ranks = {len(entry.shape) for entry in optimizer.entries if entry.shape}
     vouched &= not (len(optimizer.group_sizes) == 1 and 1 in ranks and len(ranks) > 1)
     return replace(
@@ -120,27 +120,22 @@ def read_trainer(folder: Path, options: Options) -> Found:
     )
 
 
-def _without_originals(optimizer: OptimizerState, folder: Path) -> OptimizerState:
-    """Leave out what never had a gradient where the rest are as many as the adapter's tensors.
-
-    Before 0.6, PEFT gave the optimizer a classifier beside the copy of it that is trained and saved.
-    """
-    weights = open_weights(folder) if (folder / "adapter_config.json").is_file() else None
-    trained = [entry for entry in optimizer.entries if entry.state]
-    return optimizer if weights is None or len(trained) != len(weights.tensors) else replace(optimizer, entries=trained)
+def _is_adapter(folder: Path) -> bool:
+    return (folder / "adapter_config.json").is_file()
 
 
-def _tiers(optimizer: OptimizerState, folder: Path, options: Options) -> Iterator[tuple[Sources, Candidates]]:
+def _tiers(
+    optimizer: OptimizerState, folder: Path, options: Options, weights: Weights | None
+) -> Iterator[tuple[list[Source], Candidates]]:
     """Yield where names may come from, with the whole model: plain assumptions before those that need evidence of what was frozen."""
-    weights = open_weights(folder)
-    if (folder / "adapter_config.json").is_file():
+    if _is_adapter(folder):
         yield from _adapter_proposals(folder, options, weights)
         return
     missing: MissingPackage | None = None
     model = options.model or (folder if (folder / "config.json").is_file() else None)
     if model is not None:
         try:
-            label, trained, every = model_candidates(model, weights)
+            label, trained, every = model_candidates(model, weights, weights if model == folder else None)
         except MissingPackage as error:
             if options.model is not None:
                 raise
@@ -171,7 +166,7 @@ def _tiers(optimizer: OptimizerState, folder: Path, options: Options) -> Iterato
 
 def _evidence(
     label: str, model: Candidates, folder: Path, options: Options, weights: Weights | None
-) -> Iterator[tuple[Sources, Candidates]]:
+) -> Iterator[tuple[list[Source], Candidates]]:
     """Yield the parameters that differ from the base model, or from the checkpoint of the run that is farthest away."""
     number, others = _checkpoints(folder)
     others = {n: path for n, path in others.items() if n != number and not path.is_symlink()}
@@ -232,7 +227,9 @@ def _weights_if_whole(checkpoint: Path) -> Weights | None:
         return None
 
 
-def _adapter_proposals(folder: Path, options: Options, weights: Weights | None) -> Iterator[tuple[Sources, Candidates]]:
+def _adapter_proposals(
+    folder: Path, options: Options, weights: Weights | None
+) -> Iterator[tuple[list[Source], Candidates]]:
     """Yield the parameters of the adapted base model, or, where that is not at hand, the orders that the adapter's file allows."""
     if weights is None:
         raise FileError(f"The folder {folder} has an adapter_config.json but no adapter_model.safetensors.")
@@ -384,8 +381,8 @@ def _batch_size(folder: Path, args: Record, state: dict[str, Any]) -> int | None
 
 
 def _averages(folder: Path) -> bool:
-    """Whether the loss of a step of several batches is certainly their mean."""
-    if (folder / "adapter_config.json").is_file():
+    """Return whether the loss of a step of several batches is certainly their mean."""
+    if _is_adapter(folder):
         return read_object(folder / "adapter_config.json").get("task_type") == "CAUSAL_LM"
     config = read_object(folder / "config.json")
     version = re.match(r"(\d+)\.(\d+)", str(config.get("transformers_version", "")))
@@ -413,7 +410,7 @@ def _reduction(folder: Path, args: Record) -> tuple[str, str] | None:
     if args.name.rpartition(".")[2] not in _PLAIN_TRAINERS:  # preference and reward training have other losses
         return None
     try:
-        if (folder / "adapter_config.json").is_file():
+        if _is_adapter(folder):
             return _TASKS.get(str(read_object(folder / "adapter_config.json").get("task_type")))
         names = read_object(folder / "config.json").get("architectures") if (folder / "config.json").is_file() else None
     except FileError:

@@ -35,7 +35,7 @@ _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(?P<dp>\d+)_mp_rank_
 
 
 def is_zero(path: Path) -> bool:
-    """Whether a folder is a DeepSpeed checkpoint or one of its tags, or a file is the shard of one rank."""
+    """Return whether a folder is a DeepSpeed checkpoint or one of its tags, or a file is the shard of one rank."""
     if path.is_file():
         return _OPTIMIZER_FILE.fullmatch(path.name) is not None
     return path.is_dir() and (_is_tag(path) or bool(_tags(path)) or _TAG.fullmatch(_latest(path) or "") is not None)
@@ -209,7 +209,7 @@ def _refuse_other_places(run: Run) -> None:
 
 
 def _is_universal(folder: Path) -> bool:
-    """Whether a folder is a universal checkpoint: it has `zero/<parameter>/fp32.pt`."""
+    """Return whether a folder is a universal checkpoint: it has `zero/<parameter>/fp32.pt`."""
     inside = folder / "zero"
     return inside.is_dir() and any((parameter / "fp32.pt").is_file() for parameter in inside.iterdir())
 

@@ -234,7 +234,7 @@ def _check_total(run: Run, ranks: Sequence[_Rank], k: int, found: int, used: int
 
 
 def _slice_agrees(rank: _Rank, k: int, name: str, cut: tuple[int, int]) -> bool:
-    """Whether DeepSpeed's table of slices says the same about a parameter, where there is one."""
+    """Return whether DeepSpeed's table of slices says the same about a parameter, where there is one."""
     tables = rank.saved.get("param_slice_mappings")
     table = tables[k] if isinstance(tables, (list, tuple)) and k < len(tables) else None
     if not isinstance(table, dict):

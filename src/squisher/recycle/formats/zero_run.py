@@ -13,7 +13,7 @@ from ...errors import FileError, NoAccumulatorError
 from ...importance.facts import Absence, Pollution, Reason, RunFacts
 from ...storage.torch_files import Record, StoredTensor, read
 from ..naming.candidates import clean_names, recorded_name
-from ..states import Candidate
+from ..states import Candidate, Source
 
 __all__ = ["MODEL_FILE", "Run"]
 
@@ -107,12 +107,12 @@ class Run:
 
     @property
     def round_robin(self) -> bool:
-        """Whether gradients were dealt out in turns, which only stages 1 and 2 do."""
+        """Return whether gradients were dealt out in turns, which only stages 1 and 2 do."""
         return bool(self.zero.get("round_robin_gradients")) and self.zero.get("stage") != 3
 
     @property
     def in_registration_order(self) -> bool:
-        """Whether every group lists its parameters in the order of the weights, as without round-robin gradients."""
+        """Return whether every group lists its parameters in the order of the weights, as without round-robin gradients."""
         places = {name: place for place, name in enumerate(_dictionary(self.content.get("module")))}
         for group in self.shapes:
             order = [places.get(name, -1) for name in group]
@@ -150,7 +150,7 @@ class Run:
         kind = said.get("type")
         return (kind.lower() if isinstance(kind, str) else None), _dictionary(said.get("params"))
 
-    def models(self) -> list[tuple[str, list[Candidate]]]:
+    def models(self) -> list[Source]:
         """Return all parameters with their shapes, as what names them."""
         shapes = {**self.trained, **self.frozen}
         return [

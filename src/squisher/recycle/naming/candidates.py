@@ -31,6 +31,7 @@ __all__ = [
     "candidates_of_module",
     "check_known",
     "clean_names",
+    "distinct_names",
     "given_names",
     "is_buffer",
     "loose",
@@ -82,9 +83,8 @@ def candidates_of_module(model: nn.Module, weights: Weights | None = None, *, fr
         kept += p.live_name in stored and not stored[p.live_name]
         weight = weights.tensors.get(name) if weights is not None else None
         out.append(Candidate(name, shape, classes, p.live_name, slices=slices, weight=weight))
-        tied.update(
-            {alias: name for alias in (p.name, *p.aliases) if alias != name and not slices and _is_name(alias, p)}
-        )
+        if p.aliases and not slices:
+            tied.update({alias: name for alias in (p.name, *p.aliases) if alias != name})
     note = f"{kept} parameters under their running names, since the weight file stores them rearranged" if kept else ""
     return Candidates(out, tied, note)
 
@@ -151,10 +151,6 @@ def is_buffer(name: str, names: Collection[str]) -> bool:
 _BUFFER = re.compile(r"(inv_freq|masked_bias|attn\.bias|attention\.bias|position_ids|running_\w+|\.weights)$")
 
 
-def _is_name(alias: str, parameter: LiveParameter) -> bool:
-    return bool(parameter.aliases) or alias != parameter.name
-
-
 def _in_file(
     p: LiveParameter, shape: tuple[int, ...], stored: dict[str, tuple[FusedSlice, ...]], weights: Weights | None
 ) -> tuple[str, tuple[FusedSlice, ...]]:
@@ -208,7 +204,7 @@ def _missing(name: str, shape: tuple[int, ...], weights: Weights) -> str:
 
 
 def _stored_slices(model: nn.Module) -> dict[str, tuple[FusedSlice, ...]]:
-    """How `save_pretrained` would store what it does not store as it is; empty where it rearranges values.
+    """Return the slices in which `save_pretrained` stores what it does not store as it is; none where it rearranges values.
 
     transformers undoes its own conversions on tensors without values. Those that only cut leave views behind, which tell
     what was cut out where.
@@ -289,7 +285,7 @@ def with_earlier(candidates: Sequence[Candidate], before: Weights) -> list[Candi
 
 
 def by_evidence(candidates: Sequence[Candidate], after: Weights, before: Weights) -> list[list[Candidate]]:
-    """Candidates for a model of which some parameters were frozen: first the likely ones, then all.
+    """Return the candidates of a model of which some parameters were frozen: first the likely ones, then all.
 
     What differs between the two sets of weights is required. What is bit-equal is left out at first; it comes back in the
     second list, since a trained parameter stays as it was if no gradient reached it or its steps were too small to count.
@@ -326,7 +322,7 @@ def _earlier(
 
 
 def _changed(name: str, after: Weights, before: Weights, bare: Mapping[str, TensorSource]) -> bool | None:
-    """Whether a tensor differs; None where it is not in both with the same shape."""
+    """Return whether a tensor differs; None where it is not in both with the same shape."""
     new = after.tensors.get(name)
     old = None if new is None else _earlier(name, tuple(new.shape), before, bare)
     if new is None or old is None:
@@ -339,11 +335,11 @@ def _changed(name: str, after: Weights, before: Weights, bare: Mapping[str, Tens
     return False
 
 
-# -- names that somebody wrote down -----------------------------------------------------------------------------------------
+# -- names that a user or a file gives -----------------------------------------------------------------------------------------
 
 
 def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
-    """Names by the user: a sequence, or a file with one name a line or a JSON list.
+    """Return the names that the user gave: a sequence, or a file with one name a line or a JSON list.
 
     Raises:
         FileError: The file cannot be read or holds something else.
@@ -374,7 +370,7 @@ _ANYWHERE = re.compile(r"(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_m
 
 
 def clean_names(names: Sequence[str]) -> list[str]:
-    """Names without what wrappers add: `_orig_mod.` and the like anywhere, `module.` where every name begins with it.
+    """Return names without what wrappers add: `_orig_mod.` and others anywhere, `module.` where every name begins with it.
 
     Raises:
         NamingError: Two names become the same.
@@ -384,6 +380,19 @@ def clean_names(names: Sequence[str]) -> list[str]:
         clean = [name.removeprefix("module.") for name in clean]
     no_duplicates(clean, "after the names of wrappers are removed")
     return clean
+
+
+def distinct_names(names: Sequence[str], otherwise: Sequence[str] | None = None) -> list[str]:
+    """Return clean names; where two would become the same (two wrappings of one model), the names as they are, or others.
+
+    Args:
+        names: Of the tensors of one dictionary.
+        otherwise: What to return instead of the names as they are.
+    """
+    try:
+        return clean_names(names)
+    except NamingError:
+        return list(names if otherwise is None else otherwise)
 
 
 _ADAPTER = re.compile(r"\.(?:lora_\w+\.[^.]+\.weight$|lora_embedding_[AB]\.[^.]+$|modules_to_save\.)")

@@ -3,8 +3,8 @@
 A network does not change when a channel is scaled up in one tensor and down in the next one. So, channel by channel, the
 sums of weight times gradient over the rows of the one equal those over the columns of the other, and the first moment, a
 mean of gradients, obeys the same law almost exactly. Which tensors are tied by such a law is not asked of the model: for two
-neighbours in the model, every pair of entries of their shapes is tried, and where exactly one pair obeys, it is known who
-both are. Where weights of an earlier moment are at hand, how a tensor moved is compared with the steps that its state asks
+neighbours in the model, every pair of entries of their shapes is tried, and where exactly one pair obeys, both are
+known. Where weights of an earlier moment are at hand, how a tensor moved is compared with the steps that its state asks
 for. A moving average or a frozen teacher beside the weights obeys the laws as well as they do: between copies only movement
 from the one to the other can tell.
 """
@@ -18,14 +18,11 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ..states import Candidate, Entry
+from ..states import Candidate, Entry, Source
 from .laws import NO_HEADS, Law, Reading
 from .values import FEWEST, Array, Values, carried, centred, certainty, concordance, concordance_of
 
-__all__ = ["Evidence", "Source", "weigh"]
-
-Source = tuple[str, Sequence[Candidate]]
-"""Where names may come from: a label, and the model's parameters in registration order."""
+__all__ = ["Evidence", "weigh"]
 
 # From a simulation of wrong assignments on real runs (benchmarks/naming_rates.py); rates in docs/formats.md.
 AGREE = 0.8  # a pair obeys a law: its channel sums are equal to within a few percent of their variance
@@ -72,7 +69,7 @@ class _Vote:
 def weigh(
     sources: Sequence[Source], entries: Sequence[Entry], derived: Callable[[], Sequence[Law]] = tuple
 ) -> Evidence:
-    """Return what the values say about who is who; of several networks with the same names, the clearest.
+    """Return which parameters the values tell; of several networks with the same names, those of the clearest.
 
     Args:
         sources: The parameters of the model by where they come from; those whose weight is not at hand say nothing.
@@ -148,6 +145,7 @@ def _side(
 
 
 def _by_laws(values: Values) -> Iterator[_Vote]:
+    """Yield votes by the laws between neighbours: the rows of one matrix, or a norm, and the columns of another."""
     sides = [*_matrices(values), *_norms(values)]
     nearest = np.full((len(values.candidates), len(values.entries)), -1.0)
     groups = [entry.group for entry in values.entries]
@@ -178,8 +176,8 @@ def _by_laws(values: Values) -> Iterator[_Vote]:
                         compared += agreement.size
                         best[0][rows] = agreement.max(1)
                         best[1][columns] = np.maximum(best[1][columns], agreement.max(0))
-                        i, j = divmod(int(agreement.argmax()), agreement.shape[1])
-                        pair = max(pair, (float(agreement[i, j]), rows.start + i, columns.start + j))
+                        row, column = divmod(int(agreement.argmax()), agreement.shape[1])
+                        pair = max(pair, (float(agreement[row, column]), rows.start + row, columns.start + column))
                     _remember(nearest, own, left.entries, best[0])
                     _remember(nearest, other, right.entries, best[1])
                     votes += _best_pair(left, a, right, b, pair, best)
@@ -222,7 +220,7 @@ def _matrices(values: Values) -> Iterator[_Side]:
 
 
 def _norms(values: Values) -> Iterator[_Side]:
-    """Weight and bias of the norms of one length, with every two neighbours among the entries."""
+    """Yield the sums of the norms of one length: weight and bias together, with every two neighbours among the entries."""
     for shape in values.comparable:
         if len(shape) != 1 or shape[0] < FEWEST:
             continue
@@ -243,7 +241,7 @@ def _norms(values: Values) -> Iterator[_Side]:
 def _best_pair(
     left: _Side, a: int, right: _Side, b: int, pair: tuple[float, int, int], nearest: Sequence[Array]
 ) -> Iterator[_Vote]:
-    """Yield who two candidates are, if the best pair of entries is the only one that obeys a law between them."""
+    """Yield the entries of two candidates, if the best pair is the only one that obeys a law between them."""
     best, i, j = pair
     if best < AGREE:
         return
@@ -270,7 +268,7 @@ def _best_pair(
 def _by_derived_laws(
     values: Values, derived: Callable[[], Sequence[Law]], known: Mapping[int, _Vote], copies: Mapping[int, object]
 ) -> list[_Vote]:
-    """Go from what is known to what is not: in a law with one or two unknown members, every entry of their shapes is tried."""
+    """Return votes by laws of which all members but one or two are known: every entry of their shapes is tried for these."""
     number = {
         c.live_name or c.name: k for k, c in enumerate(values.candidates) if c.weight is not None and not c.slices
     }
@@ -298,7 +296,7 @@ class _Member:
 
     entries: Sequence[int]
     sums: Array  # channel, entry
-    minor: bool  # a vector that begins at nought: it carries little of the law
+    minor: bool  # a vector that starts at zero: it carries little of the law
 
 
 def _members(values: Values, law: Law, number: Mapping[str, int]) -> dict[int, _Member]:
@@ -324,7 +322,7 @@ def _members(values: Values, law: Law, number: Mapping[str, int]) -> dict[int, _
 
 
 def _law_votes(law: Mapping[int, _Member], entry_of: Mapping[int, int]) -> Iterator[_Vote]:
-    """Yield who the one or two unknown members of a law are, if one choice of entries obeys it and no other does."""
+    """Yield the entries of the one or two unknown members of a law, if one choice obeys it and no other does."""
     unknown = [k for k in law if k not in entry_of]
     if len(unknown) > 2:
         unknown = [k for k in unknown if not law[k].minor]
@@ -353,7 +351,7 @@ def _law_votes(law: Mapping[int, _Member], entry_of: Mapping[int, int]) -> Itera
 
 
 def _by_profiles(values: Values, known: Mapping[int, _Vote]) -> Iterator[_Vote]:
-    """Biases by their weights: both have the gradient of the same outputs, so v of a bias goes with the rows of the weight's."""
+    """Yield votes for biases by their weights: both have the gradient of the same outputs, so v of a bias goes with the rows of the weight's."""
     number = {c.name: k for k, c in enumerate(values.candidates)}
     entry_of = {vote.candidate: entry for entry, vote in known.items()}
     weights: dict[int, list[tuple[int, int]]] = {}  # length to the entry of a weight and the bias that belongs to it
@@ -404,7 +402,7 @@ def _copies(values: Values) -> dict[int, list[int]]:
 
 
 def _by_movement(values: Values, copies: Mapping[int, Sequence[int]]) -> Iterator[_Vote]:
-    """Compare how each weight differs from its earlier values, and from each of its copies, with the steps of every entry."""
+    """Yield votes by how each weight differs from its earlier values, and from each of its copies: as the steps of its entry."""
     found: list[_Vote] = []
     compared = 0
     for shape in values.comparable:

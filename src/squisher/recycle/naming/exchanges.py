@@ -1,8 +1,8 @@
-"""Whether parts of a model that have the same shapes are exchanged in a proposal: which exchanges there are, and which is likelier.
+"""Return whether parts of a model that have the same shapes are exchanged in a proposal: which exchanges there are, and which is likelier.
 
 Two towers, the members of an ensemble, the layers of a stack: handed to the optimizer in another order, every shape still
 fits. One tensor alone seldom tells, but a whole part has many. For the proposal and for every exchange of parts that is tried,
-all that terms.py weighs is added up. It can contradict a proposal but proves no name.
+the terms of all laws (terms.py) are added up. The sum can contradict a proposal but proves no name.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from .values import Shape, Values
 __all__ = ["AGAINST", "BEYOND_DOUBT", "Exchange", "Parts", "compared_parts"]
 
 # From scripts made to mislead (benchmarks/naming_scripts.py); rates in docs/formats.md.
-AGAINST = 2.0  # by so much, after the price of having looked for it, must an exchange be likelier to refuse an order
-BEYOND_DOUBT = 20.0  # and by so much to contradict what somebody vouches for, twice that by v alone: small networks err by exp(15), by v alone by exp(22)
-NOISE = 0.5  # of the length of a random walk: so far may accidents move a sum of comparisons of v alone
-STEP = 3.0  # no longer is a step of that walk: larger changes are no accident
-FOR = 2.0  # by so much must the order proposed be likelier than an exchange, or nothing tells which of them is right
+AGAINST = 2.0  # an exchange that is likelier by so much, after the price of having looked for it, refuses an order
+# So much contradicts an order that is vouched for, twice that by v alone: small networks err by exp(15), by v alone by exp(22).
+BEYOND_DOUBT = 20.0
+NOISE = 0.5  # of the length of a random walk: how far accidents may move a sum of comparisons of v alone
+STEP = 3.0  # the longest step of that walk: larger changes are no accident
+FOR = 2.0  # an exchange that is less likely than the proposal by less than this is not told from it
 VECTORS = 8.0  # the price of exchanging vectors alone
 PAIRS = 10_000  # of parts of one shape that are exchanged
 STACK = 8  # layers beyond which only neighbours are exchanged
@@ -64,9 +65,13 @@ class Parts(NamedTuple):
 
 
 class _Move(NamedTuple):
-    """An exchange: to each candidate the one whose entry it gets, the price of having looked for it, and whether it casts doubt.
+    """An exchange of entries among candidates.
 
-    Those that a plausible script makes do, and those of layers with the same role: if nothing speaks against one, the proposal is a guess.
+    Attributes:
+        to: To each candidate, the one whose entry it gets.
+        price: What having looked for it costs.
+        doubtful: Whether the proposal is a guess if nothing speaks against this exchange: a plausible script makes it, or it
+            exchanges layers with the same role.
     """
 
     to: dict[int, int]
@@ -83,7 +88,7 @@ def compared_parts(
         values: The weights and states.
         assignment: The entry that the proposal gives each candidate.
         proven: Entries whose name is known, so that they stay where they are.
-        vouched: Whether somebody vouches for the assignment.
+        vouched: Whether the user or the framework vouches for the order.
         given: Whether a user made it, whose mistakes no script explains: all that may be exchanged is in question.
     """
     usable = {
@@ -120,8 +125,10 @@ def compared_parts(
             a, b = next(iter(to.items()))
             untold.append(Exchange(values.candidates[a].name, values.candidates[b].name, change))
     if not untold and not given:
-        stopped = ((c, search.support(usable, c)) for c in _stopped(values, usable))
-        untold = [Exchange(values.candidates[c].name, "", support) for c, support in stopped if support < FOR]
+        for c in _stopped(values, usable):
+            support = search.support(usable, c)
+            if support < FOR:
+                untold.append(Exchange(values.candidates[c].name, "", support))
     return Parts(None, untold)
 
 
@@ -140,7 +147,10 @@ def _uncompared(
 
 def _stopped(values: Values, usable: Assignment) -> Iterator[int]:
     """Yield the matrices whose state took fewer steps than others of its group: their module may have been replaced."""
-    steps = {e: step_of(values.entries[e].state, values.entries[e].group) or 0 for e in usable.values() if e >= 0}
+    steps: dict[int, int] = {}
+    for e in usable.values():
+        if e >= 0:
+            steps[e] = step_of(values.entries[e].state, values.entries[e].group) or 0
     last: dict[int, int] = defaultdict(int)
     for e, count in steps.items():
         last[values.entries[e].group_number] = max(last[values.entries[e].group_number], count)
@@ -148,10 +158,6 @@ def _stopped(values: Values, usable: Assignment) -> Iterator[int]:
         shape = values.candidates[c].shape
         if e >= 0 and len(shape) > 1 and steps[e] < last[values.entries[e].group_number]:
             yield c
-
-
-def _moved(assignment: Assignment, move: _Move) -> Assignment:
-    return {**assignment, **{a: assignment[b] for a, b in move.to.items()}}
 
 
 def _exchange(values: Values, old: Assignment, new: Assignment, gain: float) -> Exchange | None:
@@ -163,7 +169,7 @@ def _exchange(values: Values, old: Assignment, new: Assignment, gain: float) -> 
 
 
 class _Search:
-    """The terms of all laws, each weighed once for the same entries."""
+    """The terms of all laws; each is weighed once for the same entries."""
 
     def __init__(self, terms: Sequence[Term], noisy: bool):
         self.terms = terms
@@ -176,7 +182,7 @@ class _Search:
         self._noisy = noisy
 
     def best(self, start: Assignment, moves: Sequence[_Move], bar: float) -> tuple[float, Assignment]:
-        """Return what the best assignment but the first gains over it, less its price, and that assignment; enough at the bar."""
+        """Return the gain of the best assignment other than the first, less its price, and that assignment; stop at the bar."""
         found, better, reached, current = -math.inf, start, 0.0, start
         for _ in range(ROUNDS):
             for move in moves:
@@ -184,7 +190,7 @@ class _Search:
                     return found, better
                 change, accident = self.change(current, move)
                 gain = reached + change - accident - move.price
-                if gain > found and (following := _moved(current, move)) != start:
+                if gain > found and (following := {**current, **{a: current[b] for a, b in move.to.items()}}) != start:
                     found, better = gain, following
             if found <= reached or found >= bar:
                 break
@@ -201,9 +207,12 @@ class _Search:
         Without first moments many weak comparisons add up: each may come out either way, like a step of a random walk.
         """
         terms = {k for member in move.to for k in self._of[member]}
-        changes = [self._weight(k, old, move.to) - self._weight(k, old) for k in terms]
-        walk = math.sqrt(sum(min(abs(change), STEP) ** 2 for change in changes))
-        return sum(changes), NOISE * walk if self._noisy else 0.0
+        total, walk = 0.0, 0.0
+        for k in terms:
+            change = self._weight(k, old, move.to) - self._weight(k, old)
+            total += change
+            walk += min(abs(change), STEP) ** 2
+        return total, NOISE * math.sqrt(walk) if self._noisy else 0.0
 
     def _weight(self, k: int, assignment: Assignment, to: Mapping[int, int] | None = None) -> float:
         entries = tuple(assignment[c if to is None else to.get(c, c)] for c in self.terms[k].members)
@@ -244,7 +253,7 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
     """Yield the exchanges to try, those that a plausible script makes first, those of vectors alone last."""
     families = _families(values, usable)
     near = [dict(move) for family in families if _whole(values, family[0]) for move in _orders(family)]
-    # Norms count where they have a list of their own: between layers, nobody exchanges them alone.
+    # Norms count where they have a list of their own: no script exchanges them alone between layers.
     doubtful = [f for f in families if _whole(values, f[0]) or _is_list_of_norms(values, usable, f)]
     plausible = [*_in_all_layers(values, doubtful), *_kinds_apart(values, usable)]
     lists = [part for family in families if _is_list_of_norms(values, usable, family) for part in family]
@@ -301,13 +310,13 @@ def _pairs(parts: Sequence[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], 
 
 
 def _two_apart(values: Values, move: dict[int, int]) -> bool:
-    """Whether an exchange is of parts whose names, but for numbers, differ in two words: `encoder.q` and `decoder.o`."""
+    """Return whether an exchange is of parts whose names, but for numbers, differ in two words: `encoder.q` and `decoder.o`."""
     a, b = (re.sub(r"\d+", "#", values.candidates[c].name).split(".") for c in (min(move), move[min(move)]))
     return len(a) != len(b) or sum(x != y for x, y in zip(a, b, strict=True)) > 1
 
 
 def _same_role(values: Values, move: dict[int, int]) -> bool:
-    """Whether an exchange is of layers with a bias, but for numbers under one name or beside each other: the gates of two layers."""
+    """Return whether an exchange is of layers with a bias, but for numbers under one name or beside each other: the gates of two layers."""
     return len(move) > 2 and not _RECURRENT.search(values.candidates[min(move)].name) and not _two_apart(values, move)
 
 
@@ -321,7 +330,7 @@ def _in_all_layers(values: Values, families: Sequence[Sequence[Sequence[int]]]) 
             both = {a: b for move in moves for a, b in move.items()}
             cells = {_OF_CELL.sub(r"\1", values.candidates[c].name) for c in both}
             ways = {values.candidates[part[0]].name.removesuffix("_reverse") for part in same[0]}
-            # Nobody lists the two directions of a recurrent layer himself, nor the two weights of a single cell.
+            # No script lists the two directions of a recurrent layer, nor the two weights of a single cell.
             if len(ways) > 1 and (len(both) != 2 or len(cells) != 1):
                 yield both
 
@@ -350,7 +359,7 @@ def _habits(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
 
 
 def _kinds_apart(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
-    """Yield the orders of groups of vectors in which somebody listed biases and norms one after the other."""
+    """Yield the orders of a script that lists the biases of a group of vectors and then its norms, or the other way round."""
     kind, groups = _kinds(values, usable), defaultdict(list)
     for c in sorted(usable, key=lambda c: usable[c]):
         groups[values.entries[usable[c]].group_number].append(c)
@@ -361,7 +370,7 @@ def _kinds_apart(values: Values, usable: Assignment) -> Iterator[dict[int, int]]
             listed = sorted(own, key=lambda c: kind.get(c) not in first)
             if all(c in kind for c in own) and list(map(shape, own)) == list(map(shape, listed)):
                 move |= {a: b for a, b in zip(listed, own, strict=True) if a != b}
-        if len(move) > 3:  # of one norm and one bias, nobody makes lists
+        if len(move) > 3:  # no script makes lists of one norm and one bias
             yield move
 
 
@@ -392,20 +401,20 @@ def _swap(a: Sequence[int], b: Sequence[int]) -> dict[int, int]:
 
 
 def _whole(values: Values, part: Sequence[int]) -> bool:
-    """Whether a part has a matrix; a class token, (1, 1, n), is none."""
+    """Return whether a part has a matrix; a class token, (1, 1, n), is none."""
     shapes = [values.candidates[c].shape for c in part]
     return any(len(shape) == 2 or sum(n > 1 for n in shape) > 1 for shape in shapes)
 
 
 def _is_norm(values: Values, part: Sequence[int]) -> bool:
-    """Whether a part is a weight and a bias of one length, not two vectors of a list."""
+    """Return whether a part is a weight and a bias of one length, not two vectors of a list."""
     shapes = [values.candidates[c].shape for c in part]
     numbered = values.candidates[part[0]].name.rpartition(".")[2].isdecimal()
     return len(part) == 2 and not _whole(values, part) and shapes[0] == shapes[1] and not numbered
 
 
 def _is_list_of_norms(values: Values, usable: Assignment, family: Sequence[Sequence[int]]) -> bool:
-    """Whether parts are norms that their parent lists alone, and that stand side by side in one group of the optimizer."""
+    """Return whether parts are norms that their parent lists alone, and that stand side by side in one group of the optimizer."""
     parent = _words(values.candidates[family[0][0]].name)[:-2]
     under = [c for c in usable if _words(values.candidates[c].name)[: len(parent)] == parent]
     entries = [usable[c] for c in under]

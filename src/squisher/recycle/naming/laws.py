@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .hugging_face import small_model
+
 __all__ = ["NO_HEADS", "Heads", "Law", "Reading", "derived_laws"]
 
 _HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
@@ -100,8 +102,6 @@ def derived_laws(folder: Path) -> list[Law]:
     Args:
         folder: With a config.json; transformers must be installed, and its own classes are all that is run.
     """
-    from .hf_model import small_model
-
     found = small_model(folder, _shrink)
     if found is None:
         return []
@@ -159,7 +159,7 @@ def _heads(config: Any) -> Heads | None:
 
 
 def _gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Yield gradients for random inputs, and for random weights: as they begin, biases are nought and norms one."""
+    """Yield gradients for random inputs, and for random weights: at the start, biases are zero and norms one."""
     generator = torch.Generator().manual_seed(0)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
     model.double().eval()

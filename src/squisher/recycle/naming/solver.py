@@ -1,27 +1,26 @@
-"""State index to parameter name: conventions propose, shapes and values decide, or the answer is a refusal.
+"""State index to parameter name: sources and conventions propose, shapes and values decide.
 
 An optimizer numbers its parameters in the order of its groups; the names are somewhere else. Every source of names proposes
 every division of its parameters into the groups whose shapes fit. If there is one, it is the answer, unless the values
-contradict it. If there are several, the values decide, or a framework's own convention that fits to the last parameter; else
-nobody can know, and the user is asked. A wrong name is worse than none.
+contradict it. If there are several, the values decide, or a framework's own convention that fits to the last parameter;
+otherwise the answer is a refusal that says what would settle it. A wrong name is worse than none.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ...errors import NamingError
 from ...importance.facts import Level, Naming
-from ..states import Candidate, OptimizerState
+from ..states import Candidate, OptimizerState, Source
 from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
-from .conventions import CONVENTIONS, Convention, divisions
-from .evidence import Evidence, Source, weigh
+from .conventions import CONVENTIONS, Convention, by_shape, divisions, sorted_as_text, ways
+from .evidence import Evidence, weigh
 from .exchanges import BEYOND_DOUBT, Exchange, Parts, compared_parts
 from .laws import Law
-from .partitions import sorted_as_text, ways
 
 __all__ = ["Solution", "resolve"]
 
@@ -84,10 +83,10 @@ def resolve(
         if answer is None:
             several_fit = several_fit or _several_fit(optimizer, proposed, tier, settles)
             continue
-        untold = _untold_parts(*answer, evidence, settles, vouched=vouched, distant=distant)
-        if not untold:
+        untold = _checked(*answer, evidence, settles, vouched=vouched or distant)
+        if vouched or not untold:
             return _with_levels(optimizer, tier, evidence, *answer)
-        parts_untold = parts_untold or untold
+        parts_untold = parts_untold or _untold(answer[1], untold[0], settles)
     raise NamingError(parts_untold or several_fit or _nothing_fits(optimizer, sources, settles))
 
 
@@ -110,7 +109,7 @@ def _proposed(
         if any(name not in numbers for name in said.values()):
             continue
         if sorted_as_text([c.live_name or c.name for c in candidates]):
-            candidates = _by_shape(optimizer, candidates)
+            candidates = by_shape(optimizer, candidates)
             numbers = {c.name: k for k, c in enumerate(candidates)}
         found = ways(optimizer, candidates, {entry: numbers[name] for entry, name in said.items() if name in numbers})
         only = ", the only division that fits" if count > 1 and found.complete else ""
@@ -133,21 +132,47 @@ def _by_convention(
     return (next(iter(found.items())) if len(found) == 1 and not plain else None), found
 
 
-def _untold_parts(
-    names: Sequence[str], by: str, evidence: Evidence, settles: str, *, vouched: bool, distant: bool
-) -> str:
-    """Return why an answer may not be given, since values do not tell parts of one shape apart; empty if it may.
+def _checked(
+    names: Sequence[str],
+    by: str,
+    evidence: Evidence,
+    settles: str,
+    *,
+    vouched: bool,
+    given: Collection[str] | None = None,
+) -> Sequence[Exchange]:
+    """Return the exchanges of parts of one shape that the values do not tell from an answer, the likeliest first.
+
+    Args:
+        names: The answer, in the optimizer's order.
+        by: How it was found.
+        evidence: What the values say.
+        settles: What would settle the names.
+        vouched: Whether the user or the framework vouches for the order.
+        given: Which of the names are parameters of the source, where the user gave them.
 
     Raises:
         NamingError: The values contradict it.
     """
-    wrong = [entry for entry, name in evidence.names.items() if names[entry] != name]
+    known = names if given is None else given
+    wrong = [entry for entry, name in evidence.names.items() if names[entry] != name and names[entry] in known]
     if wrong:
         raise NamingError(_contradicted(names, by, evidence, wrong, settles))
-    better, untold = _parts(evidence, names, vouched=vouched or distant)
+    found: list[Parts] = []
+    for values in evidence.values:
+        if given is None and sorted_as_text([c.live_name or c.name for c in values.candidates]):
+            return ()  # without an order there is none to doubt
+        number = {c.name: k for k, c in enumerate(values.candidates)}
+        assignment = {number[n]: k for k, n in enumerate(names) if n in number}
+        fits = all(values.entries[e].shape in (None, values.candidates[c].shape) for c, e in assignment.items())
+        if (fits and len(assignment) == len(names)) or len(evidence.values) == 1:
+            parts = compared_parts(values, assignment, evidence.names, vouched=vouched, given=given is not None)
+            found.append(parts)
+    # Of several networks with the same names, the one that the values doubt least.
+    better, untold = min(found, key=lambda parts: (parts.better is not None, len(parts.untold)), default=Parts())
     if better is not None:
         raise NamingError(_other_parts(by, better, settles))
-    return "" if not untold or vouched else _untold(by, untold[0], settles)
+    return untold
 
 
 def _with_levels(
@@ -163,31 +188,6 @@ def _with_levels(
     proof = Naming(Level.PROVEN, f"{evidence.by}; {by}", min(evidence.margins.values(), default=None))
     how = [proof if k in proven else convention for k in range(len(names))]
     return Solution(list(names), how, list(_network_of(optimizer, names, sources).values()))
-
-
-def _parts(evidence: Evidence, names: Sequence[str], *, vouched: bool, given: bool = False) -> Parts:
-    """Return what the values say of exchanged parts; of several networks with the same names, what the friendliest says."""
-    found = []
-    for values in evidence.values:
-        if not given and sorted_as_text([c.live_name or c.name for c in values.candidates]):
-            return Parts()  # without an order there is none to doubt
-        number = {c.name: k for k, c in enumerate(values.candidates)}
-        assignment = {number[n]: k for k, n in enumerate(names) if n in number}
-        fits = all(values.entries[e].shape in (None, values.candidates[c].shape) for c, e in assignment.items())
-        if (fits and len(assignment) == len(names)) or len(evidence.values) == 1:
-            found.append(compared_parts(values, assignment, evidence.names, vouched=vouched, given=given))
-    doubts = lambda p: (p.better is not None, len(p.untold))  # noqa: E731
-    return min(found, key=doubts, default=Parts())
-
-
-def _by_shape(optimizer: OptimizerState, candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates in the optimizer's order, if their shapes alone tell it; otherwise none."""
-    shapes = [c.shape for c in candidates]
-    wanted = [entry.shape for entry in optimizer.entries]
-    if any(shape is None or shapes.count(shape) != 1 for shape in wanted) or len(set(wanted)) < len(wanted):
-        return []
-    of = {c.shape: c for c in candidates}
-    return [of[shape] for shape in wanted if shape is not None]
 
 
 def _recorded(optimizer: OptimizerState, recorded: Sequence[str], sources: Sequence[Source]) -> Solution:
@@ -233,12 +233,7 @@ def _checked_given(
                 f"{name!r} has {c.shape}. {GIVE_OTHERS}"
             )
     evidence = weigh(sources, optimizer.entries, laws)
-    wrong = [entry for entry, name in evidence.names.items() if given[entry] != name and given[entry] in known]
-    if wrong:
-        raise NamingError(_contradicted(given, _GIVEN, evidence, wrong, GIVE_OTHERS))
-    better, untold = _parts(evidence, given, vouched=True, given=True)
-    if better is not None:
-        raise NamingError(_other_parts(_GIVEN, better, GIVE_OTHERS))
+    untold = _checked(given, "the names that were given", evidence, GIVE_OTHERS, vouched=True, given=known)
     by = f"the values do not tell {', '.join(f'{a!r} from {b!r}' for a, b, _ in untold[:_SHOWN])}" if untold else ""
     if known.keys().isdisjoint(given):
         by = "not checked: the source has no weights of these names"
@@ -264,8 +259,6 @@ _WHAT_SETTLES_IT = (
     "optimizer from model.named_parameters(), which makes torch >= 2.6 record the names."
 )
 
-
-_GIVEN = "the names that were given"
 _SHOWN = 3  # exchanges that the note on given names lists
 
 

@@ -1,10 +1,12 @@
-"""What the values say of a candidate having an entry: each term the logarithm of how much likelier it is by a law than by accident.
+"""What the values say of an assignment of entries to candidates, law by law.
+
+Each law gives a term: the logarithm of how much likelier the values are if it holds for these entries than by accident. There are
 
 - laws of the first moment: the sums of weight times moment over the rows of one matrix are those over the columns of the
-  next one, or of all that read it; those of a convolution before a norm are nought;
+  next one, or of all that read it; those of a convolution before a norm are zero;
 - v carried from layer to layer: a unit with large weights behind it has large gradients, one with large weights before it
   has large activations, so the v of one layer follows from the weights and the v of the next. This needs no first moment;
-- the way a weight has come: what it is now goes with the last steps.
+- the direction in which a weight has moved: what it is now goes with the last steps.
 """
 
 from __future__ import annotations
@@ -24,22 +26,25 @@ from .values import Array, Values, carried, certainty, concordance, independent,
 __all__ = ["NEAR", "NORM", "OF_V", "Assignment", "Term", "terms"]
 
 # From scripts made to mislead (benchmarks/naming_scripts.py); rates in docs/formats.md.
-SPREAD = 4.0  # standard deviations that a law, where it holds, is away from an accident
-MOST = 100.0  # of one law between neighbours, and less between others: none decides against all the rest
+SPREAD = 4.0  # standard deviations between a law that holds and an accident
+MOST = 100.0  # that one law between neighbours may count, and less between others: none decides against all the rest
 NORM = 30.0  # that one law of a norm may count
 OF_V = 15.0  # that v carried from one layer to the next may count
 OF_NORM = 8.0  # that v of a norm beside a layer may count
 NEAR = 6  # matrices between which a law of the first moment is looked for
 CARRIED = 3  # and between which v is
 EMBEDDINGS = 2  # first matrices whose columns may be outputs, added to what every later layer adds to
-COME, COME_MATRIX = 8.0, 3.0  # the way of a vector, of a matrix: a query's gradient goes with the weights of its key
-STILL = 0.05  # variance of a sum that a law says is nought, of what an accident would give
+COME, COME_MATRIX = (
+    8.0,
+    3.0,
+)  # that the movement of a vector, of a matrix may count: a query's gradient goes with the weights of its key
+STILL = 0.05  # variance of a sum that a law says is zero, relative to what an accident would give
 UNITS = 12  # fewer channels agree by accident too often: the ranks of small adapters
 SIBLINGS = 6  # readers of one layer that are added up
 
 T = TypeVar("T")
 Assignment = dict[int, int]
-"""Candidate to entry; an entry without a state by a number below nought."""
+"""Candidate to entry; an entry without a state has a negative number."""
 
 
 class Term(NamedTuple):
@@ -116,7 +121,7 @@ def _in_lists(values: Values, candidate: int) -> Iterator[tuple[str, ...]]:
 
 
 def terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[Term]:
-    """Yield all that the values may say of these candidates.
+    """Yield every law that the values of these candidates may obey.
 
     Args:
         values: The weights and states.
@@ -126,7 +131,7 @@ def terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequen
     matrices = [c for c in usable if len(values.candidates[c].shape) > 1]
     kept = [e for e in usable.values() if e >= 0]
     if all(map(values.has_moment, kept)):
-        yield from _of_moments(values, _sides(values, usable, matrices, families))
+        yield from _of_moments(values, _sides(values, usable, families))
         yield from (_still(values, c) for c in matrices if len(values.candidates[c].shape) > 2)
         if all(map(values.has_square, kept)):
             yield from (_come(values, c) for c in usable if values.small or len(values.candidates[c].shape) == 1)
@@ -139,14 +144,14 @@ def terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequen
 
 
 def _of_moments(values: Values, sides: Iterator[_Side]) -> Iterator[Term]:
-    """Yield that sums over the rows of a matrix, or over a norm, are those over the columns of what reads it."""
+    """Yield the laws that sums over the rows of a matrix, or over a norm, are those over the columns of what reads it."""
     every = list(sides)
     columns = _Places(values, [(side.first, side) for side in every if side.kind == "columns"])
     for a in (side for side in every if side.kind != "columns"):
         for b in columns.around(a.first, -NEAR, NEAR):
             if a.length != b.length or {*a.members} & {*b.members}:
                 continue
-            # Nought where b alone is the next matrix. Which norm is meant, neither its weights near one tell nor its place.
+            # Zero where b alone is the next matrix. Neither its weights, all near one, nor its place tell which norm is meant.
             apart = columns.apart(a.first, b.first) + (len(b.members) > 1)
             prior, most = 0.5 / (1 + apart), MOST / (1 + apart) ** 2
             if a.kind == "norm":
@@ -155,7 +160,7 @@ def _of_moments(values: Values, sides: Iterator[_Side]) -> Iterator[Term]:
 
 
 def _of_biases(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[Term]:
-    """Yield that v of a bias goes with the rows of its weight."""
+    """Yield the laws that v of a bias goes with the rows of its weight."""
     number = {values.candidates[c].name: c for c in usable}
     for c in matrices:
         bias = number.get(values.candidates[c].name.replace("weight", "bias"), c)
@@ -188,7 +193,7 @@ def _of_neighbours(values: Values, matrices: Sequence[int]) -> Iterator[Term]:
 
 
 def _of_directions(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[Term]:
-    """Yield that v of a direction of a recurrent layer goes with its half of what the next layer reads of both."""
+    """Yield the laws that v of a direction of a recurrent layer goes with its half of what the next layer reads of both."""
     names = {values.candidates[c].name for c in usable}
     near = _Places(values, [(d, d) for d in matrices])
     for c in matrices:
@@ -200,14 +205,14 @@ def _of_directions(values: Values, usable: Assignment, matrices: Sequence[int]) 
 
 
 def _hidden_is_read(values: Values, a: int, b: int) -> bool:
-    """Whether b may read what the hidden-to-hidden weight a of a recurrent layer reads: the next layer, or another module."""
+    """Return whether b may read what the hidden-to-hidden weight a of a recurrent layer reads: the next layer, or another module."""
     (module, _, own), (other, _, name) = (values.candidates[k].name.rpartition(".") for k in (a, b))
     number = own.removeprefix("weight_hh_l").removesuffix("_reverse")
     return number.isdecimal() and (other != module or name.removesuffix("_reverse") == f"weight_ih_l{int(number) + 1}")
 
 
 def _half_alike(values: Values, a: int, b: int, prior: float, most: float) -> Term:
-    """Return that v goes alike over what a direction of a recurrent layer reads and its half of what b reads of both."""
+    """Return the law that v goes alike over what a direction of a recurrent layer reads and its half of what b reads of both."""
     half = int(values.candidates[a].name.endswith("_reverse"))
 
     def weigh(entries: Sequence[int]) -> float:
@@ -216,9 +221,7 @@ def _half_alike(values: Values, a: int, b: int, prior: float, most: float) -> Te
     return Term((a, b), weigh, ())
 
 
-def _sides(
-    values: Values, usable: Assignment, matrices: Sequence[int], families: Sequence[Sequence[Sequence[int]]]
-) -> Iterator[_Side]:
+def _sides(values: Values, usable: Assignment, families: Sequence[Sequence[Sequence[int]]]) -> Iterator[_Side]:
     shapes = {c: values.candidates[c].shape for c in usable}
     number = {values.candidates[c].name: c for c in usable}
     for c, shape in shapes.items():
@@ -254,7 +257,7 @@ def _law(values: Values, a: _Side, b: _Side, prior: float, most: float) -> Term:
 
 
 def _carried_v(values: Values, a: int, b: int, prior: float, most: float) -> Iterator[Term]:
-    """Yield that v of a's units follows from b's weights, v of what b reads from a's weights, and that the two balance.
+    """Yield the laws that v of a's units follows from b's weights, v of what b reads from a's weights, and that the two balance.
 
     A unit that is seldom active has small gradients on both sides of it. Their ratio does not depend on that: it is what the
     weights before the unit and those behind it say.
@@ -271,7 +274,7 @@ def _carried_v(values: Values, a: int, b: int, prior: float, most: float) -> Ite
 
 
 def _back(values: Values, a: tuple[int, int], b: int, prior: float, most: float) -> Term:
-    """Return that v over an axis of a follows from the weights and v of b, which reads it."""
+    """Return the law that v over an axis of a follows from the weights and v of b, which reads it."""
 
     def weigh(entries: Sequence[int]) -> float:
         return _agreement(values.square(entries[0], a[1]), values.predicted(b, entries[1], 1), prior, most)
@@ -280,7 +283,7 @@ def _back(values: Values, a: tuple[int, int], b: int, prior: float, most: float)
 
 
 def _of_norms(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[Term]:
-    """Yield that v of a norm's weight and bias goes with the rows of the layer before it, or follows from the one behind."""
+    """Yield the laws that v of a norm's weight and bias goes with the rows of the layer before it, or follows from the one behind."""
     number = {values.candidates[c].name: c for c in usable}
     others, layers = _Places(values, [(d, d) for d in matrices]), defaultdict(list)
     for d in matrices:
@@ -312,7 +315,7 @@ def _numbers(values: Values, candidate: int) -> tuple[str, ...]:
 
 
 def _alike(values: Values, a: tuple[int, int], b: tuple[int, int], prior: float, most: float) -> Term:
-    """Return that v goes alike over an axis of a and one of b: a unit that is seldom active, an input that both read."""
+    """Return the law that v goes alike over an axis of a and one of b: a unit that is seldom active, an input that both read."""
 
     def weigh(entries: Sequence[int]) -> float:
         return _agreement(values.square(entries[0], a[1]), values.square(entries[1], b[1]), prior, most)
@@ -321,7 +324,7 @@ def _alike(values: Values, a: tuple[int, int], b: tuple[int, int], prior: float,
 
 
 def _still(values: Values, c: int) -> Term:
-    """Return that a filter's sum of weight times moment is nought, as before a norm."""
+    """Return the law that a filter's sum of weight times moment is zero, as before a norm."""
 
     def weigh(entries: Sequence[int]) -> float:
         squares = values.still(c, entries[0])
@@ -334,7 +337,7 @@ def _still(values: Values, c: int) -> Term:
 
 
 def _come(values: Values, c: int) -> Term:
-    """Return that a weight goes with the steps of its state: from nought, or from a random start, it has come that way."""
+    """Return the law that a weight goes with the steps of its state: from zero, or from a random start, it has moved that way."""
 
     def weigh(entries: Sequence[int]) -> float:
         weight, steps = values.weight(c), values.steps(entries[0])

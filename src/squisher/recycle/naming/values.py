@@ -1,4 +1,4 @@
-"""Numbers of a checkpoint that only fit one way: sums of weight times first moment, movement and the steps that caused it.
+"""The numbers of a checkpoint that tell its parameters apart: sums of weight times first moment, v by channel, movement and steps.
 
 Everything is read in chunks, and of each tensor at most some channels of an axis are kept.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,13 +45,6 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Shape = tuple[int, ...]
 
 
-class _Carried(NamedTuple):
-    """Of each entry's v: the logarithm over the sampled channels of an axis, and the mean over them."""
-
-    own: dict[int, Array]
-    means: dict[int, Array]
-
-
 class Values:
     """The sampled numbers of the candidates' weights and of the entries' states.
 
@@ -68,7 +61,8 @@ class Values:
         self._weights: dict[int, Array] = {}
         self._steps: dict[int, Array] = {}
         self._read: dict[tuple[Shape, Reading, int], Array] = {}
-        self._carried: dict[tuple[Shape, int], _Carried] = {}
+        self._squares: dict[tuple[int, int], Array] = {}
+        self._means: dict[tuple[int, int], Array] = {}
         self._predicted: dict[tuple[int, int, int], Array] = {}
         self._halves: dict[tuple[int, int], Array] = {}
         self._recent: dict[tuple[str, int, Reading], Array] = {}
@@ -199,11 +193,13 @@ class Values:
 
     def square(self, entry: int, axis: int) -> Array:
         """Return the logarithm of the mean of v over all axes but one, for the sampled channels."""
-        shape = self.entries[entry].shape or ()
-        return self._carry(shape, axis).own[entry]
+        if (entry, axis) not in self._squares:
+            v = self._channels(_square(self.entries[entry]), axis)
+            self._squares[entry, axis], self._means[entry, axis] = _logarithm(v.mean(1, dtype=np.float64)), v.mean(0)
+        return self._squares[entry, axis]
 
     def half(self, entry: int, which: int) -> Array:
-        """Return the same for the channels of the first or the second half of the second axis, as an axis of that length has them."""
+        """Return the same for the first or the second half of the second axis, sampled like an axis of that length."""
         if (entry, which) not in self._halves:
             length = (self.entries[entry].shape or ())[1] // 2
             chosen = _chosen(length, self.channels) + which * length
@@ -214,18 +210,10 @@ class Values:
     def predicted(self, candidate: int, entry: int, axis: int) -> Array:
         """Return the logarithm of the sums of weight² · v over all axes but one, v as it is on average along that axis."""
         if (candidate, entry, axis) not in self._predicted:
-            mean = self._carry(self.candidates[candidate].shape, axis).means[entry]
-            sums = np.square(self._sampled("weight", candidate, Reading(axis))) @ mean
+            self.square(entry, axis)
+            sums = np.square(self._sampled("weight", candidate, Reading(axis))) @ self._means[entry, axis]
             self._predicted[candidate, entry, axis] = _logarithm(sums)
         return self._predicted[candidate, entry, axis]
-
-    def _carry(self, shape: Shape, axis: int) -> _Carried:
-        if (shape, axis) not in self._carried:
-            carried = self._carried[shape, axis] = _Carried({}, {})
-            for entry in (k for k, e in enumerate(self.entries) if e.shape == shape and e.state):
-                v = self._channels(_square(self.entries[entry]), axis)
-                carried.own[entry], carried.means[entry] = _logarithm(v.mean(1, dtype=np.float64)), v.mean(0)
-        return self._carried[shape, axis]
 
     def steps(self, entry: int) -> Array:
         """Return the direction of the last steps, −m / √v, of sampled elements."""
@@ -250,38 +238,29 @@ class Values:
             yield self.weight(candidate) - self.weight(copy)
 
     def _channels(self, source: Any, axis: int, chosen: Array | None = None) -> Array:
-        """Return the sampled channels of one axis, one a row: of the first axis they are read alone where they are few."""
+        """Return the sampled channels of one axis, one a row, in single precision; the tensor is read in chunks of whole rows."""
         shape = tuple(source.shape)
         chosen = _chosen(shape[axis], self.channels) if chosen is None else chosen
         row = math.prod(shape[1:])
-        few = len(chosen) * (row + _OPENING) < shape[0] * row
-        if axis == 0 and few and not isinstance(source, Tensor) and getattr(source, "is_contiguous", True):
+        in_file = not isinstance(source, Tensor) and getattr(source, "is_contiguous", True)
+        if in_file and axis == 0 and len(chosen) * (row + _OPENING) < shape[0] * row:
             return np.stack([numbers(source.read_flat(k * row, (k + 1) * row)) for k in chosen.tolist()])
-        if axis == 0:
-            rows, first = np.empty((len(chosen), row), np.float32), 0
-            for block in _blocks(source):
-                here = (first <= chosen) & (chosen < first + len(block))
-                rows[here] = numbers(block.reshape(-1, row)[torch.from_numpy(chosen[here] - first)])
-                first += len(block)
-            return rows
-        blocks = []
-        for block in _blocks(source):
-            picked = block.movedim(axis, 0)[torch.from_numpy(chosen)]
-            blocks.append(numbers(picked).reshape(len(picked), -1))
-        return np.concatenate(blocks, 1)
-
-
-def _blocks(source: Any) -> Iterator[Tensor]:
-    """Yield a tensor in blocks of its first axis."""
-    if isinstance(source, Tensor) or not getattr(source, "is_contiguous", True):
-        yield source.detach() if isinstance(source, Tensor) else source.load()
-        return
-    shape = tuple(source.shape)
-    row = math.prod(shape[1:])
-    step = max(1, CHUNK // max(row, 1))
-    for start in range(0, shape[0], step):
-        stop = min(start + step, shape[0])
-        yield source.read_flat(start * row, stop * row).reshape(stop - start, *shape[1:])
+        whole = None if in_file else source.detach() if isinstance(source, Tensor) else source.load()
+        out = np.empty((len(chosen), math.prod(shape) // max(shape[axis], 1)), np.float32)
+        width = out.shape[1] // max(shape[0], 1)  # of what one row gives each channel of another axis
+        step = max(1, CHUNK // max(row, 1)) if in_file else max(1, shape[0])
+        for start in range(0, shape[0], step):
+            stop = min(start + step, shape[0])
+            rows = (
+                source.read_flat(start * row, stop * row).reshape(stop - start, *shape[1:]) if whole is None else whole
+            )
+            if axis == 0:
+                here = (start <= chosen) & (chosen < stop)
+                out[here] = numbers(rows.reshape(-1, row)[torch.from_numpy(chosen[here] - start)])
+            else:
+                picked = numbers(rows.movedim(axis, 0)[torch.from_numpy(chosen)])
+                out[:, start * width : stop * width] = picked.reshape(len(picked), -1)
+        return out
 
 
 def _chosen(length: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -333,7 +312,7 @@ def _logarithm(x: Array) -> Array:
 
 
 def ranks(x: Array) -> Array:
-    """Return the ranks of a vector's elements, equal ones alike, centred and of norm one; nought where all are equal."""
+    """Return the ranks of a vector's elements, equal ones alike, centred and of norm one; zero where all are equal."""
     _, place, counts = np.unique(x, return_inverse=True, return_counts=True)
     own = (np.cumsum(counts) - (counts + 1) / 2)[place]
     centred = own - own.mean()

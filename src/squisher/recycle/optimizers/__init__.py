@@ -230,7 +230,7 @@ def stored(keys: Sequence[str], state: Mapping[str, Any], group: Group) -> Any:
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether something is a tensor, in memory or in a file."""
+    """Return whether something is a tensor, in memory or in a file."""
     return isinstance(value, (Tensor, TensorSource))
 
 
@@ -271,7 +271,7 @@ class Factored:
         return row * column
 
     def read_flat(self, start: int, stop: int) -> Tensor:
-        """Elements `start` to `stop` of the product in flat order."""
+        """Read elements `start` to `stop` of the product in flat order."""
         row, column = self._factors
         rest = torch.arange(start, stop, device=row.device)
         at_row, at_column = torch.zeros_like(rest), torch.zeros_like(rest)

@@ -71,7 +71,7 @@ class Accumulator:
     advice: str = TRACK
 
     def matches(self, state: Collection[str], group: Collection[str]) -> bool:
-        """Whether the keys of a parameter's state and of its group are this optimizer's."""
+        """Return whether the keys of a parameter's state and of its group are this optimizer's."""
         return self.keys.issubset(state) and self.without.isdisjoint(state) and self.group.issubset(group)
 
 
@@ -112,12 +112,12 @@ _DECOUPLED = ("caution", "correct_bias")  # keys of timm's and of transformers' 
 
 
 def says_decoupled(group: Group) -> bool:
-    """Whether a group records if weight decay is decoupled; classes differ in it, and no file names the class."""
+    """Return whether a group records if weight decay is decoupled; classes differ in it, and no file names the class."""
     return any(key in group for key in (*_SAID, *_DECOUPLED))
 
 
 def coupled(group: Group) -> bool:
-    """Whether weight decay may have been added to the gradient before it was squared."""
+    """Return whether weight decay may have been added to the gradient before it was squared."""
     for key in _SAID:
         if key in group:
             return not group[key]
@@ -239,7 +239,7 @@ _OTHER_MEANING: tuple[Accumulator, ...] = (
     row("Lamb", "exp_avg_sq", "exp_avg_sq", "ema", group="betas grad_averaging max_grad_norm", beta=betas(1), l2_inside=_pytorch_optimizer_lamb,
           classes="Lamb", notes=(_CLIPS,)),
     row("NovoGrad", "exp_avg_sq", group="grad_averaging", refusal="keeps one value per tensor, not one per weight", classes="NvNovoGrad FusedNovoGrad"),
-    # Its blocks were put together (`shampoo`).
+    # Its blocks were put together (`encoded.unblocked`).
     row("Distributed Shampoo, grafting from Adam or RMSprop", "grafted_average", "grafted_average", "ema", beta=value("grafting_beta2"),
           l2_inside=coupled, classes="DistributedShampoo"),
     row("Distributed Shampoo, grafting from AdaGrad", "grafted_sum", "grafted_sum", "sum", l2_inside=coupled, classes="DistributedShampoo"),

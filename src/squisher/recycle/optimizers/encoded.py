@@ -1,8 +1,8 @@
-"""Optimizer states of eight and four bits (bitsandbytes, torchao, FlashAdamW): read in chunks, without the libraries.
+"""Optimizer states that are not yet a tensor of the parameter's shape: in eight or four bits, or cut into blocks. Read without the libraries.
 
-They keep codes, a small table that a code is looked up in, and one scale per block of elements in flat order:
-`value = table[code] · scale[block]`; FlashAdamW's is the square root of the second moment. Here such a state becomes an
-ordinary one: a lazy tensor under the usual key.
+bitsandbytes, torchao and FlashAdamW keep codes, a small table that a code is looked up in, and one scale per block of elements in
+flat order: `value = table[code] · scale[block]`; FlashAdamW's is the square root of the second moment. Distributed Shampoo keeps its
+average in blocks. Each becomes an ordinary state: a lazy tensor under the usual key, read in chunks.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...errors import FileError, NoAccumulatorError
-from ...storage.tensors import CHUNK, TensorSource
-from ...storage.torch_files import Record
+from ...storage.tensors import CHUNK, Block, Blocks, Joined, Slice, TensorSource
+from ...storage.torch_files import Record, StoredTensor, Verified
 from ..states import Entry
 from . import is_tensor
 
-__all__ = ["Blocks", "check_precision", "decoded"]
+__all__ = ["Quantized", "check_precision", "decoded", "unblocked"]
 
 NESTED = "__bnb_optimizer_quant_state__"
 # The first function of a chain has the gradient itself; SOAP's average, for one, is in another basis.
@@ -30,7 +31,7 @@ _HEAVYBALL = re.compile(r"(?P<by>update_by_adam)_(?P<key>exp_avg(?:_sq)?)_0")
 
 
 @dataclass(frozen=True, eq=False)
-class Blocks:
+class Quantized:
     """A block-wise quantised tensor that is decoded when asked for.
 
     Attributes:
@@ -58,7 +59,7 @@ class Blocks:
 
     @property
     def packed(self) -> bool:
-        """Whether a byte holds two codes."""
+        """Return whether a byte holds two codes."""
         return self.stored_as.endswith("4bit")
 
     def load(self) -> Tensor:
@@ -134,7 +135,7 @@ def check_precision(entries: Iterable[Entry], allow_coarse: bool) -> None:
     """
     if allow_coarse:
         return
-    if any(isinstance(value, Blocks) and value.packed for entry in entries for value in entry.state.values()):
+    if any(isinstance(value, Quantized) and value.packed for entry in entries for value in entry.state.values()):
         raise NoAccumulatorError(
             "The optimizer keeps its state in four bits: a typical entry is 20% off, one in ten is two or three times too "
             "large, and zeros come out as a sixteenth of the largest in their block. If the order of magnitude is enough, "
@@ -177,7 +178,7 @@ def _bitsandbytes(state: Mapping[str, Any], number: str) -> Any:
             f"A bitsandbytes state of {numel} codes has {blocks} block scales and a table of {_numel(table)}: they do not fit "
             "together, so the file is damaged or of an unknown version."
         )
-    return Blocks(codes, scale, table, block, tuple(codes.shape), "bnb 8bit")
+    return Quantized(codes, scale, table, block, tuple(codes.shape), "bnb 8bit")
 
 
 _BLOCK_SIZES = [2**k for k in range(5, 17)]
@@ -229,7 +230,7 @@ def _one_state(entries: Sequence[Entry], class_name: str) -> str:
 _FLASH_BLOCK = 32
 
 
-def _flash(state: Mapping[str, Any]) -> Blocks:
+def _flash(state: Mapping[str, Any]) -> Quantized:
     """Decode FlashAdamW's compressed second moment: (code / 255 · scale)², one scale for 32 elements.
 
     Raises:
@@ -243,7 +244,7 @@ def _flash(state: Mapping[str, Any]) -> Blocks:
             "A compressed FlashAdamW state does not fit together: it needs one scale for 32 codes of eight bits. The file is damaged "
             "or of an unknown version."
         )
-    return Blocks(codes, scale, torch.arange(256) / 255, _FLASH_BLOCK, tuple(codes.shape), "flash 8bit", root=True)
+    return Quantized(codes, scale, torch.arange(256) / 255, _FLASH_BLOCK, tuple(codes.shape), "flash 8bit", root=True)
 
 
 # -- torchao -----------------------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ def _torchao(key: str, value: Any) -> Any:
             f"The torchao state {key} ({name} of shape {shape}) is incomplete or does not fit together: it has {sizes[0]} codes, "
             f"{sizes[1]} scales and a table of {sizes[2]}. The file is damaged or of an unknown version."
         )
-    return Blocks(codes, scale, table if table_size else None, numel // sizes[1], shape, stored_as)
+    return Quantized(codes, scale, table if table_size else None, numel // sizes[1], shape, stored_as)
 
 
 _TORCHAO = {  # class: what to call it, size of its table, codes per byte
@@ -276,6 +277,102 @@ _TORCHAO = {  # class: what to call it, size of its table, codes per byte
 
 def _attribute(value: Any, name: str) -> Any:
     return value.get(name) if isinstance(value, Record) else getattr(value, name, None)
+
+
+# -- Distributed Shampoo -----------------------------------------------------------------------------------------------
+#
+# Its grafting keeps the average of squared gradients that Adam, RMSprop or Adagrad would keep. Shampoo views a parameter with small
+# neighbouring dimensions merged, and cuts that view along every dimension into blocks of at most `max_preconditioner_dim`; each block
+# has a state. Which shape the parameter has is not in them (four blocks of 16 × 16 may be 32 × 32 or 16 × 64), so it must be known;
+# every block must then have the size that it implies.
+
+_GRAFTED = {  # of the class of its settings: the key of the table
+    "AdamPreconditionerConfig": "grafted_average",
+    "RMSpropPreconditionerConfig": "grafted_average",
+    "AdaGradPreconditionerConfig": "grafted_sum",
+}
+
+
+def unblocked(entry: Entry, shape: Sequence[int] | None) -> Entry:
+    """Return the state of a parameter with its grafting accumulator whole; as it is where there is none, or its shape is not known.
+
+    Args:
+        entry: Live or from a file.
+        shape: Of the parameter.
+
+    Raises:
+        FileError: The blocks are not those of a parameter of this shape.
+    """
+    config = entry.group.get("grafting_config")
+    key = _GRAFTED.get((config.name if isinstance(config, Record) else type(config).__name__).rpartition(".")[2])
+    state: Mapping[str, Any] = entry.state
+    if shape is None or key is None or "block_0" not in state or _attribute(config, "drop_weighting_factor_on_gsquare"):
+        return entry
+    blocks: dict[str, Any] = {
+        name: one.get("adagrad") for name, one in state.items() if name.startswith("block_") and isinstance(one, dict)
+    }
+    limit: Any = entry.group.get("max_preconditioner_dim")
+    target = _attribute(entry.group.get("distributed_config"), "target_parameter_dimensionality")
+    known = isinstance(limit, (int, float)) and isinstance(target, (int, float))
+    if not known or not all(isinstance(one, (Tensor, StoredTensor)) for one in blocks.values()):
+        return entry  # of another version, or spread over ranks
+    view = _merged(tuple(shape), limit, target)
+    starts = [range(0, n, n if limit == math.inf else int(limit)) for n in view]
+    wanted = {}
+    for number, offsets in enumerate(product(*starts)):
+        wanted[f"block_{number}"] = (
+            offsets,
+            tuple(min(one.step, n - o) for one, n, o in zip(starts, view, offsets, strict=True)),
+        )
+    found = {name: tuple(one.shape) for name, one in blocks.items()}
+    if found != {name: sizes for name, (_, sizes) in wanted.items()}:
+        raise FileError(
+            f"The blocks of {entry.name!r} in Distributed Shampoo's state ({found}) are not those of a parameter of the shape "
+            f"{tuple(shape)}: the weights are of another model. Give those that were trained."
+        )
+    dtype = next(iter(blocks.values())).dtype
+    parts = [Block(view, offsets, sizes, _source(blocks[name])) for name, (offsets, sizes) in wanted.items()]
+    whole = Joined(shape, dtype, [Slice(Blocks(view, dtype, parts), 0, math.prod(shape))])
+    decay = entry.group.get("weight_decay_type")
+    group = {
+        **entry.group,
+        "grafting_beta2": _attribute(config, "beta2"),
+        "decoupled": "L2" not in str(decay.args if isinstance(decay, Record) else decay),
+    }
+    return replace(entry, state={key: whole, "step": state.get("step")}, group=group)
+
+
+def _merged(shape: tuple[int, ...], limit: float, target: float) -> tuple[int, ...]:
+    """Return the shape of Shampoo's view: from the last on, dimensions are merged while there are too many and they stay small."""
+    if target == math.inf:
+        return shape
+    sizes = [n for n in reversed(shape) if n != 1] or [1]
+    view = sizes[:1]
+    for seen, size in enumerate(sizes[1:], start=1):
+        if len(view) + len(sizes) - seen > target and view[-1] * size <= limit:
+            view[-1] *= size
+        else:
+            view.append(size)
+    return tuple(reversed(view))
+
+
+class _InMemory:
+    """A block of a live state."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.dtype, self._tensor = tuple(tensor.shape), tensor.dtype, tensor
+
+    def load(self) -> Tensor:
+        """Return the whole tensor."""
+        return self._tensor.detach()
+
+    def read_flat(self, start: int, stop: int) -> Tensor:
+        """Return elements `start` to `stop` in flat order."""
+        return self._tensor.detach().reshape(-1)[start:stop].cpu()
+
+
+def _source(block: Any) -> Any:
+    return _InMemory(block) if isinstance(block, Tensor) else Verified(block)
 
 
 # -- tensors in memory, or in a file -----------------------------------------------------------------------------------
