@@ -114,7 +114,7 @@ def test_every_rule_is_recovered(tmp_path, rule, number):
     make, registered = MODELS[number]
     model = make()
     truth = saved_state(model, set(rule(model, registered)), tmp_path / "optimizer.pt")
-    imp = squisher.extract(tmp_path / "optimizer.pt", model, bias_correction=False)
+    imp = squisher.extract(tmp_path / "optimizer.pt", model, bias_correction=False, in_order=True)
     assert set(imp) == set(truth)
     for name, value in truth.items():
         assert torch.equal(imp[name], value), name
@@ -127,7 +127,7 @@ def test_frozen_parameters_inside_the_groups_have_no_state(tmp_path):
     truth = saved_state(model, set(from_4_24(model, ())), tmp_path / "optimizer.pt")
     for p in model.parameters():  # the file does not say which were frozen, and need not
         p.requires_grad_(True)
-    imp = squisher.extract(tmp_path / "optimizer.pt", model, bias_correction=False)
+    imp = squisher.extract(tmp_path / "optimizer.pt", model, bias_correction=False, in_order=True)
     assert set(imp) == set(truth)
     assert all(torch.equal(imp[name], truth[name]) for name in truth)
     assert imp.provenance.absent["layers.0.q_proj.weight"].reason == "no_gradient"
@@ -150,7 +150,7 @@ def test_with_anything_frozen_names_are_right_or_refused(tmp_path):
         optimizer.step()
         torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
         try:
-            imp = squisher.extract(tmp_path / "optimizer.pt", model, bias_correction=False)
+            imp = squisher.extract(tmp_path / "optimizer.pt", model, bias_correction=False, in_order=True)
         except squisher.SquisherError:
             refused += 1
             continue
