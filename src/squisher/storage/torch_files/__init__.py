@@ -12,8 +12,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO, NamedTuple
 
-import torch
-
 from ...errors import FileError
 from ..byte_range import ByteRange
 from .known import StorageType
@@ -44,11 +42,12 @@ MAGIC = 0x1950A86A20F9469CFC6C
 PROTOCOL = 1001
 
 
-def read(source: str | os.PathLike[str] | ByteRange) -> Any:
+def read(source: str | os.PathLike[str] | ByteRange, nesting: int = 0) -> Any:
     """Read a `torch.save` file (new or old format) or a plain pickle; nothing in it is executed.
 
     Args:
         source: A file, or a torch file inside another one.
+        nesting: How many torch files this one is inside of.
 
     Returns:
         The saved object: dicts, lists, tuples, numbers and text as they are; `StoredTensor` for tensors, whose values stay
@@ -58,7 +57,12 @@ def read(source: str | os.PathLike[str] | ByteRange) -> Any:
         FileError: If the file is missing, damaged, hostile, or of another format.
     """
     byte_range = source if isinstance(source, ByteRange) else ByteRange.of(source)
-    return _read(byte_range, 0)
+    head = byte_range.read(0, min(byte_range.length, 512))
+    if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
+        return _read_zip(byte_range, nesting)
+    if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
+        return _read_pickles(byte_range, nesting)
+    raise FileError(f"{byte_range.label} {_mistaken(byte_range, head)}")
 
 
 def unpickle(data: bytes, persistent_load: Callable[[Any], Any] | None = None, name: str = "the pickle") -> Any:
@@ -79,20 +83,11 @@ def zip_entries(source: str | os.PathLike[str] | ByteRange) -> Mapping[str, Byte
         return Places(Archive(byte_range, file))
 
 
-def _read(byte_range: ByteRange, nesting: int) -> Any:
-    head = byte_range.read(0, min(byte_range.length, 512))
-    if head[:4] in (b"PK\x03\x04", b"PK\x05\x06"):
-        return _read_zip(byte_range, nesting)
-    if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
-        return _read_pickles(byte_range, nesting)
-    raise FileError(f"{byte_range.label} {_mistaken(byte_range, head)}")
-
-
 def _nested(label: str, nesting: int) -> Callable[[bytes], Any]:
     def load(data: bytes) -> Any:
         if nesting >= MAX_NESTING:
             raise FileError(f"{label} holds torch files inside torch files, too deep to be read.")
-        return _read(ByteRange.of_bytes(data, label), nesting + 1)
+        return read(ByteRange.of_bytes(data, label), nesting + 1)
 
     return load
 
@@ -123,29 +118,27 @@ def _read_zip(byte_range: ByteRange, nesting: int) -> Any:
         def storage(identifier: Any) -> Storage:
             kind, key, location, numel = _storage_identifier(identifier, 5)
             known = storages.get((key, kind, numel))
-            if known is None:
-                known = storages[key, kind, numel] = _zip_storage(archive, folder, key, kind.dtype, numel, location)
-            return known
+            if known is not None:
+                return known
+            entry = archive.entries.get(f"{folder}data/{key}")
+            if entry is None:
+                raise FileError(f"{byte_range.label} lacks the data of storage {shortened(key)}. Get the file again.")
+            place = archive.place(entry)
+            nbytes = numel * kind.dtype.itemsize
+            if nbytes > place.length:
+                raise FileError(
+                    f"{place.label} holds {place.length} bytes, but its tensors need {nbytes}: the file is damaged. "
+                    "Get it again."
+                )
+            checksum = (place, entry.crc32) if entry.crc32 else None
+            new = Storage(kind.dtype, nbytes, location, place.part(0, nbytes), checksum)
+            storages[key, kind, numel] = new
+            return new
 
         data = archive.read(pickles[0], MAX_PICKLE)
         return Machine(
             data, byte_range.label, persistent_load=storage, nested_load=_nested(byte_range.label, nesting)
         ).run()
-
-
-def _zip_storage(archive: Archive, folder: str, key: str, dtype: torch.dtype, numel: int, location: str) -> Storage:
-    name = f"{folder}data/{key}"
-    if name not in archive.entries:
-        raise FileError(f"{archive.byte_range.label} lacks the data of storage {shortened(key)}. Get the file again.")
-    place, crc32 = archive.place(name), archive.entries[name].crc32
-    nbytes = numel * dtype.itemsize
-    if nbytes > place.length:
-        raise FileError(
-            f"{place.label} holds {place.length} bytes, but its tensors need {nbytes}: the file is damaged. Get it again."
-        )
-    storage = Storage(dtype, nbytes, location, place.part(0, nbytes))
-    storage.checksum = (place, crc32) if crc32 else None
-    return storage
 
 
 def _read_pickles(byte_range: ByteRange, nesting: int) -> Any:
@@ -328,16 +321,6 @@ class Archive:
         self._file = file
         self.entries = self._directory() if entries is None else entries
 
-    def place(self, name: str) -> ByteRange:
-        """Return the bytes of a stored entry."""
-        entry = self.entries[name]
-        if entry.method != STORED:
-            raise FileError(
-                f"{self.byte_range.label}: {shortened(name)} in it is compressed, which torch never does. "
-                "Unpack the archive and pack it again without compression."
-            )
-        return self._data(entry)
-
     def read(self, name: str, limit: int) -> bytes:
         """Return the content of an entry, stored or (if small) deflated."""
         entry = self.entries[name]
@@ -345,7 +328,7 @@ class Archive:
             raise FileError(
                 f"{self.byte_range.label}: {shortened(name)} in it is {entry.size} bytes long, too long to be read."
             )
-        data = self._data(entry).read()
+        data = self.place(entry, compressed=True).read()
         if entry.method == DEFLATED:
             inflater = zlib.decompressobj(-15)
             try:
@@ -360,7 +343,13 @@ class Archive:
             raise self._damaged(f"the checksum of {shortened(name)} does not fit its bytes")
         return data
 
-    def _data(self, entry: Entry) -> ByteRange:
+    def place(self, entry: Entry, compressed: bool = False) -> ByteRange:
+        """Return where the bytes of an entry are; a compressed one is refused unless asked for."""
+        if entry.method != STORED and not compressed:
+            raise FileError(
+                f"{self.byte_range.label}: {shortened(entry.name)} in it is compressed, which torch never does. "
+                "Unpack the archive and pack it again without compression."
+            )
         self._file.seek(entry.header)
         header = self._file.read(_local.size)
         if len(header) < _local.size or header[:4] != LOCAL:
@@ -475,9 +464,9 @@ class Places(Mapping[str, ByteRange]):
         self._entries = {name: entry for name, entry in archive.entries.items() if entry.method == STORED}
 
     def __getitem__(self, name: str) -> ByteRange:
-        self._entries[name]  # a KeyError for what is not there
+        entry = self._entries[name]
         with self._byte_range.open() as file:
-            return Archive(self._byte_range, file, self._entries).place(name)
+            return Archive(self._byte_range, file, self._entries).place(entry)
 
     def __contains__(self, name: object) -> bool:
         return name in self._entries

@@ -65,7 +65,7 @@ class Machine:
         self.data = data
         self.label = label
         self.position = position
-        self.persistent_load = persistent_load
+        self.persistent_load: Callable[[Any], Any] = persistent_load or self._refuse_outside
         self.nested_load = nested_load
         self.stack: list[Any] = []
         self.below: list[list[Any]] = []  # the stacks under each mark
@@ -262,11 +262,8 @@ class Machine:
             self.fail(f"a number of {count} bytes")
         return int.from_bytes(self.take(count), "little", signed=True)
 
-    def persistent(self, identifier: Any) -> None:
-        """Push an object outside the pickle."""
-        if self.persistent_load is None:
-            self.fail("it refers to objects outside itself")
-        self.stack.append(self.persistent_load(identifier))
+    def _refuse_outside(self, identifier: Any) -> NoReturn:
+        self.fail("it refers to objects outside itself")
 
     def size(self, read: Callable[[bytes, int], tuple[int]], width: int) -> int:
         """Return the next bytes as a length or an index."""

@@ -280,7 +280,7 @@ OPCODES: dict[bytes, Callable[[Machine], None]] = {
     b"i": _inst,
     b"o": _obj,
     b"b": _build,
-    b"P": lambda m: m.persistent(m.line()),
-    b"Q": lambda m: m.persistent(m.stack.pop()),
+    b"P": lambda m: m.stack.append(m.persistent_load(m.line())),
+    b"Q": lambda m: m.stack.append(m.persistent_load(m.stack.pop())),
 }
 TABLE = [OPCODES.get(bytes([code]), _refuse) for code in range(256)]

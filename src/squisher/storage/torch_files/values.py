@@ -126,12 +126,17 @@ class Storage:
     __slots__ = ("_byte_range", "_verified", "checksum", "dtype", "location", "nbytes")
 
     def __init__(
-        self, dtype: torch.dtype, nbytes: int, location: str = "cpu", byte_range: ByteRange | None = None
+        self,
+        dtype: torch.dtype,
+        nbytes: int,
+        location: str = "cpu",
+        byte_range: ByteRange | None = None,
+        checksum: tuple[ByteRange, int] | None = None,
     ) -> None:
         self.dtype = dtype
         self.nbytes = nbytes
         self.location = location
-        self.checksum: tuple[ByteRange, int] | None = None
+        self.checksum = checksum
         self._byte_range = byte_range
         self._verified = False
 
@@ -201,15 +206,17 @@ class StoredTensor:
         for size in sizes:
             if type(size) is not int or not 0 <= size < 1 << 62:
                 raise ValueError(f"a tensor with the size, stride or offset {shortened(size)}")
-        if self.nbytes >= 1 << 62:
-            raise ValueError(f"a tensor of {self.numel} elements")
-        if self.numel and (self._last + 1) * self.dtype.itemsize > self.storage.nbytes:
+        numel, room = math.prod(self.shape), self.storage.nbytes
+        nbytes = numel * self.dtype.itemsize
+        if nbytes >= 1 << 62:
+            raise ValueError(f"a tensor of {numel} elements")
+        if numel and self._end * self.dtype.itemsize > room:
             raise ValueError(
                 f"a tensor of shape {self.shape} at element {self.storage_offset} reaches beyond its storage "
-                f"of {self.storage.nbytes} bytes"
+                f"of {room} bytes"
             )
-        if self.nbytes > max(self.storage.nbytes, MAX_EXPANDED_BYTES):
-            raise ValueError(f"an expanded tensor of {self.nbytes} bytes over a storage of {self.storage.nbytes}")
+        if nbytes > max(room, MAX_EXPANDED_BYTES):
+            raise ValueError(f"an expanded tensor of {nbytes} bytes over a storage of {room}")
 
     @property
     def numel(self) -> int:
@@ -251,13 +258,12 @@ class StoredTensor:
 
     def load(self) -> torch.Tensor:
         """Read it: a fresh contiguous CPU tensor."""
-        if self.is_contiguous:
-            flat = self.read_flat(0, self.numel)
-            self._compare(zlib.crc32(flat.view(torch.uint8).numpy().data))
-            return flat.reshape(self.shape)
-        self.storage.verify()
-        flat = self._read(self.storage_offset, self._last + 1)
-        return flat.as_strided(self.shape, self.stride).contiguous()
+        if not self.is_contiguous:
+            self.storage.verify()
+            return self._read(self.storage_offset, self._end).as_strided(self.shape, self.stride).contiguous()
+        flat = self._read(self.storage_offset, self.storage_offset + self.numel)
+        self._compare(zlib.crc32(flat.view(torch.uint8).numpy().data))
+        return flat.reshape(self.shape)
 
     def read_flat(self, start: int, stop: int) -> torch.Tensor:
         """Read the elements [start, stop) of a contiguous tensor, counted in its flat order; no checksum is compared.
@@ -299,8 +305,9 @@ class StoredTensor:
             raise self.storage.damaged()
 
     @property
-    def _last(self) -> int:
-        return self.storage_offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True))
+    def _end(self) -> int:
+        """Where the storage must reach, in elements."""
+        return self.storage_offset + sum((n - 1) * step for n, step in zip(self.shape, self.stride, strict=True)) + 1
 
     def _read(self, start: int, stop: int) -> torch.Tensor:
         if start == stop:  # may stand beyond the end of an empty storage
