@@ -9,11 +9,12 @@ from itertools import count
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..ranks import is_sharded
+from .batches import Batch
 from .capture import Capture, Obstacle, Use
-from .likelihood import Outputs
+from .likelihood import Objective, Outputs
 from .rules import Dense, Gradients, Outer, Squares, add_squares
 from .sampling import normals
 from .sharded.parallel import local_gradient, shard_of_gradients
@@ -21,28 +22,28 @@ from .sharded.parallel import local_gradient, shard_of_gradients
 __all__ = ["Pass", "forward_pass"]
 
 
-def forward_pass(*args: Any, **kwargs: Any) -> tuple[Pass, Outputs]:
-    """Run a forward pass; if a guess made it fail, again without guesses. Same arguments as `Pass`.
+def forward_pass(
+    model: nn.Module, objective: Objective, batch: Batch, parameters: Mapping[str, Tensor]
+) -> tuple[Pass, Outputs]:
+    """Run a forward pass; if it fails and had guessed, run it again without guesses. Arguments are those of `Pass`.
 
     Raises:
         Obstacle: this batch cannot be done at once.
     """
-    one = Pass(*args, **kwargs)
+    one = Pass(model, objective, batch, parameters)
     try:
         return one, one.forward()
     except Obstacle:
         if not one.guessed:
             raise
-    one = Pass(*args, **{**kwargs, "guess": False})
+    one = Pass(model, objective, batch, parameters, guess=False)
     return one, one.forward()
 
 
 class Pass(Capture):
     """One forward pass over the examples of a batch and its backward passes.
 
-    Args:
-        args: as of `Capture`.
-        kwargs: as of `Capture`.
+    It is made with the arguments of `Capture`.
 
     Attributes:
         many: whether several columns are sent back.
@@ -51,9 +52,16 @@ class Pass(Capture):
             if they are not wanted.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        objective = self.objective
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        batch: Batch,
+        parameters: Mapping[str, Tensor],
+        guess: bool = True,
+        gathered: Iterable[Tensor] | None = None,
+    ):
+        super().__init__(model, objective, batch, parameters, guess, gathered)
         self.many = objective.labels == "exact" or objective.draws > 1 or objective.unit == "token"
         self.at_least = 0
         self.bounds: dict[str, list[Gradients]] | None = None

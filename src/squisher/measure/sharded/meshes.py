@@ -1,4 +1,7 @@
-"""How a model is spread over processes: sharded by `fully_shard`, by tensor parallelism, by both; and who has which examples."""
+"""Describe how a model is spread over processes, who has which examples, and what the processes tell one another.
+
+A model is sharded by `fully_shard`, by tensor parallelism, or by both.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ... import ranks
 from ...errors import SquisherError
 from ...ranks import is_sharded
 from .shards import groups_of, reshard
 
-__all__ = ["Replicas", "copies_of", "is_spread"]
+__all__ = ["SAME", "Exchange", "Replicas", "copies_of", "is_spread"]
+
+SAME = 1e-3
+"""How far numbers that are equal but for rounding may differ between processes, relative to their size."""
 
 
 class Replicas(NamedTuple):
@@ -64,6 +70,70 @@ class Replicas(NamedTuple):
     def total(self, number: int) -> int:
         """Return the sum of a number over the groups; all processes must call it together."""
         return sum(ranks.gather(number if self.leads else 0))
+
+
+class Exchange:
+    """What the processes tell one another between two passes, with a check that they are at the same place.
+
+    Args:
+        replicas: the processes that share examples.
+
+    Attributes:
+        gathered: the numbers of the sharded modules that this process has gathered since the last exchange.
+        failed: whether a process told of an error in the last exchange.
+    """
+
+    def __init__(self, replicas: Replicas) -> None:
+        self.replicas = replicas
+        self.gathered: list[int] = []
+        self.failed = False
+
+    def __call__(self, value: Any, failure: BaseException | None = None) -> list[Any]:
+        """Return the values of all processes, or raise on all of them if one failed since the last exchange."""
+        message = None if failure is None else f"{type(failure).__name__}: {failure}"
+        told = ranks.gather((value, message, hash(tuple(self.gathered))))
+        self.gathered.clear()
+        self.failed = any(m is not None for _, m, _ in told)
+        if failure is not None:
+            raise failure
+        for where, (_, elsewhere, _) in enumerate(told):
+            if elsewhere is not None:
+                raise SquisherError(f"Process {where} of {len(told)} failed, so this one stops too. There: {elsewhere}")
+        if len({order for _, _, order in told}) > 1:
+            raise SquisherError(
+                "The processes used different sharded modules for their batches (experts that get no token?). Every pass gathers "
+                "modules from all processes, so all must use the same ones, as in training: give fully_shard a module around them "
+                "that every batch uses."
+            )
+        return [v for v, _, _ in told]
+
+    def joined(self, reasons: dict[str, str]) -> dict[str, str]:
+        """Return the reasons of all processes, by parameter."""
+        return {name: reason for found in self(reasons) for name, reason in found.items()}
+
+    def leaders(self, told: list[Any]) -> list[Any]:
+        """Return the values of the first process of each group that shares examples."""
+        return [told[group[0]] for group in self.replicas.groups]
+
+    def form(self, values: Tensor | None) -> tuple[Any, ...]:
+        """Return what is compared of the outputs of a tensor-parallel group: their shape and the sum of their sizes."""
+        if values is None or not self.replicas.parallel:
+            return ()
+        return (*values.shape, float(values.detach().double().abs().sum()))
+
+    def check_outputs(self, forms: list[tuple[Any, ...]]) -> None:
+        """Compare the outputs of the processes that share examples.
+
+        Raises:
+            SquisherError: they differ, so that each has a shard of them.
+        """
+        for group in self.replicas.groups:
+            there = [forms[k] for k in group if forms[k]]
+            if any(f[:-1] != there[0][:-1] or not abs(f[-1] - there[0][-1]) <= SAME * abs(f[-1]) for f in there):
+                raise SquisherError(
+                    "The processes of a tensor-parallel group have different outputs: a shard each, or other examples. Have the last "
+                    "layer return whole outputs (ColwiseParallel(output_layouts=Replicate())), or DTensors."
+                )
 
 
 def is_spread(model: nn.Module, tensor_parallel: bool = True) -> bool:
