@@ -216,6 +216,7 @@ def broken(root, models):
         (["average", "a", "b", "--base", "base"], "--base has no meaning for average", 2),
         (["task-arithmetic", "a", "b"], "needs --base", 2),
         (["mean", "a", "b"], "ubgm", 2),
+        (["mean", "a", "b", "--out", "empty/.."], "ubgm", 2),
         (["average", "a", "b", "--out", "a"], "made from", 1),
         (["average", "a", "b", "--out", "no/such"], "There is no folder no", 1),
     ],
@@ -232,6 +233,16 @@ def test_errors_are_one_paragraph_and_leave_nothing(models, tmp_path, arguments,
     assert done.stderr.startswith("squisher: ")
     assert done.stderr.count("\n") == 1
     assert sorted(p.name for p in tmp_path.iterdir()) == before
+
+
+def test_a_model_with_the_coefficient_0_is_not_counted(models, tmp_path):
+    done = run(
+        *("merge", "average", models / "a", models / "b", "--coefficient", 1, "--coefficient", 0),
+        "--out",
+        tmp_path / "o",
+    )
+    assert " tensors of 1 model merged (average)." in done.stdout
+    assert torch.equal(loaded(tmp_path / "o")["0.weight"], loaded(models / "a")["0.weight"])
 
 
 def test_a_full_disk_is_refused_before_anything_is_written(models, tmp_path, monkeypatch):

@@ -165,6 +165,20 @@ def test_scaling_is_lazy_and_recorded(tmp_path):
         imp * "2"
 
 
+def test_a_factor_that_loses_the_values_is_refused():
+    imp = squisher.Importance({"w": torch.tensor([3e-9, 0.0, 1e-39])})
+    for lost in (imp * 1e-300, imp * 1e-20 * 1e-20, imp / 1e30):
+        with pytest.raises(SquisherError, match="count as 0"):
+            lost["w"]
+        with pytest.raises(SquisherError, match="count as 0"):
+            list(lost.chunks("w", 1))
+    torch.testing.assert_close((imp * 1e-300 * 1e300)["w"], imp["w"])
+    assert (imp * 1e-25)["w"][0] > 0  # small, and still a normal number
+    assert (squisher.Importance({"w": torch.tensor([1.3e-38])}) / 32)["w"][0] > 0  # a batch size refuses nothing
+    with pytest.raises(SquisherError, match="divided by a positive number"):
+        imp / 1e-320
+
+
 def test_restrict():
     imp = example(tied={"head.weight": "b.weight"})
     assert list(imp.restrict("weight$")) == ["a.weight", "b.weight"]

@@ -244,13 +244,18 @@ def check_like(
 
 
 def check_unquantized(weights: Mapping[str, Tensor], names: Iterable[str], called: str = "the model") -> None:
-    """Refuse weights whose numbers mean nothing without the scales of a quantised model; reads no data.
+    """Refuse weights that are no real numbers, or mean nothing without the scales of a quantised model; reads no data.
 
     Raises:
-        SquisherError: A tensor has a type that only quantised weights have.
+        SquisherError: A tensor is complex, or has a type that only quantised weights have.
     """
     for name in names:
         dtype = dtype_of(weights, name)
+        if dtype.is_complex:
+            raise SquisherError(
+                f"{name!r} of {called} is complex ({str(dtype).removeprefix('torch.')}): importances and what is done with them are for real "
+                "weights. Exclude it, or take its real view (torch.view_as_real)."
+            )
         if dtype not in FLOATS:
             raise SquisherError(
                 f"{name!r} of {called} has the type {str(dtype).removeprefix('torch.')}, a quantised one whose scales lie elsewhere: "

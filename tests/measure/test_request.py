@@ -85,3 +85,38 @@ def test_alignments_are_no_classes():
     model.config = _Config()
     with pytest.raises(ArgumentError, match="alignments"):
         objective_for(model)
+
+
+def test_arguments_that_the_model_does_not_take_are_named():
+    class Plain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x, scale=1.0):
+            return self.layer(x) * scale
+
+    labels = torch.zeros(5, dtype=torch.long)
+    for method in ("auto", "loop"):
+        with pytest.raises(SquisherError, match=r"Plain cannot be called .*'idx'. Its forward takes x, scale: give"):
+            fisher(Plain(), [{"x": torch.randn(5, 4), "idx": torch.arange(5), "labels": labels}], method=method)
+
+    class Broken(Plain):
+        def forward(self, x, scale=1.0):
+            return self.layer(x, scale)
+
+    with pytest.raises(TypeError, match="positional arguments"):  # its own fault, which its own message says best
+        fisher(Broken(), [(torch.randn(5, 4), labels)])
+
+
+def test_inference_mode_around_the_call_changes_nothing_and_a_model_made_in_it_is_refused():
+    torch.manual_seed(0)
+    model, batch = nn.Linear(4, 3), (torch.randn(5, 4), torch.zeros(5, dtype=torch.long))
+    expected = fisher(model, [batch])
+    with torch.inference_mode():
+        found = fisher(model, [(batch[0].clone(), batch[1])])
+        made = nn.Linear(4, 3)
+    assert torch.equal(found["weight"], expected["weight"])
+    assert not found["weight"].is_inference()
+    with pytest.raises(SquisherError, match=r"'weight' was made under torch.inference_mode"):
+        fisher(made, [batch])

@@ -83,6 +83,46 @@ def test_ctrl_c_keeps_the_batch_that_was_being_measured(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], whole[name]) for name in whole)
 
 
+@pytest.mark.parametrize("how", [KeyboardInterrupt, OSError])
+def test_data_that_fail_or_are_interrupted_keep_what_was_measured(tmp_path: Path, how: Any) -> None:
+    path, model = tmp_path / "f.unfinished.safetensors", network()
+    with pytest.raises(how):
+        squisher.fisher(model, stopping(data(), 3, how), unfinished=path)
+    seen: list[int] = []
+    found = squisher.fisher(model, data(), unfinished=path, progress=lambda done, _: seen.append(done))
+    assert seen == [16, 20, 24]
+    whole = squisher.fisher(model, data())
+    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    kept = path.read_bytes()
+    with pytest.raises(SquisherError, match="of other data"):
+        squisher.fisher(model, data(7, 3), unfinished=path)
+    with pytest.raises(Stopped):  # before anything new was measured
+        squisher.fisher(model, stopping(data(), 2), unfinished=path)
+    assert path.read_bytes() == kept
+
+
+def test_a_batch_that_fails_half_way_is_not_kept(tmp_path: Path) -> None:
+    path, model = tmp_path / "f.unfinished.safetensors", network()
+    calls = 0
+
+    def losses(model: nn.Module, batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 10:
+            raise Stopped
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="none")
+
+    with pytest.raises(Stopped):
+        squisher.fisher(model, data(), likelihood=losses, method="loop", unfinished=path)
+    assert not path.exists()
+
+
+def test_a_name_that_cannot_be_written_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    for name, words in (("name", "does not end in .safetensors"), ("no/where.safetensors", "no folder")):
+        with pytest.raises(SquisherError, match=words):
+            squisher.fisher(network(), stopping(data(), 0, AssertionError), unfinished=tmp_path / name)
+
+
 def test_other_settings_models_and_data_are_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unfinished, "SECONDS", 0.0)
     path, model = tmp_path / "f.unfinished.safetensors", network()

@@ -146,6 +146,15 @@ def test_names_that_do_not_match_are_an_error_and_never_a_quiet_copy():
         merge.average([model(1), {"layer.weight": torch.zeros(8, 8)}])
 
 
+def test_complex_weights_are_called_complex():
+    one, other = ({**model(k), "layer.weight": torch.full((8, 8), k, dtype=torch.complex64)} for k in (1, 2))
+    with pytest.raises(SquisherError, match="'layer.weight' of model 1 is complex"):
+        merge.average([one, other])
+    with pytest.raises(SquisherError, match="'layer.weight' of model 2 is complex"):
+        merge.average([model(1), other])
+    assert "layer.weight" in merge.average([one, {**other, "layer.weight": one["layer.weight"]}]).copied
+
+
 def test_quantised_weights_are_refused():
     quantised = {**model(1), "embed.weight": torch.zeros(50, 8, dtype=torch.uint8)}
     with pytest.raises(NamingError, match="Quantised"):

@@ -55,8 +55,10 @@ def merge(
 
     Without --importance, squisher.safetensors beside each model is used, then its optimizer state.
     """
-    from ..integrations.model_folders import merge_folders
+    from ..errors import check_choice
+    from ..integrations.model_folders import METHODS, merge_folders
 
+    check_choice("method", method, METHODS)
     shell.check_target(out, overwrite, *models, *(importance or []), base, base_importance, suffix=None)
     with shell.progress_bar("merging") as progress, shell.notes():
         report = merge_folders(
@@ -82,7 +84,8 @@ def merge(
     if as_json:
         shell.print_json({"out": str(out), **report.to_dict()})
         return
-    typer.echo(f"{out}: {report.merged} tensors of {len(models)} model{'s' * (len(models) > 1)} merged ({method}).")
+    count = len([c for c in coefficient or [1.0] * len(models) if c])  # 0 drops a model
+    typer.echo(f"{out}: {report.merged} tensors of {count} model{'s' * (count != 1)} merged ({method}).")
     for what, names in (("Kept as in the first model", report.kept), ("No importance, averaged", report.averaged)):
         if names:
             shown = ", ".join(f"{name} ({why})" for name, why in list(names.items())[:5])

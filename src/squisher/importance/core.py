@@ -27,7 +27,7 @@ from ..errors import (
     check_choice,
     near,
 )
-from ..order import spearman, top_overlap
+from ..order import TINY, spearman, top_overlap
 from ..storage import hub, safetensors
 from ..storage.codecs import CODECS, Encoded, check_codec, decoded
 from ..storage.tensors import CHUNK, Progress, chunks_of, dtype_of, is_finite, name_pattern, numel_of, shape_of
@@ -38,6 +38,9 @@ __all__ = ["FILE_NAME", "Importance", "load"]
 
 FILE_NAME = "squisher.safetensors"
 """The file name of an importance beside a model."""
+
+_ORDINARY = 2.0**-64
+"""Batch sizes and loss scales give no smaller factor: above it, the few values that become denormal are not worth a refusal."""
 
 ACCUMULATOR_NAME = "exp_avg_sq.safetensors"
 """What OTA merging calls its file of accumulators, which says nothing about itself."""
@@ -203,14 +206,19 @@ class Importance(Mapping[str, Tensor]):
         if self._factor == 1.0:
             return values
         scaled = values.to(torch.promote_types(values.dtype, torch.float32)) * self._factor
-        failure = None
-        if self._factor > 1.0 and not is_finite(ranks.local_of(scaled)):
+        if _ORDINARY < self._factor <= 1.0:
+            return scaled
+        failure, mine = None, ranks.local_of(scaled)
+        if self._factor > 1.0 and not is_finite(mine):
             failure = SquisherError(
                 f"The importance of {name!r} times {self._factor:g} is more than {str(scaled.dtype).removeprefix('torch.')} holds: scale it "
                 "down, or make it from float64 tensors."
             )
-        if self._factor > 1.0:
-            ranks.agree_on(failure, [values])
+        if self._factor < 1.0 and bool(((mine < TINY) & (ranks.local_of(values) >= TINY)).any()):
+            failure = SquisherError(
+                f"The importance of {name!r} times {self._factor:g} has values below {TINY:g}, which count as 0: use a larger factor."
+            )
+        ranks.agree_on(failure, [values])
         return scaled
 
     def _known(self, name: str) -> str:
@@ -221,6 +229,7 @@ class Importance(Mapping[str, Tensor]):
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
     def __mul__(self, factor: float) -> Importance:
+        """Return the importance times a positive number; values that would become infinite, or 0, are refused when they are read."""
         if isinstance(factor, bool) or not isinstance(factor, Real):
             return NotImplemented
         if not (math.isfinite(factor) and factor > 0):
@@ -233,7 +242,7 @@ class Importance(Mapping[str, Tensor]):
     def __truediv__(self, divisor: float) -> Importance:
         if isinstance(divisor, bool) or not isinstance(divisor, Real):
             return NotImplemented
-        if not (math.isfinite(divisor) and divisor > 0):
+        if not (math.isfinite(divisor) and divisor > 0 and math.isfinite(1.0 / float(divisor))):
             raise ArgumentError(f"An importance can be divided by a positive number, not by {divisor}.")
         return self._derive(factor=1.0 / float(divisor))
 

@@ -124,12 +124,13 @@ def fisher(
         }
         kept = Unfinished(unfinished, settings, by_name)
     replicas = Replicas.of(model)
-    walk = Walk(
-        model, objective, by_name, per, method, shift, dtype, device, standard_error, kept, replicas, spread_out
-    )
     stream = Stream(batches, model, max_examples, divided, replicas, callable(objective.likelihood))
-    walk.over(stream, eval_mode, progress)
-    values, errors = walk.means(dtype)
+    with torch.inference_mode(False):  # the caller may be inside it, where there are no gradients
+        walk = Walk(
+            model, objective, by_name, per, method, shift, dtype, device, standard_error, kept, replicas, spread_out
+        )
+        walk.over(stream, eval_mode, progress)
+        values, errors = walk.means(dtype)
     return Importance(
         values,
         kind="fisher",
@@ -199,6 +200,11 @@ def _choose(model: nn.Module, wanted: Parameters | None) -> tuple[list[LiveParam
         raise SquisherError(
             f"There is no parameter to measure: the model has {len(live)}, and none is "
             + ("trainable; choose some with parameters=..." if wanted is None else f"chosen by parameters={wanted!r}.")
+        )
+    inference = next((p.name for p in chosen if p.parameter.is_inference()), None)
+    if inference is not None:
+        raise SquisherError(
+            f"{inference!r} was made under torch.inference_mode, which leaves no way to its gradient: make or load the model outside of it."
         )
     offloaded = [p.name for p in chosen if p.parameter.is_meta]
     if offloaded:

@@ -12,6 +12,7 @@ The loss that a Hugging Face model computes itself is compared with ours on the 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -81,7 +82,7 @@ class Objective:
                     f"example, of shape ({batch.size},): do not reduce over the batch."
                 )
             return losses
-        logits = whole(_logits(model(*batch.args, **batch.kwargs)))
+        logits = whole(_logits(_called(model, batch)))
         if logits.dim() == 0 or logits.shape[0] != batch.size:
             raise SquisherError(
                 f"The model returned outputs of shape {tuple(logits.shape)} for a batch of {batch.size} examples; the first "
@@ -383,6 +384,27 @@ def _minus_one_hot(p: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     if not bool(mask.all()):
         p.masked_fill_(~mask[:, :, None], 0.0)
     return p
+
+
+def _called(model: nn.Module, batch: Batch) -> Any:
+    """Call the model with a batch.
+
+    Raises:
+        SquisherError: It does not take these arguments.
+    """
+    try:
+        return model(*batch.args, **batch.kwargs)
+    except TypeError as error:
+        taken = inspect.signature(model.forward)
+        try:
+            taken.bind(*batch.args, **batch.kwargs)
+        except TypeError as reason:
+            raise SquisherError(
+                f"{type(model).__name__} cannot be called with what a batch holds: {reason}. Its forward takes "
+                f"{', '.join(taken.parameters)}: give a mapping with these names (and 'labels'), or a function (model, batch) -> losses, one "
+                "per example, as likelihood."
+            ) from error
+        raise  # of the model itself
 
 
 def _logits(output: Any) -> Tensor:

@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import FileError, SquisherError
+from ..errors import ArgumentError, FileError, SquisherError
 from ..storage import safetensors
+from ..storage.atomic import check_target
 from ..storage.tensors import shape_of
 
 __all__ = ["Unfinished"]
@@ -48,7 +49,8 @@ class Unfinished:
         noted: What else was noted about the estimator.
 
     Raises:
-        FileError: The file is something else.
+        ArgumentError: The name does not end in `.safetensors`.
+        FileError: The file is something else, or there is no folder to put it into.
         SquisherError: It is of another measurement.
     """
 
@@ -59,6 +61,9 @@ class Unfinished:
         parameters: Mapping[str, Tensor],
     ):
         self.path = Path(path)
+        if self.path.suffix != ".safetensors":  # known now, not when the first sums are written
+            raise ArgumentError(f"{str(path)!r} does not end in .safetensors; choose such a name.", "unfinished")
+        check_target(self.path, overwrite=True)
         self.settings = json.loads(json.dumps({**settings, "model": _mark_of(parameters)}))
         self._shapes = {name: parameter.shape for name, parameter in parameters.items()}
         self.examples = self.units = 0
@@ -66,7 +71,7 @@ class Unfinished:
         self.coverage: dict[str, Any] = {}
         self.noted: dict[str, Any] = {}
         self._data = hashlib.sha256()
-        self._saved = time.monotonic()
+        self._saved, self._written = time.monotonic(), 0
         self._stop = False
         self._earlier: dict[str, Any] = {}
         self._sums: Mapping[str, Tensor] = {}
@@ -89,6 +94,7 @@ class Unfinished:
                 "remove that file to begin anew."
             )
         self.examples, self.units = self._earlier["examples"], self._earlier["units"]
+        self._written = self.examples
         self.reached = set(self._earlier["reached"])
         fits = all(self._shapes.get(name) == shape_of(self._sums, name) for name in self._sums)
         if not fits or not self.reached.issubset(self._sums):
@@ -152,13 +158,15 @@ class Unfinished:
         reached: Iterable[str],
         coverage: Mapping[str, Any],
         noted: Mapping[str, Any],
+        now: bool = False,
     ) -> None:
-        """Write the sums if it is time for it.
+        """Write the sums if it is time for it, or `now`.
 
         Raises:
             KeyboardInterrupt: The user asked to stop while the batch was measured; the sums are written.
         """
-        if not self._stop and time.monotonic() - self._saved < SECONDS:
+        now = now or self._stop
+        if examples <= self._written or (not now and time.monotonic() - self._saved < SECONDS):
             return
         state = {
             "settings": self.settings,
@@ -170,7 +178,7 @@ class Unfinished:
             "data": self._data.hexdigest(),
         }
         safetensors.save(self.path, dict(sums), {"unfinished": state}, shard_bytes=1 << 62)
-        self._saved = time.monotonic()
+        self._saved, self._written = time.monotonic(), examples
         if self._stop:
             raise KeyboardInterrupt
 

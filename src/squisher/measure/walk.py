@@ -79,6 +79,7 @@ class Walk:
         self._engine: _Engine | None = self._together
         self._spread = _Spread(parameters, spread_out) if standard_error else None
         self.examples = self.units = 0
+        self._between = True  # whether the sums are those of whole batches
         self.coverage: dict[str, Any] = {}
         self.noted: dict[str, Any] = {}
         same_model(parameters)
@@ -100,6 +101,8 @@ class Walk:
             ):
                 self._measure(stream, progress)
         except (Exception, KeyboardInterrupt) as error:
+            if self._between:  # the data, or who shows the progress, failed or was interrupted
+                self._keep(now=True)
             if self._together is not None:
                 raise  # `Together` has told the other processes
             failure = error
@@ -110,8 +113,10 @@ class Walk:
     def _measure(self, stream: Stream, progress: Callable[[int, int | None], None] | None) -> None:
         batch, index = None, None
         for batch, index, mine in stream:
+            self._between = False
             if self.kept is not None and self.kept.is_done(self.examples, (t for t, _ in batch.tensors())):
                 self.examples += batch.size
+                self._between = True
                 continue
             if mine:
                 if self._engine is None:
@@ -123,17 +128,21 @@ class Walk:
                 if self._spread is not None:
                     self._spread.add(self.sums, units, None if self._together is None else self._together.totals)
             self.examples += batch.size
-            if self.kept is not None and self._engine is not None:
-                reached = self._engine.reached
-                coverage = _merged([self.kept.coverage, self._engine.coverage], reached)
-                units = self.units + self.kept.units
-                self.kept.keep(self.sums, self.examples, units, reached, coverage, self.noted)
+            self._between = True
+            self._keep()
             if progress is not None:
                 progress(self.examples, stream.total)
         if self._together is not None:
             self._together.finish(self.sums, batch, index)
             self._together.check_copies(self.sums)
             self.noted = self._together.noted
+
+    def _keep(self, now: bool = False) -> None:
+        if self.kept is not None and self._engine is not None:
+            reached = self._engine.reached
+            coverage = _merged([self.kept.coverage, self._engine.coverage], reached)
+            units = self.units + self.kept.units
+            self.kept.keep(self.sums, self.examples, units, reached, coverage, self.noted, now)
 
     def _first(self, batch: Batch) -> _Engine:
         """Choose the engine, with the first batch at hand."""

@@ -340,11 +340,13 @@ def plan(
 def _check_packed(
     first: Mapping[str, Tensor], other: Mapping[str, Tensor], copied: Sequence[str], pair: tuple[str, str]
 ) -> None:
-    """Refuse whole numbers that are copied as buffers and differ between models: they are weights, packed or quantised."""
+    """Refuse what is copied as a buffer and differs between models: such numbers are weights, packed, quantised or complex."""
     for name in copied:
         dtype = dtype_of(first, name)
         if dtype in (*FLOATS, *_MARKS) or name not in other or _BUFFER.search(name) or _same(first, other, name):
             continue
+        if dtype.is_complex:
+            check_unquantized(first, [name], pair[0])
         raise SquisherError(
             f"{name!r} has the type {str(dtype).removeprefix('torch.')} in {pair[0]} and other values in {pair[1]}, so it is no buffer but "
             "quantised weights, whose numbers cannot be merged: merge the models before they are quantised, or keep it as it is: exclude it "
@@ -403,7 +405,7 @@ def _check_overlap(
     if lost is None:
         raise NamingError(
             f"Only {found:,} of {total:,} values of {who} can be merged with {partner}; the others have a type that no weights "
-            "have, or another shape. Quantised models cannot be merged."
+            "have, or another shape. Quantised and complex weights cannot be merged."
         )
     raise NamingError(
         f"Only {found:,} of {total:,} values of {who} have a partner of the same name in {partner}: {lost!r}, for example, is "

@@ -71,7 +71,8 @@ class Merged(Computed):
         return name in self._in_plan or name in self.tied or name in self._source
 
     def __repr__(self) -> str:
-        return f"Merged({len(self.merged)} of {len(self)} tensors merged, from {len(self._models)} models)"
+        models = f"{len(self._models)} model{'s' * (len(self._models) != 1)}"
+        return f"Merged({len(self.merged)} of {len(self)} tensors merged, from {models})"
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of one tensor, without reading it."""
