@@ -96,3 +96,89 @@ def test_numbers_without_any_evidence_are_named_as_such(tmp_path):
     names = [name for name, _ in model.named_parameters()]
     naming = squisher.extract(tmp_path / "c.pt", names=names).provenance.naming
     assert "'first' from 'second'" in naming.of("weight").by
+
+
+class Product(nn.Module):
+    """A layer whose rows are inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 32) / 32**0.5)
+        self.bias = nn.Parameter(torch.zeros(32))
+
+    def forward(self, x):
+        return torch.relu(x @ self.weight + self.bias)
+
+
+@pytest.mark.parametrize("steps", [5, 60])
+def test_a_bias_is_not_compared_with_the_inputs_of_its_layer(tmp_path, steps):
+    """v of a bias goes with the outputs of its weight, which of a square one of `x @ w` are the columns."""
+    torch.manual_seed(steps + 4)
+    model = nn.Sequential(*(Product() for _ in range(4)), nn.Linear(32, 5))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    for _ in range(steps):
+        x = torch.randn(24, 32) * torch.linspace(0.3, 2, 32) + 0.2
+        optimizer.zero_grad()
+        functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    squisher.extract(tmp_path / "c.pt", names=[name for name, _ in model.named_parameters()])  # not contradicted
+
+
+class HeadFirst(nn.Module):
+    """A language model that registers its head before its embedding."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.norm = nn.Linear(32, 40, bias=False), nn.LayerNorm(32)
+        self.ups, self.downs = (nn.ModuleList(nn.Linear(*size) for _ in range(2)) for size in ((32, 64), (64, 32)))
+        self.emb = nn.Embedding(40, 32)
+
+    def forward(self, ids):
+        x = self.emb(ids)
+        for up, down in zip(self.ups, self.downs, strict=True):
+            x = x + down(torch.relu(up(x)))
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("seed", [2, 3])
+def test_a_head_that_is_registered_first_is_no_embedding(tmp_path, seed):
+    torch.manual_seed(seed)
+    model, turned = HeadFirst(), torch.randperm(40)
+    optimizer = torch.optim.RMSprop(model.parameters(), 1e-3)
+    for _ in range(20):
+        ids = torch.randint(40, (8, 12))
+        optimizer.zero_grad()
+        functional.cross_entropy(model(ids).flatten(0, 1), turned[ids].flatten()).backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    imp = squisher.extract(tmp_path / "c.pt", bias_correction=False)
+    assert all(torch.equal(imp[n], optimizer.state[p]["square_avg"]) for n, p in model.named_parameters())
+
+
+class Uncertain(nn.Module):
+    """A layer whose weights are drawn: means, and spreads that all begin alike."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.mu = nn.Parameter(torch.randn(outputs, inputs) / inputs**0.5)
+        self.rho = nn.Parameter(torch.full((outputs, inputs), -4.0))
+
+    def forward(self, x):
+        return functional.linear(x, self.mu + functional.softplus(self.rho) * torch.randn_like(self.mu))
+
+
+def test_what_v_prefers_a_little_is_not_told(tmp_path):
+    """After one step v of a mean looks rather like that of a spread: names that exchange them do not pass without a word."""
+    torch.manual_seed(3013)
+    model = nn.ModuleDict({name: Uncertain(32, outputs) for name, outputs in (("a", 32), ("b", 32), ("c", 5))})
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    x = torch.randn(24, 32) * torch.linspace(0.3, 2, 32) + 0.2
+    h = torch.relu(model["b"](torch.relu(model["a"](x))))
+    loss = functional.cross_entropy(model["c"](h), x[:, :5].argmax(1))
+    (loss + 1e-3 * sum((p**2).mean() for p in model.parameters())).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    names = [name for name, _ in model.named_parameters()]
+    given = [*names[:4], "c.rho", "c.mu"]
+    assert "'c.rho'" in squisher.extract(tmp_path / "c.pt", names=given).provenance.naming.by

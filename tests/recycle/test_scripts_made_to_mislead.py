@@ -548,7 +548,7 @@ def test_given_names_that_the_values_do_not_confirm_say_so(tmp_path, kind, told)
     path = saved(tmp_path / "c.pt", model, optimizer)
     naming = squisher.extract(path, names=[name for name, _ in model.named_parameters()]).provenance.naming
     assert naming.level == "given"
-    assert bool(naming.by) is not told
+    assert ("weight" in naming.by) is not told  # of biases alone little can be read
 
 
 class Highway(nn.Module):

@@ -361,7 +361,7 @@ def _by_profiles(values: Values, known: Mapping[int, _Vote]) -> Iterator[_Vote]:
         if bias is None or entry is None or len(values.candidates[weight].shape) < 2 or not values.has_square(entry):
             continue
         shape = values.candidates[bias].shape
-        if len(shape) == 1 and shape[0] == values.candidates[weight].shape[0]:
+        if len(shape) == 1 and shape[0] == values.candidates[weight].shape[0] and not values.outputs(entry):
             weights.setdefault(shape[0], []).append((entry, bias))
     found: list[_Vote] = []
     compared = 0
@@ -369,8 +369,8 @@ def _by_profiles(values: Values, known: Mapping[int, _Vote]) -> Iterator[_Vote]:
         biases = [k for k, e in enumerate(values.entries) if e.shape == (length,) and values.has_square(k)]
         if len(biases) < 2:
             continue
-        rows = np.stack([values.profile(entry) for entry, _ in own])
-        profiles = np.stack([values.profile(k) for k in biases])
+        rows = np.stack([_profile(values, entry) for entry, _ in own])
+        profiles = np.stack([_profile(values, k) for k in biases])
         agreement = _unit(rows) @ _unit(profiles).T
         compared += agreement.size
         for i, (_, bias) in enumerate(own):
@@ -381,6 +381,11 @@ def _by_profiles(values: Values, known: Mapping[int, _Vote]) -> Iterator[_Vote]:
             if best >= ALIKE and best - second >= ALONE:
                 found.append(_Vote(biases[j], bias, best, best - float(second), sure))
     yield from (vote for vote in found if vote.certainty >= _needed(compared))
+
+
+def _profile(values: Values, entry: int) -> Array:
+    """Return the logarithm of v by output; channels that never had a gradient do not stand out from small ones."""
+    return np.maximum(values.square(entry, 0), math.log(1e-30))
 
 
 # -- movement ------------------------------------------------------------------------------------------------------------

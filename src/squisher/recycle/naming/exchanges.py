@@ -28,6 +28,7 @@ BEYOND_DOUBT = 20.0
 NOISE = 0.5  # of the length of a random walk: how far accidents may move a sum of comparisons of v alone
 STEP = 3.0  # the longest step of that walk: larger changes are no accident
 FOR = 2.0  # an exchange that is less likely than the proposal by less than this is not told from it
+CLEARLY = 10.0  # the same for given names, which v of small networks may prefer by exp(8) though they are wrong
 VECTORS = 8.0  # the price of exchanging vectors alone
 PAIRS = 10_000  # of parts of one shape that are exchanged
 STACK = 8  # layers beyond which only neighbours are exchanged
@@ -89,7 +90,8 @@ def compared_parts(
         assignment: The entry that the proposal gives each candidate.
         proven: Entries whose name is known, so that they stay where they are.
         vouched: Whether the user or the framework vouches for the order.
-        given: Whether a user made it, whose mistakes no script explains: all that may be exchanged is in question.
+        given: Whether a user made it, whose mistakes no script explains: every exchange is in question, and one is told only if
+            the values are clear.
     """
     usable = {
         c: e if values.entries[e].state else -1 - e
@@ -120,7 +122,7 @@ def compared_parts(
     untold: list[Exchange] = []
     seen: set[int] = set()
     for change, to in sorted(likely, key=lambda m: -m[0]):
-        if change > -FOR and not seen & to.keys():
+        if change > -(CLEARLY if given else FOR) and not seen & to.keys():
             seen |= to.keys()
             a, b = next(iter(to.items()))
             untold.append(Exchange(values.candidates[a].name, values.candidates[b].name, change))

@@ -165,13 +165,14 @@ def _of_biases(values: Values, usable: Assignment, matrices: Sequence[int]) -> I
     for c in matrices:
         bias = number.get(values.candidates[c].name.replace("weight", "bias"), c)
         if bias != c and values.candidates[bias].shape == values.candidates[c].shape[:1] and len(usable) > 2:
-            yield _alike(values, (c, 0), (bias, 0), 0.8, OF_V)
+            outputs = values.outputs(usable[c]) if usable[c] >= 0 else 0
+            yield _alike(values, (c, outputs), (bias, 0), 0.8, OF_V)
 
 
 def _of_neighbours(values: Values, matrices: Sequence[int]) -> Iterator[Term]:
     """Yield what v of a matrix says of v of those near it in the model."""
-    # Of an embedding the columns are outputs. Layers of a stack are none, however early they come.
-    tables = [c for c in matrices[:EMBEDDINGS] if not re.search(r"\d+\..*\.", values.candidates[c].name)]
+    # Of an embedding the columns are outputs. Layers of a stack are none, however early they come, nor is a head that is registered first.
+    tables = [c for c in matrices[:EMBEDDINGS] if not re.search(r"\d+\..*\.|head|out", values.candidates[c].name)]
     near = _Places(values, [(d, d) for d in matrices])
     for c in matrices:
         for d, _ in near.listed(c):

@@ -57,7 +57,7 @@ class Values:
         self.candidates = candidates
         self.entries = entries
         self._kept: dict[tuple[int, int], bool] = {}
-        self._profiles: dict[int, Array] = {}
+        self._outputs: dict[int, int] = {}
         self._weights: dict[int, Array] = {}
         self._steps: dict[int, Array] = {}
         self._read: dict[tuple[Shape, Reading, int], Array] = {}
@@ -110,13 +110,6 @@ class Values:
         shape = self.candidates[candidate].shape
         entries = [k for k, e in enumerate(self.entries) if e.shape == shape]
         return entries[0] if len(entries) == 1 and sum(c.shape == shape for c in self.candidates) == 1 else None
-
-    def profile(self, entry: int) -> Array:
-        """Return the logarithm of the mean of v over all axes but the first, for the sampled channels of that axis."""
-        if entry not in self._profiles:
-            v = self._channels(_moments(self.entries[entry])[1], 0).astype(np.float64).mean(1)
-            self._profiles[entry] = np.log(np.maximum(v, 1e-30))
-        return self._profiles[entry]
 
     def read(self, shape: Shape, reading: Reading, heads: Heads, most: int | None = None) -> Array:
         """Return Σ weight · first moment over all axes but one, of all candidates with all entries of a shape.
@@ -197,6 +190,23 @@ class Values:
             v = self._channels(_square(self.entries[entry]), axis)
             self._squares[entry, axis], self._means[entry, axis] = _logarithm(v.mean(1, dtype=np.float64)), v.mean(0)
         return self._squares[entry, axis]
+
+    def outputs(self, entry: int) -> int:
+        """Return the axis of a matrix's outputs: 0, or 1 for a square one of `x @ w`.
+
+        v over the outputs of a layer is nearly that of its bias, so of the two axes it is the one that some bias resembles more.
+        """
+        shape = self.entries[entry].shape or ()
+        if len(shape) != 2 or shape[0] != shape[1]:
+            return 0
+        if entry not in self._outputs:
+            rows = ranks(self.square(entry, 0))
+            columns = ranks(self._means[entry, 0][_chosen(shape[1], self.channels)])
+            vectors = [k for k, e in enumerate(self.entries) if e.shape == shape[:1] and e.state]
+            biases = np.array([ranks(self.square(k, 0)) for k in vectors]).reshape(-1, len(rows))
+            best = [float(np.max(biases @ axis, initial=0.0)) for axis in (rows, columns)]
+            self._outputs[entry] = int(best[1] > best[0])
+        return self._outputs[entry]
 
     def half(self, entry: int, which: int) -> Array:
         """Return the same for the first or the second half of the second axis, sampled like an axis of that length."""
