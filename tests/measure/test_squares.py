@@ -12,26 +12,26 @@ from squisher.measure.rules.lookup import Rows
 from squisher.measure.rules.norm import Dense
 
 torch.manual_seed(0)
-SHAPE = torch.Size((7, 5))
 
 
-def _outer(positions):
-    return Outer(torch.randn(4, positions, 7).double(), torch.randn(4, positions, 5).double())
+def _outer(shape, positions):
+    left, right = (torch.randn(4, positions, size).double() for size in shape)
+    return Outer(left, right)
 
 
-def _rows():
-    keys = torch.randint(-1, 7, (4, 6))
-    return Rows(keys, torch.randn(4, 6, 5).double())
+def _rows(shape):
+    keys = torch.randint(-1, shape[0], (4, 6))
+    return Rows(keys, torch.randn(4, 6, shape[1]).double())
 
 
-def _dense():
-    return Dense(torch.randn(4, 7, 5).double())
+def _dense(shape):
+    return Dense(torch.randn(4, *shape).double())
 
 
-def _expected(summands):
-    total = torch.zeros(SHAPE).double()
+def _expected(shape, summands):
+    total = torch.zeros(shape).double()
     for n in range(4):
-        gradient = torch.zeros(SHAPE).double()
+        gradient = torch.zeros(shape).double()
         for summand in summands:
             if isinstance(summand, Outer):
                 gradient += summand.left[n].T @ summand.right[n]
@@ -46,27 +46,28 @@ def _expected(summands):
 
 
 COMBINATIONS = {
-    "vectors": lambda: [_outer(1)],
-    "sequences": lambda: [_outer(3)],
-    "rows": lambda: [_rows()],
-    "dense": lambda: [_dense()],
-    "two outer": lambda: [_outer(1), _outer(3)],
-    "two vectors": lambda: [_outer(1), _outer(1)],
-    "two rows": lambda: [_rows(), _rows()],
-    "two dense": lambda: [_dense(), _dense()],
-    "tied": lambda: [_outer(3), _rows()],
-    "tied, vectors": lambda: [_outer(1), _rows()],
-    "tied twice": lambda: [_outer(3), _rows(), _rows(), _outer(2)],
-    "everything": lambda: [_outer(3), _rows(), _dense()],
+    "vectors": lambda shape: [_outer(shape, 1)],
+    "sequences": lambda shape: [_outer(shape, 3)],
+    "rows": lambda shape: [_rows(shape)],
+    "dense": lambda shape: [_dense(shape)],
+    "two outer": lambda shape: [_outer(shape, 1), _outer(shape, 3)],
+    "two vectors": lambda shape: [_outer(shape, 1), _outer(shape, 1)],
+    "two rows": lambda shape: [_rows(shape), _rows(shape)],
+    "two dense": lambda shape: [_dense(shape), _dense(shape)],
+    "tied": lambda shape: [_outer(shape, 3), _rows(shape)],
+    "tied, vectors": lambda shape: [_outer(shape, 1), _rows(shape)],
+    "tied twice": lambda shape: [_outer(shape, 3), _rows(shape), _rows(shape), _outer(shape, 2)],
+    "everything": lambda shape: [_outer(shape, 3), _rows(shape), _dense(shape)],
 }
 
 
 @pytest.mark.parametrize("name", COMBINATIONS)
+@pytest.mark.parametrize("shape", [(7, 5), (5, 7)], ids=["tall", "wide"])
 @pytest.mark.parametrize(("tile", "small"), [(1 << 19, 1 << 14), (1 << 19, 0), (10, 0), (1, 0), (50, 1 << 14)])
-def test_sums_are_squared_per_example(monkeypatch, name, tile, small):
+def test_sums_are_squared_per_example(monkeypatch, name, shape, tile, small):
     monkeypatch.setattr(module, "TILE", tile)
     monkeypatch.setattr(module, "SMALL", small)
-    summands = COMBINATIONS[name]()
-    total = torch.ones(SHAPE).double()
+    summands = COMBINATIONS[name](shape)
+    total = torch.ones(shape).double()
     add_squares(total, summands)
-    assert torch.allclose(total, _expected(summands) + 1, rtol=1e-12)
+    assert torch.allclose(total, _expected(shape, summands) + 1, rtol=1e-12)

@@ -67,7 +67,7 @@ class ConvolutionGradients:
     def _unfolding_pays(self, total: Tensor) -> bool:
         positions, kernel = self.g[0, 0].numel(), self.settings.weight.shape[2:]
         pointwise = kernel.numel() == 1 and not any(self.settings.padding)  # the patches are the input itself
-        return pointwise or (total.numel() >= 1 << 19 and positions <= 16)
+        return pointwise or (total.numel() >= 1 << 18 and positions <= 64)
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """Return the gradient of one example, in full."""

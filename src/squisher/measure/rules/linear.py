@@ -17,7 +17,7 @@ from .norm import Broadcast
 
 __all__ = ["LINEAR", "Einsum", "Grouped", "Linear", "Outer", "einsum_terms", "join_outer", "outer_squares"]
 
-TILE = 1 << 19  # elements of a gradient that is squared while it is in the cache
+TILE = 1 << 20  # elements of a gradient that is squared while it is in the cache
 SMALL = 1 << 14  # weights up to this size are done several examples at a time
 
 
@@ -228,13 +228,19 @@ def outer_squares(total: Tensor, outer: Outer, rows: Rows | None = None, squares
         for i in range(0, examples, step):
             total += torch.bmm(left[i : i + step].mT, right[i : i + step]).square_().sum(0)
         return
+    turned = rows is None and height < width
+    if turned:
+        # Of a tall product the threads share rows, as they do of its square; else each would wait for what is in the other's cache.
+        left, right, height, width, total = right, left, width, height, total.T
     # Tiles of equal height: a small rest would cost a matrix product of its own.
     tile = -(-height // max(1, -(-height * width // TILE)))
     buffer = total.new_empty(tile, width)
+    scratch = torch.empty_like(buffer) if turned else None
     lists = None if rows is None else [rows.sums(n, total.dtype) for n in range(examples)]
     for start in range(0, height, tile):
         stop = min(start + tile, height)
-        part, gradient = total[start:stop], buffer[: stop - start]
+        gradient = buffer[: stop - start]
+        part = total[start:stop] if scratch is None else scratch[: stop - start].zero_()
         for n in range(examples):
             torch.mm(left[n, :, start:stop].T, right[n], out=gradient)
             if lists is not None:
@@ -243,6 +249,8 @@ def outer_squares(total: Tensor, outer: Outer, rows: Rows | None = None, squares
                 if low < high:
                     gradient.index_add_(0, keys[low:high] - start, values[low:high])
             part.addcmul_(gradient, gradient)
+        if turned:
+            total[start:stop] += part
 
 
 def join_outer(summands: Sequence[Outer]) -> Outer:
