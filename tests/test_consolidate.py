@@ -313,6 +313,7 @@ def test_errors():
         {"strength": float("nan")},
         {"online": 0.0},
         {"online": 2},
+        {"online": "0.9"},
         {"dtype": torch.float16},
     ):
         with pytest.raises(SquisherError, match=next(iter(arguments)).replace("dtype", "float32")):
@@ -443,3 +444,31 @@ def test_a_plain_mapping_first_does_not_make_every_scale_alike():
     ewc.consolidate(plain)
     ewc.consolidate(known, scale="stored")
     assert (ewc.tasks, stored.tasks) == (3, 2)
+
+
+def test_memory_of_an_importance_may_be_used_again():
+    model = network()
+    importance = {name: torch.ones_like(p) for name, p in model.named_parameters()}
+    ewc = EWC(model)
+    ewc.consolidate(importance)
+    wander(model)
+    before = ewc.penalty().detach()
+    for tensor in importance.values():
+        tensor.zero_()
+    assert before > 0
+    assert torch.equal(ewc.penalty().detach(), before)
+
+
+@pytest.mark.parametrize("first", ["auto", "stored"])
+def test_the_scale_of_every_task_is_checked(first):
+    model = network()
+    ewc = EWC(model)
+    ewc.consolidate(importance_of(model, 0), scale=first)
+    with pytest.raises(SquisherError, match="scale"):
+        ewc.consolidate(importance_of(model, 1), scale="as_fischer")
+    if first == "stored":
+        with pytest.raises(ScaleError, match="as they are stored"):
+            ewc.consolidate(importance_of(model, 1), scale="as_fisher")
+    assert ewc.tasks == 1
+    with pytest.raises(SquisherError, match="not the state of an EWC"):
+        ewc.load_state_dict(None)

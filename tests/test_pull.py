@@ -94,6 +94,23 @@ def test_parameters_of_lower_precision_and_of_any_layout(metric):
         torch.testing.assert_close(p.detach().double(), expected, rtol=0.02, atol=0.02)
 
 
+@pytest.mark.parametrize("metric", ["plain", "adam"])
+def test_parameters_of_double_precision_keep_it(metric):
+    model, ewc, importance, _ = make(kind=torch.float64)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    one_step(model, optimizer)
+    before = {n: p.detach().clone() for n, p in model.items()}
+    ewc.pull_(optimizer, metric)
+    for name, p in model.items():
+        below = 1.0
+        if metric == "adam":
+            below = (optimizer.state[p]["exp_avg_sq"] / (1 - 0.999)).sqrt() + 1e-8
+        centre = ewc.state_dict()["centre"][name]
+        expected = minimiser(before[name], centre, importance[name], 0.3, below)
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-12, atol=1e-12)
+        assert torch.equal(p.detach()[importance[name] == 0], before[name][importance[name] == 0])
+
+
 def test_the_optimizer_never_sees_it():
     model, ewc, _, _ = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)

@@ -78,7 +78,7 @@ class EWC:
             raise SquisherError(f"EWC expects a torch.nn.Module, and got {type(model).__name__}.")
         if not (isinstance(strength, (int, float)) and math.isfinite(strength) and strength >= 0):
             raise ArgumentError(f"strength is a number of at least 0, not {strength!r}.")
-        if online is not None and not 0 < online <= 1:
+        if online is not None and not (isinstance(online, (int, float)) and 0 < online <= 1):
             raise ArgumentError(f"online is None or a decay γ in (0, 1], not {online!r}.")
         if dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise ArgumentError(f"Importances are kept as float32, bfloat16 or float64, not {dtype}.")
@@ -94,9 +94,7 @@ class EWC:
         self._look()
         self._weight: dict[str, Tensor] = {}  # A
         self._centre: dict[str, Tensor] = {}  # θ̄
-        self._constant = (
-            0.0  # the constant by which the sum over tasks differs from the parabola around θ̄, without ½·strength
-        )
+        self._constant = 0.0  # by which the sum over tasks differs from the parabola around θ̄, without ½·strength
         self._scale: _Scale | None = None
         self._steps = StepsTaken()
 
@@ -126,8 +124,8 @@ class EWC:
         new_weight, new_centre, constant = dict(self._weight), dict(self._centre), self._constant
         for name, source in names.items():
             parameter = self._parameters[name]
-            force = self._kept(scaled[source].to(torch.float32), parameter)
-            now = self._kept(parameter.detach().to(torch.float32), parameter).clone()
+            # Copies: whoever gave the importance may use its memory for the next task, and training moves the parameter.
+            force, now = (self._copied(tensor, parameter) for tensor in (scaled[source], parameter.detach()))
             if not is_finite(now):
                 raise not_finite(name)
             total += float(force.double().sum())
@@ -148,11 +146,8 @@ class EWC:
                     f"The importance of {name!r}, with those of the tasks before, is more than float32 holds: the penalty would be NaN. Scale "
                     "all of them down (importance * 1e-10) and the strength up."
                 )
-        for name in self._weight:
-            if (
-                self.online is not None and name not in names
-            ):  # without an importance in this task it fades like the others
-                new_weight[name] = self._weight[name] * self.online
+        if self.online is not None:  # without an importance in this task it fades like the others
+            new_weight |= {name: old * self.online for name, old in self._weight.items() if name not in names}
         self._warn_if_exploding(total)
         self._weight, self._centre, self._constant = new_weight, new_centre, constant
         self.tasks += 1
@@ -312,7 +307,8 @@ class EWC:
             SquisherError: It is not one, or belongs to another model.
         """
         expected = {"strength", "online", "tasks", "totals", "constant", "scale", "weight", "centre"}
-        if set(state) != expected or set(state["weight"]) != set(state["centre"]):
+        known = isinstance(state, Mapping) and set(state) == expected
+        if not known or set(state["weight"]) != set(state["centre"]):
             raise SquisherError(
                 "This is not the state of an EWC: it needs the keys " + ", ".join(sorted(expected)) + "."
             )
@@ -322,8 +318,8 @@ class EWC:
         self.totals, self._constant = list(state["totals"]), state["constant"]
         self._scale = None if state["scale"] is None else _Scale(**state["scale"])
         kept = {name: self._parameters[name] for name in names}
-        self._weight = {n: self._kept(state["weight"][n], p).to(self._dtype, copy=True) for n, p in kept.items()}
-        self._centre = {n: self._kept(state["centre"][n].float(), p).clone() for n, p in kept.items()}
+        self._weight = {n: self._copied(state["weight"][n], p, self._dtype) for n, p in kept.items()}
+        self._centre = {n: self._copied(state["centre"][n], p) for n, p in kept.items()}
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -346,8 +342,8 @@ class EWC:
             self._parameters, self._aliases = live_tensors(self._model)
             self._seen = now
 
-    def _kept(self, tensor: Tensor, parameter: Tensor) -> Tensor:
-        return tensor.to(self._device or parameter.device)
+    def _copied(self, tensor: Tensor, parameter: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return tensor.to(self._device or parameter.device, dtype, copy=True)
 
     def _matched(self, importance: Mapping[str, Tensor]) -> dict[str, str]:
         """Return the importance's name for each parameter of the model that it has."""
@@ -356,7 +352,8 @@ class EWC:
         return align(importance, self._parameters, called, tied=self._aliases, exclude=self._exclude, advice=advice)
 
     def _on_scale(self, importance: Mapping[str, Tensor], scale: str) -> Mapping[str, Tensor]:
-        """Return the scale rule over tasks: the first one decides, the others must be able to follow."""
+        """Return the importance on the scale of the tasks so far: the first one decides, the others must be able to follow."""
+        check_choice("scale", scale, ("auto", "stored", "as_fisher"))
         if scale == "stored":
             self._scale = (self._scale if self.tasks else None) or _Scale(as_fisher=False)
             return checked(importance)
@@ -374,6 +371,10 @@ class EWC:
                 raise ScaleError(f"Earlier tasks are per {self._scale.unit}, this one is per {unit}.")
             return converted
         if self._scale.first is None:  # the first task was taken as it was stored
+            if scale == "as_fisher":
+                raise ScaleError(
+                    "Earlier tasks were taken as they are stored, so this one cannot be taken as a Fisher."
+                )
             return checked(importance)
         # The provenance of the first task's importance is enough: its tensors are not kept.
         earlier = Importance({"none": torch.zeros(0)}, **self._scale.first) if self._scale.first else {}

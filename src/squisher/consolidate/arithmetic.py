@@ -165,11 +165,12 @@ def _pull_blocks_(pull: Pull) -> None:
 
 
 def _pull_foreach_(pulls: Sequence[Pull]) -> None:
-    device = pulls[0].centre.device
-    weights = [pull.weight.float() for pull in pulls]
+    # In float64 where a parameter is: what nothing pulls keeps its bits.
+    device, kind = pulls[0].centre.device, torch.promote_types(pulls[0].parameter.dtype, torch.float32)
+    weights = [pull.weight.to(kind) for pull in pulls]
     metrics = [pull.metric for pull in pulls if pull.metric is not None]
     if metrics:
-        rest = torch._foreach_sqrt([m.average.to(device=device, dtype=torch.float32) for m in metrics])
+        rest = torch._foreach_sqrt([m.average.to(device, kind) for m in metrics])
         torch._foreach_add_(rest, [m.eps * m.root for m in metrics])
         whole = torch._foreach_mul(weights, [p.rate * m.root for p, m in zip(pulls, metrics, strict=True)])
         torch._foreach_add_(whole, rest)
@@ -179,16 +180,16 @@ def _pull_foreach_(pulls: Sequence[Pull]) -> None:
         torch._foreach_add_(rest, 1.0)
         torch._foreach_reciprocal_(rest)
     parameters = [pull.parameter.detach() for pull in pulls]
-    pulled = torch._foreach_lerp([p.centre for p in pulls], [p.to(device, torch.float32) for p in parameters], rest)
+    pulled = torch._foreach_lerp([p.centre.to(kind) for p in pulls], [p.to(device, kind) for p in parameters], rest)
     torch._foreach_copy_(parameters, pulled)
 
 
 def _batches(pulls: Sequence[Pull]) -> list[list[Pull]]:
-    """Group by device, with a bounded number of elements in each group."""
+    """Group by device and type, with a bounded number of elements in each group."""
     out: list[list[Pull]] = []
     open_groups: dict[Any, tuple[list[Pull], int]] = {}
     for pull in pulls:
-        key = (pull.parameter.device, pull.centre.device, pull.metric is None)
+        key = (pull.parameter.device, pull.parameter.dtype, pull.centre.device, pull.metric is None)
         several, count = open_groups.get(key, ([], 0))
         if not several or count + pull.parameter.numel() > _TOGETHER:
             several, count = [], 0
