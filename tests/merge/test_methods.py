@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -294,11 +295,32 @@ def test_batch_sizes_are_brought_to_one_scale_and_never_mixed_silently(tmp_path)
         (lambda m, f: merge.ubgm(m[0], m, None, f), "base_size must be 0"),
         (lambda m, f: merge.ubgm(m[0], m, f[0], f, sizes=[1, -1]), "size.*finite"),
         (lambda m, f: merge.ubgm(m[0], m, f[0], f, [1, -1]), "not negative"),
+        (lambda m, f: merge.average(m, 0.5), "one coefficient per model, not 0.5"),
+        (lambda m, f: merge.ubgm(m[0], m, f[0], f, sizes=3), "one size per model, not 3"),
+        (lambda m, f: merge.ubgm(m[0], m, f[0], f, delta=None), "delta is a finite number"),
+        (lambda m, f: merge.ubgm(m[0], m, torch.ones(3), f), "maps names to tensors"),
+        (lambda m, f: merge.fisher(m, f, floor=None), "floor is relative or a number"),
+        (lambda m, f: merge.fisher(m, [f[0], torch.ones(3)]), "maps names to tensors"),
+        (lambda m, f: merge.ota(m[0], m, f, None), "keep is a fraction"),
+        (
+            lambda m, f: merge.fisher(m, [f[0], {n: t * 1e-41 for n, t in f[1].items()}], normalize="l2")["body.bias"],
+            "0 everywhere",
+        ),
     ],
 )
 def test_wrong_arguments(call, words):
     with pytest.raises(SquisherError, match=words):
         call([weights(0), weights(1)], [importances(0), importances(1)])
+
+
+def test_numbers_of_numpy_are_numbers():
+    models, fishers = [weights(0), weights(1)], [importances(0), importances(1)]
+    for a, b in (
+        (merge.fisher(models, fishers, floor=np.float32(0.5)), merge.fisher(models, fishers, floor=0.5)),
+        (merge.ota(models[0], models, fishers, np.float32(0.5)), merge.ota(models[0], models, fishers, 0.5)),
+        (merge.average(models, np.array([1, 3])), merge.average(models, [1, 3])),
+    ):
+        assert all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

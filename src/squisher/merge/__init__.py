@@ -7,13 +7,15 @@ tensors are computed when they are asked for. Names and shapes decide what belon
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..errors import ArgumentError, SquisherError, check_choice
+from ..importance import checked
 from .formulas import Fisher, Grafting, Matching, Mean
 from .inputs import prepared
 from .lazy import Merged
@@ -116,7 +118,7 @@ def fisher(
     """
     if normalize not in (None, "mean", "l2"):
         raise ArgumentError(f"is mean or l2, or nothing, not {normalize!r}.", "normalize")
-    importances = as_many("importance", importances, models)
+    importances = one_each(importances, models)
     floors, adds = as_floors(floor, len(models))
     used, numbers = taking_part(models, coefficients)
     dropped = len(used) < len(models)
@@ -167,11 +169,11 @@ def ubgm(
         NamingError: Names or shapes do not match.
         ScaleError: The importances have no common scale.
     """
-    importances = as_many("importance", importances, models)
+    importances = one_each(importances, models)
     lengths = as_numbers("size", sizes, len(models), least=0.0)
     (base_length,) = as_numbers("base_size", [base_size], 1, least=0.0)
     if delta != "relative":
-        (delta,) = as_numbers("delta", [as_number(delta)], 1, least=0.0)
+        (delta,) = as_numbers("delta", [delta], 1, least=0.0)
     if base_importance is None and base_length:
         raise ArgumentError(
             "must be 0 for ubgm without the importance of the base: give that importance, or 0.", "base_size"
@@ -180,7 +182,7 @@ def ubgm(
     dropped = len(used) < len(models)
     models, importances = [models[k] for k in used], [importances[k] for k in used]
     everyone, lengths = [*models, base], [lengths[k] for k in used]
-    of_base = [base_importance] if base_importance is not None and base_length else []
+    of_base = one_each([base_importance], [base]) if base_importance is not None and base_length else []
     layout, averaged, ready = prepared(everyone, used, exclude, [*importances, *of_base], missing, scale, dropped)
     base_ready = ready.pop() if of_base else None
     without = frozenset(averaged)
@@ -226,9 +228,10 @@ def ota(
         ScaleError: The importances have no common scale.
         SquisherError: A fraction is not between 0 and 1.
     """
-    importances = as_many("importance", importances, models)
+    importances = one_each(importances, models)
     floors, adds = as_floors(floor, len(models))
-    keeps = [as_number(k) for k in ([keep] * len(models) if isinstance(keep, (int, float)) else keep)]
+    each: Any = keep if isinstance(keep, Sequence) else [keep] * len(models)
+    keeps = [float(k) if isinstance(k, Real) else math.nan for k in each]
     if len(keeps) != len(models) or not all(0 <= k <= 1 for k in keeps):
         raise ArgumentError(
             f"is a fraction from 0 to 1, one for all or one for each of {len(models)} models, not {keep!r}.", "keep"
@@ -268,45 +271,47 @@ def taking_part(
     return used, [numbers[k] for k in used]
 
 
-def as_numbers(what: str, values: Sequence[float] | None, count: int, *, least: float) -> list[float]:
-    """Return finite numbers, as many as there are models; ones by default."""
+def as_numbers(what: str, values: Sequence[Any] | None, count: int, *, least: float) -> list[float]:
+    """Return finite numbers, one per model, which may come from a command line as text; ones by default."""
     if values is None:
         return [1.0] * count
-    numbers = [as_number(value) for value in values]
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ArgumentError(f"There are {count} models: give a list with one {what} per model, not {values!r}.")
+    numbers = []
+    for value in values:
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not (number >= least and abs(number) < 1e30):
+            raise ArgumentError(
+                f"A {what} is a finite number{'' if least < 0 else ' and not negative'}, not {value!r}."
+            )
+        numbers.append(number)
     if len(numbers) != count:
         raise ArgumentError(f"There are {count} models and {len(numbers)} {what}s; give one per model.")
-    for number in numbers:
-        if not (number >= least and abs(number) < 1e30):
-            raise ArgumentError(f"A {what} is a finite number{'' if least < 0 else ' and not negative'}, not {number}.")
     return numbers
 
 
-def as_number(value: Any) -> float:
-    """Return a number, which may come from a command line as text."""
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise ArgumentError(f"A number is expected, not {value!r}.") from None
-
-
-def as_many(what: str, given: Sequence[Weights], models: Sequence[Weights]) -> list[Weights]:
-    """Return a list with one entry per model."""
-    listed = isinstance(given, Sequence)
-    if not listed or len(given) != len(models):
-        count = len(given) if listed else 0 if given is None else 1
-        raise ArgumentError(f"There are {len(models)} models and {count} {what}s; give a list with one per model.")
-    return list(given)
+def one_each(importances: Sequence[Weights], models: Sequence[Weights]) -> list[Weights]:
+    """Return the importances as a list with one mapping per model."""
+    listed = isinstance(importances, Sequence)
+    if not listed or len(importances) != len(models):
+        count = len(importances) if listed else 0 if importances is None else 1
+        raise ArgumentError(f"There are {len(models)} models and {count} importances; give a list with one per model.")
+    for importance in importances:
+        checked(importance)  # refuses what is not a mapping
+    return list(importances)
 
 
 def as_floors(floor: Floor, count: int) -> tuple[list[float] | None, bool]:
     """Return one absolute floor per model, or None for the relative one; and whether it is added."""
-    if floor == "relative":
+    if isinstance(floor, str) and floor == "relative":
         return None, False
-    if isinstance(floor, str):
-        return as_numbers("floor", [as_number(floor)] * count, count, least=0.0), floor.startswith("+")
-    if not isinstance(floor, (int, float)):
-        return as_numbers("floor", floor, count, least=0.0), False
-    return as_numbers("floor", [floor] * count, count, least=0.0), False
+    if floor is None:
+        raise ArgumentError("is relative or a number; 0 is none.", "floor")
+    each: Any = [floor] * count if isinstance(floor, (str, Real)) else floor
+    return as_numbers("floor", each, count, least=0.0), isinstance(floor, str) and floor.startswith("+")
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..errors import NamingError, ScaleError, SquisherError, SquisherWarning, check_choice, near
 from ..importance import Importance, checked, on_common_scale, tied_in
 from ..names import FLOATS, check_like, check_unquantized, equal, excluded, find, pattern_of, shared
+from ..order import TINY
 from ..storage.safetensors import sums_of
 from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, name_pattern, numel_of, shape_of, tied_names
 
@@ -77,8 +78,8 @@ class Graded(Computed):
             value = math.fsum(self.sums(name)[0] for name in names) / max(count, 1)
         else:
             value = math.sqrt(math.fsum(self.sums(name)[1] for name in names))
-        if not 0 < value < math.inf:
-            what = "0 everywhere" if value == 0 else "too large"
+        if not TINY * self.factor <= value < math.inf:  # denormals count as 0
+            what = "0 everywhere" if value < 1 else "too large"
             raise SquisherError(
                 f"{self._who[:1].upper()}{self._who[1:]} is {what} and has no {kind} to be normalized by."
             )
