@@ -117,6 +117,13 @@ def test_what_does_not_fit_is_named():
         embed.distance(a, a, exclude="(")
 
 
+def test_sources_without_names_and_empty_rankings_are_refused():
+    with pytest.raises(SquisherError, match="by name"):
+        embed.rank({"w": torch.ones(2)}, [{"w": torch.ones(2)}])
+    with pytest.raises(SquisherError, match="'t'"):
+        embed.evaluate({"t": []}, {"t": {}})
+
+
 def test_rank_and_matrix_agree():
     tasks = {f"t{k}": task(k) for k in range(4)}
     names, matrix = embed.distances(tasks)

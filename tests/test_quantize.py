@@ -213,6 +213,8 @@ def test_lazy_files_give_the_same(model, tmp_path):
         ({"bits": (1, 4)}, "some of 2, 3, 4, 5, 6, 7, 8"),
         ({"bits": (7,), "scheme": "llama.cpp"}, "some of 2, 3, 4, 5, 6, 8"),
         ({"bits": ()}, "bits for affine"),
+        ({"bits": (2, None)}, "bits for affine"),
+        ({"bits": (2.0, 4.0)}, "bits for affine"),
         ({"group": 0}, "share a scale"),
         ({"scheme": "afine"}, "Did you mean 'affine'"),
         ({"importance": {"even.wieght": torch.ones(6, 64)}}, "Did you mean 'even.weight'"),
@@ -225,6 +227,23 @@ def test_what_is_refused(model, change, words):
     arguments = {"weights": model[0], "importance": model[1], **change}
     with pytest.raises(squisher.SquisherError, match=words):
         sensitivity(**arguments)
+
+
+def test_what_cannot_be_simulated_and_widths_that_were_not_measured(model):
+    weights, importance = model
+    for bits, words in ((4, "plan.bits"), ({"vector": 4}, "two dimensions")):
+        with pytest.raises(squisher.SquisherError, match=words):
+            simulate({**weights, "vector": torch.ones(5)}, bits)
+    with pytest.raises(squisher.SquisherError, match="5 was not"):
+        sensitivity(weights, importance, (4, 8)).uniform(5)
+
+
+def test_the_loss_is_of_what_is_simulated_whatever_the_type_of_the_importance():
+    weights = {"w": torch.tensor([[0.0, 0.5, 1.5, 2.5, 3.0 + 2**-22]])}
+    for kind in (torch.float32, torch.float64):
+        found = sensitivity(weights, {"w": torch.ones(1, 5, dtype=kind)}, (2,), 5)
+        error = (simulate(weights, {"w": 2}, 5)["w"] - weights["w"]).double()
+        assert found.losses["w"][2] == pytest.approx(0.5 * float(error.square().sum()), rel=1e-12)
 
 
 def test_budgets_that_nothing_fits(model):

@@ -47,6 +47,14 @@ def test_it_is_its_definition(size, select, strength):
     assert changed
 
 
+@pytest.mark.parametrize("scale", [1e45, 1e-10])
+def test_importances_of_double_precision_are_not_rounded(scale):
+    weights = {"w": torch.tensor([1.0, 1.0, 1.0])}
+    whole = {"w": torch.tensor([1.0, 1.0, 0.5 - 1e-12], dtype=torch.float64) * scale}
+    forget = {"w": torch.tensor([100.0, 1.0, 5.0], dtype=torch.float64) * scale}
+    torch.testing.assert_close(dampen(weights, whole, forget)["w"], torch.tensor([0.01, 1.0, 0.1]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_above_the_chunk_size_and_in_other_types(dtype):
     weights, whole, forget = make({"big": (3, 100_001)}, dtype)

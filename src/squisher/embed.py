@@ -19,12 +19,7 @@ from .errors import NamingError, SquisherError, check_choice
 from .importance import Importance, on_common_scale, without
 from .names import align
 from .order import TINY
-from .storage.tensors import (
-    CHUNK,
-    chunks_of,
-    numel_of,
-    one_thread,
-)
+from .storage.tensors import CHUNK, chunks_of, numel_of, one_thread
 
 __all__ = ["distance", "distances", "embedding", "evaluate", "rank"]
 
@@ -178,8 +173,9 @@ def rank(
         SquisherError: There is no source, or scales, names or shapes differ.
     """
     check_choice("metric", metric, METRICS)
-    if not sources:
-        raise SquisherError("rank needs at least one source task, but got none.")
+    if not isinstance(sources, Mapping) or not sources:
+        what = f"a {type(sources).__name__}" if sources else "none"
+        raise SquisherError(f"rank needs at least one source task, in a mapping by name, but got {what}.")
     names = list(sources)
     scaled = on_common_scale([target, *sources.values()], scale)
     found = [
@@ -207,7 +203,7 @@ def evaluate(predictions: Mapping[str, Sequence[str]], gains: Mapping[str, Mappi
         raise SquisherError("There are no predictions to evaluate.")
     ranks, ndcgs = [], []
     for target, order in predictions.items():
-        if target not in gains or set(order) != set(gains[target]):
+        if not order or target not in gains or set(order) != set(gains[target]):
             raise SquisherError(f"The sources ranked for {target!r} are not the ones whose gains are known.")
         known = gains[target]
         best = max(known.values())

@@ -291,7 +291,7 @@ def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[s
     path = Path(path)
     data, metadata = safetensors.open_archive(path)
     if metadata is None or metadata.get("kind") != "patch":
-        raise FileError(f"{path} is not a patch; make one with: squisher patch make BASE TUNED --out {path}")
+        raise FileError(f"{path} is not a patch; make one with: squisher patch make BASE TUNED --out PATCH")
     if metadata.get("format_version") != FORMAT_VERSION:
         raise FileError(
             f"{path} is a patch of format {metadata.get('format_version')}; this version reads {FORMAT_VERSION}."

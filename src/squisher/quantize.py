@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -116,7 +117,9 @@ class Sensitivity:
         return f"Sensitivity({len(self.losses)} tensors, {sum(self.numel.values()):,} weights, at {widths} bits; {len(self.kept)} kept)"
 
     def uniform(self, bits: int) -> Plan:
-        """Return the plan that gives every tensor the same width."""
+        """Return the plan that gives every tensor the same width, one that was measured."""
+        if any(bits not in losses for losses in self.losses.values()):
+            raise ArgumentError(f"is a width that was measured, and {bits!r} was not.", "bits")
         return _plan(self, dict.fromkeys(self.losses, bits), 0.0)
 
 
@@ -168,11 +171,10 @@ def quantizers_of(bits: Sequence[int], group: int, scheme: str) -> dict[int, Qua
     check_choice("scheme", scheme, SCHEMES)
     if not isinstance(bits, Sequence):
         raise ArgumentError(f"are the widths to choose from, such as (2, 3, 4, 8), not {bits!r}.", "bits")
-    widths = sorted(set(bits))
     known = list(_GGML) if scheme == "llama.cpp" else list(range(2, 9))
-    wrong = [b for b in widths if b not in known]
-    if wrong or not widths:
+    if not bits or not all(isinstance(b, Integral) and b in known for b in bits):
         raise ArgumentError(f"for {scheme} are some of {', '.join(map(str, known))}, not {list(bits)}.", "bits")
+    widths = sorted(set(map(int, bits)))
     if scheme == "llama.cpp":
         return {b: _GGML[b] for b in widths}
     if not (isinstance(group, int) and group > 0):
@@ -245,10 +247,17 @@ def simulate(
 
     Raises:
         NamingError: A tensor does not exist.
-        SquisherError: A width, group or scheme does not exist, or weights are quantised already or not finite.
+        SquisherError: A width, group or scheme does not exist, a tensor is a vector, or weights are quantised already or not finite.
     """
+    if not isinstance(bits, Mapping):
+        raise ArgumentError(f"are widths by tensor, such as plan.bits, not {bits!r}.", "bits")
     check_known(bits, weights, ("the plan", "the model"))
     check_unquantized(weights, bits)
+    for name in bits:
+        if len(shape_of(weights, name)) < 2:
+            raise SquisherError(
+                f"{name!r} has the shape {tuple(shape_of(weights, name))}: only tensors of two dimensions or more are quantised."
+            )
     return _Rounded(weights, bits, quantizers_of(list(bits.values()), group, scheme))
 
 
@@ -326,11 +335,7 @@ def _runs(
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield weights in the type to compute in and importances as float64, as matrices of whole groups."""
     length, width = _run(_row(shape_of(weights, name)), math.lcm(*(q.group for q in quantizers.values())))
-    work = (
-        torch.float64
-        if torch.float64 in (dtype_of(weights, name), dtype_of(importance, importance_name))
-        else torch.float32
-    )
+    work = torch.promote_types(dtype_of(weights, name), torch.float32)  # as `simulate` rounds
     pairs = zip(chunks_of(weights, name, length), chunks_of(checked(importance), importance_name, length), strict=True)
     for w, f in pairs:
         yield w.to(work).view(-1, width), f.double().view(-1, width)
@@ -369,7 +374,7 @@ class _Rounded(Computed):
         for chunk in chunks_of(self._weights, name, length):
             if not is_finite(chunk):
                 raise not_finite(name)
-            work = chunk.to(torch.float64 if dtype == torch.float64 else torch.float32).view(-1, width)
+            work = chunk.to(torch.promote_types(dtype, torch.float32)).view(-1, width)
             held = torch.cat([held, quantizer.rounded(work).reshape(-1).to(dtype)])
             whole = held.numel() // size * size
             yield from held[:whole].split(size) if whole else ()

@@ -114,7 +114,8 @@ class Dampened(Computed):
     def _factors(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield what the entries are multiplied by, in flat chunks."""
         whole_name, forget_name = self._pairs[name]
-        work = torch.float64 if dtype_of(self._weights, name) == torch.float64 else torch.float32
+        read = ((self._weights, name), (self._importance, whole_name), (self._forget, forget_name))
+        work = torch.float64 if torch.float64 in [dtype_of(*one) for one in read] else torch.float32
         for f, g in zip(
             chunks_of(self._importance, whole_name, size), chunks_of(self._forget, forget_name, size), strict=True
         ):

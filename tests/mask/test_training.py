@@ -284,6 +284,8 @@ def test_what_does_not_fit_is_refused():
         mask.train_only(model, optimizer, {"up.weight": torch.ones(1, dtype=torch.bool)})
     with pytest.raises(NamingError, match="are one tensor"):
         mask.train_only(model, optimizer, {**masks, "head.weight": masks["embed.weight"]})
+    with pytest.raises(SquisherError, match="NoneType for a Transformer"):
+        mask.train_only(model, optimizer, None)
     with pytest.raises(SquisherError, match="boolean"):
         mask.train_only(model, optimizer, {"up.bias": torch.ones(32)})
     with pytest.raises(SquisherError, match="'attention.*optimizer"):

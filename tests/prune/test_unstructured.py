@@ -209,6 +209,8 @@ def test_a_module_without_importance():
         ({"sparsity": 0.5, "exclude": "("}, "not a regular expression"),
         ({"sparsity": 0.5, "exclude": "."}, "excludes all"),
         ({"sparsity": 0.9, "minimum": 0.5}, "232 are the minimum"),
+        ({"sparsity": 0.9, "minimum": 0.5, "scope": "tensor"}, "minimum is for the global scope"),
+        ({"nm": "2:4", "minimum": 0.5}, "minimum is for the global scope"),
     ],
 )
 def test_impossible_wishes(options, message):

@@ -353,7 +353,7 @@ def load(path: str | os.PathLike[str]) -> Mask:
     if metadata is None or metadata.get("kind") != "mask":
         what = "nothing that says so" if metadata is None else repr(metadata.get("kind"))
         raise FileError(
-            f"{path} is not a mask: it holds {what}. Make one with: squisher mask FILE --keep 0.005 --out {path}"
+            f"{path} is not a mask: it holds {what}. Make one with: squisher mask {path} --keep 0.005 --out MASK"
         )
     if metadata.get("format_version") != FORMAT_VERSION:
         raise FileError(

@@ -311,6 +311,10 @@ def match(model: nn.Module, mask: Mapping[str, Tensor]) -> list[Kept]:
         NamingError: The mask has a name or a shape that the model does not have.
         SquisherError: A parameter is kept that is not trainable.
     """
+    if not isinstance(model, nn.Module) or not isinstance(mask, Mapping):
+        raise SquisherError(
+            f"A mask maps parameter names of a torch.nn.Module to boolean tensors; got a {type(mask).__name__} for a {type(model).__name__}."
+        )
     parameters, tied = live_tensors(model)
     names = align(mask, parameters, ("the mask", "the model"), tied=tied) if mask else {}
     packed = mask if isinstance(mask, Mask) else Mask(mask)

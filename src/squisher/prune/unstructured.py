@@ -85,6 +85,10 @@ def weights(
     if sparsity is not None:
         check_fraction("sparsity", sparsity, "of weights to set to zero")
     check_fraction("minimum", minimum, "of each tensor that stays at least")
+    if minimum and (nm is not None or scope == "tensor"):
+        raise ArgumentError(
+            "is for the global scope: a pattern, or a sparsity of each tensor, says how much stays.", "minimum"
+        )
     owners: dict[str, list[tuple[nn.Module, str]]] = {}
     stored: Mapping[str, Tensor]
     if isinstance(model_or_weights, nn.Module):
@@ -93,11 +97,7 @@ def weights(
         stored = model_or_weights
         aliases = tied_names(stored)
     fitted = _fitted(stored, importance, aliases, exclude, set(owners) or None)
-    scored = (
-        scores(stored, fitted, score, seed=seed)
-        if importance is not None
-        else Scores(stored, None, score, seed, list(fitted))
-    )
+    scored = Scores(stored, None if importance is None else checked(fitted), score, seed, list(fitted))
     if nm is not None:
         marks = _by_pattern(scored, *parse_pattern(nm))
     else:
@@ -348,21 +348,17 @@ class Scores(Computed):
             yield from self._noise(name, size)
             return
         kind = self.dtype(name)
-        if self._score == "magnitude":
-            for chunk in chunks_of(self._weights, self._name_there(name), size):
+        weights = chunks_of(self._weights, name, size)
+        if self._importance is None or self._score == "magnitude":
+            for chunk in weights:
                 yield torch.from_numpy(np.abs(_array(chunk, kind)))
             return
-        importance = self._importance
-        if importance is None:
-            raise SquisherError(f"The score {self._score} needs an importance.")
+        importances = chunks_of(self._importance, name, size)
         if self._score == "importance":
-            for chunk in chunks_of(importance, self._name_there(name), size):
+            for chunk in importances:
                 yield torch.from_numpy(_array(chunk, kind))
             return
-        pairs = zip(
-            chunks_of(self._weights, self._name_there(name), size), chunks_of(importance, name, size), strict=True
-        )
-        for weight, fisher in pairs:
+        for weight, fisher in zip(weights, importances, strict=True):
             theta = _array(weight, kind)
             with np.errstate(over="ignore", invalid="ignore"):
                 loss = theta * theta
@@ -378,7 +374,7 @@ class Scores(Computed):
     def _noise(self, name: str, size: int) -> Iterator[Tensor]:
         digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
         random = np.random.default_rng(int.from_bytes(digest[:16], "big"))
-        numel = numel_of(self._weights, self._name_there(name))
+        numel = numel_of(self, name)
         for start in range(0, numel, size):
             yield torch.from_numpy(random.random(min(size, numel - start), dtype=np.float32))
 
