@@ -41,7 +41,7 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
         An importance with those numbers, under the names of the parameters.
 
     Raises:
-        SquisherError: Nothing is left, or `by` is none of the three.
+        SquisherError: Nothing is left, or `by` does not exist.
     """
     check_choice("by", by, BY)
     whole = importance if isinstance(importance, Importance) else Importance(importance)

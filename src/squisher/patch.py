@@ -285,7 +285,7 @@ def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[s
         path: What `make` wrote.
 
     Raises:
-        FileError: The file is no patch, or damaged.
+        FileError: The file is not a patch, or it is damaged.
         NamingError: The base has other tensors than the patch's; one with other values is refused when it is read.
     """
     path = Path(path)

@@ -3,8 +3,8 @@
     found = squisher.quantize.sensitivity(weights, importance, bits=(2, 3, 4, 8), group=64)
     plan = squisher.quantize.allocate(found, bits_per_weight=4.5)
 
-The loss of a tensor is ½ Σ F·(w − Q(w))², the second-order increase of the training loss when its weights are rounded. It is no
-importance matrix of llama.cpp: that one is the mean square of a layer's inputs and steers the rounding inside a tensor.
+The loss of a tensor is ½ Σ F·(w − Q(w))², the second-order increase of the training loss when its weights are rounded. The
+importance matrix of llama.cpp is something else: the mean square of a layer's inputs, which steers the rounding inside a tensor.
 """
 
 from __future__ import annotations

@@ -230,19 +230,16 @@ class EWC:
 
     @torch.no_grad()
     def _pull(self, optimizer: torch.optim.Optimizer, metric: str) -> None:
-        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        pulls = []
-        for parameter, weight, centre in self._held():
-            group = group_of.get(id(parameter))
-            if group is None or not parameter.requires_grad:
-                continue
-            below = denominator(optimizer, group, parameter) if metric == "adam" else None
-            if metric == "plain" or below is not None:
-                pulls.append(Pull(parameter, weight, centre, self.strength * float(group["lr"]), below))
-        if self._weight and not any(id(parameter) in group_of for parameter, _, _ in self._held()):
+        held = list(self._held_by(optimizer))
+        if self._weight and not held:
             raise SquisherError(
                 "The optimizer has none of the parameters that EWC protects: was the EWC made of another model?"
             )
+        pulls = []
+        for group, parameter, weight, centre in held:
+            below = denominator(optimizer, group, parameter) if metric == "adam" else None
+            if parameter.requires_grad and (metric == "plain" or below is not None):
+                pulls.append(Pull(parameter, weight, centre, self.strength * float(group["lr"]), below))
         pull_together_(pulls)
 
     def is_of(self, model: nn.Module) -> bool:
@@ -276,11 +273,9 @@ class EWC:
     @torch.no_grad()
     def _mean_step(self, optimizer: torch.optim.Optimizer) -> float:
         """Return Σ A / (√v̂ + ε) over Σ A: what Adam multiplies the penalty's gradient by, on average."""
-        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         above, total = [], []
-        for parameter, weight, _ in self._held():
-            group = group_of.get(id(parameter))
-            below = None if group is None else denominator(optimizer, group, parameter)
+        for group, parameter, weight, _ in self._held_by(optimizer):
+            below = denominator(optimizer, group, parameter)
             if below is not None:
                 root = below.average.to(weight.device).double().sqrt() / below.root + below.eps
                 above.append(float((weight.double() / root).sum()))
@@ -334,6 +329,13 @@ class EWC:
                     "make a new EWC(model, exclude=...) that leaves it out, and load this one's state_dict()."
                 )
             yield parameter, weight, self._centre[name]
+
+    def _held_by(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor]]:
+        """Yield the protected parameters that an optimizer has, each after its group."""
+        group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        for parameter, weight, centre in self._held():
+            if id(parameter) in group_of:
+                yield group_of[id(parameter)], parameter, weight, centre
 
     def _look(self) -> None:
         """Look up the model's parameters, where some are others than at the last look."""

@@ -263,7 +263,7 @@ class Mask(Mapping[str, Tensor]):
                 yield torch.from_numpy(chunk)
 
     def _indices(self, name: str) -> Any:
-        """Return the flat indices of one tensor that is stored so; refuse those of a damaged file."""
+        """Return the flat indices of one tensor that is stored as indices; refuse a damaged file."""
         indices = self._data[name].numpy()
         inside = not indices.size or (indices[0] >= 0 and indices[-1] < self.shape(name).numel())
         if not (inside and (np.diff(indices) > 0).all()):
@@ -346,7 +346,7 @@ def load(path: str | os.PathLike[str]) -> Mask:
     """Open a mask file, lazily: its tensors are read and unpacked when asked for.
 
     Raises:
-        FileError: Nothing is there, it is damaged, or it is no mask.
+        FileError: Nothing is there, it is damaged, or it is not a mask.
     """
     path = Path(path)
     data, metadata = safetensors.open_archive(path)

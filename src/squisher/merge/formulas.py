@@ -1,14 +1,16 @@
 """What each method weighs a tensor's chunks with, and the arithmetic on one chunk: pure functions of the models' chunks.
 
 Everything is built from differences of weights, never from products of weights: what is equal in all models comes back to
-the bit, except that an average turns -0.0 into 0.0. All steps are done on one block before the next block is touched, so that what is between them stays in the cache.
+the bit, except that an average turns -0.0 into 0.0. All steps are done on one block before the next block is touched, so that
+intermediate results stay in the cache.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -68,7 +70,7 @@ class Fisher:
         """Return what is read for a chunk, in this order."""
         if not self.terms(name):
             return self.models
-        return [source for pair in zip(self.models, self.importances, strict=True) for source in pair]
+        return _paired(self.models, self.importances)
 
     def fill(self, name: str, chunks: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with the merged chunk."""
@@ -140,8 +142,8 @@ class Matching:
         """Return what is read for a chunk, in this order."""
         if self._unit_and_delta(name) is None:
             return self._plain.models
-        pairs = [source for pair in zip(self.models, self.importances, strict=True) for source in pair]
-        return [self.base, *([] if self.base_importance is None else [self.base_importance]), *pairs]
+        of_base = [] if self.base_importance is None else [self.base_importance]
+        return [self.base, *of_base, *_paired(self.models, self.importances)]
 
     def fill(self, name: str, chunks: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with the merged chunk."""
@@ -205,8 +207,7 @@ class Grafting:
         """Return what is read for a chunk, in this order."""
         if name in self.averaged:
             return self._mean.models
-        pairs = zip(self.models, self.importances, strict=True)
-        return [self.base, *(source for pair in pairs for source in pair)]
+        return [self.base, *_paired(self.models, self.importances)]
 
     def fill(self, name: str, chunks: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with the merged chunk."""
@@ -227,20 +228,20 @@ class Grafting:
     def _threshold(self, k: int) -> float:
         if self.keeps[k] == 1.0:
             return 0.0
-        model, importance = self.models[k], self.importances[k]
+        sources = self.base, self.models[k], self.importances[k]
 
-        def source(name: str) -> Callable[[], Iterator[Tensor]]:
-            def scores() -> Iterator[Tensor]:
-                for start, weights, values in zip(
-                    *(chunks_of(s, name) for s in (self.base, model, importance)), strict=True
-                ):
-                    yield saliency(start, weights, values)
+        def scores(name: str) -> Iterator[Tensor]:
+            for chunks in zip(*(chunks_of(source, name) for source in sources), strict=True):
+                yield saliency(*chunks)
 
-            return scores
-
-        names = [name for name in importance if name not in self.averaged]
+        names = [name for name in self.importances[k] if name not in self.averaged]
         total = sum(numel_of(self.base, name) for name in names)
-        return threshold({name: source(name) for name in names}, math.floor(self.keeps[k] * total)).value
+        return threshold({name: partial(scores, name) for name in names}, math.floor(self.keeps[k] * total)).value
+
+
+def _paired(models: Sequence[Weights], importances: Sequence[Weights]) -> list[Weights]:
+    """Return every model followed by its importance."""
+    return [source for pair in zip(models, importances, strict=True) for source in pair]
 
 
 def _unit(mean: float) -> float:
@@ -337,11 +338,7 @@ def gradient_matched(
             if careful:
                 plain.add_(d, alpha=term.coefficient)
             above.addcmul_(d, w, value=term.coefficient)
-        if careful:
-            none = total == 0
-            above[none] = plain[none]
-            total[none] = 1.0
-        _deliver(torch.addcdiv(start, above, total, out=_last(target, above)), target)
+        _divide(start, above, total, plain if careful else None, target)
 
 
 def grafted(
@@ -371,11 +368,7 @@ def grafted(
             above.addcmul_(d, w)
             if careful:
                 plain.add_(d, alpha=1 / len(terms))
-        if careful:
-            none = total == 0
-            above[none] = plain[none]
-            total[none] = 1.0
-        _deliver(torch.addcdiv(start, above, total, out=_last(target, above)), target)
+        _divide(start, above, total, plain if careful else None, target)
 
 
 def saliency(start: Tensor, theta: Tensor, importance: Tensor) -> Tensor:
@@ -409,6 +402,15 @@ def _weigh(importance: Tensor, term: Term, out: Tensor, careful: bool) -> None:
         torch.add(values, term.floor, out=out)
     else:
         torch.clamp_min(values, term.floor, out=out)  # no importance is negative, so that a floor of 0 changes nothing
+
+
+def _divide(start: Tensor, above: Tensor, total: Tensor, plain: Tensor | None, target: Tensor) -> None:
+    """Fill `target` with start + above / total, or start + plain where the total may be 0 and is."""
+    if plain is not None:
+        none = total == 0
+        above[none] = plain[none]
+        total[none] = 1.0
+    _deliver(torch.addcdiv(start, above, total, out=_last(target, above)), target)
 
 
 def _as(block: Tensor, spare: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..errors import ArgumentError, NamingError, SquisherError, check_choice, check_fraction, require
+from ..errors import ArgumentError, SquisherError, check_choice, check_fraction, require
 from ..importance import checked
 from ..names import align, check_known, excluded, live_tensors
 from ..storage.tensors import is_finite, not_finite
@@ -71,7 +71,7 @@ def channels(
         The smaller copy.
 
     Raises:
-        SquisherError: torch-pruning is missing, the model cannot be traced, or the wish is impossible.
+        SquisherError: torch-pruning is missing, the model cannot be traced, or the request is impossible.
         NamingError: Names or shapes of importance and model do not fit.
     """
     check_score(score, importance, ("sqrt", "orthoreg"))
@@ -125,7 +125,7 @@ def channels(
         )
         if sparsity:
             pruner.step()
-    except (SquisherError, NamingError):
+    except SquisherError:
         raise
     except Exception as error:
         raise SquisherError(
@@ -201,9 +201,9 @@ class _Scorer:
             total = torch.rand(
                 width, generator=torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
             ).double()
-        largest = float(total.max())
-        if largest > 0:  # float32 is what Torch-Pruning ranks in; the guard must stay above everything
-            total = total.clamp_max(_GUARDED / 2)
+        total = total.clamp_max(
+            _GUARDED / 2
+        )  # Torch-Pruning ranks in float32, and the guard must stay above everything
         # Where heads are removed whole, they are ranked by the mean of their channels, and guarded whole.
         units = total.view(heads, -1) if heads > 1 and width % heads == 0 else total.view(-1, 1)
         kept = max(1, math.ceil(self._minimum * len(units)))
