@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError, near
-from ..storage.tensors import CHUNK, Computed, buffer_for, chunks_of, dtype_of, is_finite, not_finite, shape_of
+from ..storage.tensors import CHUNK, Computed, buffer_for, chunks_of, dtype_of, is_finite, not_finite
 from .inputs import Plan, also_tied
 
 __all__ = ["Formula", "Merged"]
@@ -57,8 +57,7 @@ class Merged(Computed):
         self._plan = plan
         self._formula = formula
         self._dtype = dtype
-        self._source = models[0] if source is None else source
-        super().__init__(self._source)
+        super().__init__(models[0] if source is None else source)
         self._shared: WeakValueDictionary[str, Tensor] = WeakValueDictionary()
         self._in_plan = frozenset(plan.merged)
         self.merged = plan.merged
@@ -68,24 +67,20 @@ class Merged(Computed):
         self.tied = dict(plan.tied)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._in_plan or name in self.tied or name in self._source
+        return name in self._in_plan or name in self.tied or name in self._like
 
     def __repr__(self) -> str:
         models = f"{len(self._models)} model{'s' * (len(self._models) != 1)}"
         return f"Merged({len(self.merged)} of {len(self)} tensors merged, from {models})"
 
-    def shape(self, name: str) -> torch.Size:
-        """Return the shape of one tensor, without reading it."""
-        return shape_of(self._source, self._known(name))
-
     def dtype(self, name: str) -> torch.dtype:
         """Return the data type of one tensor, without reading it."""
-        name = self._known(name)
-        stored = dtype_of(self._source, name)
+        name = self._name_there(name)
+        stored = dtype_of(self._like, name)
         return stored if self._dtype is None or name in self.copied or not stored.is_floating_point else self._dtype
 
     def __getitem__(self, name: str) -> Tensor:
-        name = self._known(name)
+        name = self._name_there(name)
         if name in self._shared:
             return self._shared[name]
         out = torch.empty(self.shape(name).numel(), dtype=self.dtype(name))
@@ -100,7 +95,7 @@ class Merged(Computed):
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order; memory is bounded by a few chunks, however many models there are."""
-        name = self._known(name)
+        name = self._name_there(name)
         together = size // self._step(name, size)
         chunks = self.short_chunks(name, size)
         while short := list(islice(chunks, together)):
@@ -108,8 +103,8 @@ class Merged(Computed):
 
     def short_chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield as `chunks` does, in smaller chunks the more models there are, so that memory does not grow with their number."""
-        name = self._known(name)
-        inputs = self._formula.inputs(name) if name in self._in_plan else [self._source]
+        name = self._name_there(name)
+        inputs = self._formula.inputs(name) if name in self._in_plan else [self._like]
         merge = self._merged if name in self._in_plan else self._copied
         for chunks in zip(*(chunks_of(tensors, name, self._step(name, size)) for tensors in inputs), strict=True):
             yield merge(name, chunks)
@@ -159,7 +154,7 @@ class Merged(Computed):
             source=source,
         )
 
-    def _known(self, name: str) -> str:
+    def _name_there(self, name: str) -> str:
         name = self.tied.get(name, name)
         if name not in self:
             raise KeyError(f"no tensor named {name!r}.{near(name, self)}")

@@ -161,12 +161,8 @@ class _Scorer:
         heads: Mapping[nn.Module, int],
         library: Any,
     ) -> None:
-        self._values = values
-        self._score = score
-        self._minimum = minimum
-        self._seed = seed
-        self._heads = heads
-        self._calls = 0
+        self._values, self._score, self._heads = values, score, heads
+        self._minimum, self._seed, self._calls = minimum, seed, 0
         self._outputs = (
             library.prune_conv_out_channels,
             library.prune_linear_out_channels,
@@ -198,9 +194,8 @@ class _Scorer:
         self._calls += 1
         if self._score == "random":
             digest = hashlib.sha256(f"{self._seed} {self._calls}".encode()).digest()
-            total = torch.rand(
-                width, generator=torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
-            ).double()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
+            total = torch.rand(width, generator=generator).double()
         total = total.clamp_max(
             _GUARDED / 2
         )  # Torch-Pruning ranks in float32, and the guard must stay above everything
@@ -265,13 +260,10 @@ def _outputs(model: nn.Module, example: Any, refusal: str) -> tuple[list[tuple[i
     model.eval()
     try:
         with torch.no_grad():
-            output = (
-                model(**example)
-                if isinstance(example, dict)
-                else model(*example)
-                if isinstance(example, (tuple, list))
-                else model(example)
-            )
+            if isinstance(example, dict):
+                output = model(**example)
+            else:
+                output = model(*example) if isinstance(example, (tuple, list)) else model(example)
     except Exception as error:
         raise SquisherError(refusal.format(error)) from error
     finally:

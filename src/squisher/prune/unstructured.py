@@ -331,10 +331,8 @@ class Scores(Computed):
         names: list[str],
     ) -> None:
         super().__init__(weights, {name: name for name in names})
-        self._weights = weights
-        self._importance = importance
-        self._score = score
-        self._seed = seed
+        self._weights, self._importance = weights, importance
+        self._score, self._seed = score, seed
 
     def dtype(self, name: str) -> torch.dtype:
         """Return float32, or float64 where weights or importance are."""
