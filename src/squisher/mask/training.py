@@ -80,20 +80,15 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
     return Handle(removers)
 
 
-def mask_gradient(kept: Kept, gradient: Tensor) -> None:
-    """Set the gradient of frozen entries to zero, in place; infinities and NaN too, which a product would keep."""
-    values = _taken(gradient, kept.indices)
-    _put_(gradient.zero_(), kept.indices, values)
-
-
 def masking_hook(kept: Kept) -> Callable[[Tensor], None]:
-    """Return a hook for `register_post_accumulate_grad_hook` that masks the gradient as soon as it has been accumulated."""
+    """Return a hook for `register_post_accumulate_grad_hook` that sets the gradient of frozen entries to zero."""
 
     def mask(parameter: Tensor) -> None:
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-            mask_gradient(kept, parameter.grad)
+            values = _taken(parameter.grad, kept.indices)  # not by a product, which would keep infinities and NaN
+            _put_(parameter.grad.zero_(), kept.indices, values)
 
     return mask
 
