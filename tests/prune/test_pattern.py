@@ -27,6 +27,8 @@ def test_what_takes_part():
         weights(model, model, nm="2:4", exclude="w|odd")
     with pytest.raises(SquisherError, match="NaN"):
         keep_pattern(torch.full((2, 4), float("nan")), 2, 4)
+    with pytest.raises(SquisherError, match="'w' hold NaN"):
+        weights({"w": torch.full((2, 4), float("nan"))}, {"w": torch.ones(2, 4)}, nm="2:4").counts()
 
 
 @pytest.mark.parametrize("text", ["4:2", "2:2", "0:4", "2/4", "two:four", "2:4000"])

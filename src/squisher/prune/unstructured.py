@@ -204,7 +204,7 @@ def _pattern_chunks(scored: Scores, name: str, keep: int, of: int) -> Iterator[T
     """Yield which entries of one tensor stay, in flat chunks of whole rows."""
     rest = scored.shape(name)[1:]
     for chunk in scored.chunks(name, rest.numel() * max(1, CHUNK // rest.numel())):
-        yield keep_pattern(chunk.view(-1, *rest), keep, of).flatten()
+        yield keep_pattern(chunk.view(-1, *rest), keep, of, repr(name)).flatten()
 
 
 def _recut(chunks: Any, size: int) -> Iterator[Tensor]:
@@ -393,12 +393,15 @@ def parse_pattern(pattern: str) -> tuple[int, int]:
     return int(found[1]), int(found[2])
 
 
-def keep_pattern(scores: Tensor, keep: int, of: int) -> Tensor:
+def keep_pattern(scores: Tensor, keep: int, of: int, called: str = "a tensor") -> Tensor:
     """Return True for the `keep` best of every `of` neighbours along the inputs (dimension 1); the first of equal ones stay."""
     grouped = scores.movedim(1, -1).reshape(-1, of)
     columns: list[Any] = [np.ascontiguousarray(grouped[:, k].numpy()) for k in range(of)]
     if any(bool(np.isnan(column).any()) for column in columns):
-        raise SquisherError("The scores hold NaN, which has no rank: so do the weights or the importance.")
+        raise SquisherError(
+            f"The scores of {called} hold NaN, which has no rank: so do its weights or its importance. Take an earlier checkpoint, or "
+            "leave the tensor out with exclude."
+        )
     kept = np.empty(grouped.shape, dtype=bool)
     for k, column in enumerate(columns):
         better = np.zeros(column.shape, dtype=np.uint8)
