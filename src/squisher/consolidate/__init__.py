@@ -370,12 +370,16 @@ class EWC:
             converted = on_common_scale([importance], "as_fisher")[0]
             unit = converted.provenance.unit if isinstance(converted, Importance) else None
             if self._scale.unit != unit:
-                raise ScaleError(f"Earlier tasks are per {self._scale.unit}, this one is per {unit}.")
+                raise ScaleError(
+                    f"Earlier tasks are per {self._scale.unit}, this one is per {unit}: bring it to their unit with "
+                    f"as_fisher({self._scale.unit!r}), or measure it so."
+                )
             return converted
         if self._scale.first is None:  # the first task was taken as it was stored
             if scale == "as_fisher":
                 raise ScaleError(
-                    "Earlier tasks were taken as they are stored, so this one cannot be taken as a Fisher."
+                    "Earlier tasks were taken as they are stored, and scale='as_fisher' would mix two scales: use 'stored' for this one too, "
+                    "or begin a new EWC."
                 )
             return checked(importance)
         # The provenance of the first task's importance is enough: its tensors are not kept.

@@ -134,17 +134,11 @@ def _provenance(
     largest: bool,
 ) -> dict[str, Any]:
     record: dict[str, Any] = {"keep": keep, "k": k, "total": total, "model": {"structure": structure_hash(shapes)}}
-    if always is not None:
-        record["always"] = always
-    if minimum:
-        record["minimum"] = minimum
-    if not largest:
-        record["largest"] = False
+    asked = {"always": always, "minimum": minimum or None, "largest": None if largest else False}
+    record |= {key: value for key, value in asked.items() if value is not None}
     if isinstance(importance, Importance):
-        known = importance.provenance.to_dict()
-        for bulky in ("sum", "sum_of_squares", "model"):
-            known.pop(bulky, None)
-        record["importance"] = known
+        bulky = ("sum", "sum_of_squares", "model")
+        record["importance"] = {key: v for key, v in importance.provenance.to_dict().items() if key not in bulky}
     return record
 
 
@@ -353,7 +347,7 @@ def load(path: str | os.PathLike[str]) -> Mask:
     if metadata is None or metadata.get("kind") != "mask":
         what = "nothing that says so" if metadata is None else repr(metadata.get("kind"))
         raise FileError(
-            f"{path} is not a mask: it holds {what}. Make one with: squisher mask {path} --keep 0.005 --out MASK"
+            f"{path} is not a mask: it holds {what}. Make one with: squisher mask FILE --keep 0.005 --out MASK"
         )
     if metadata.get("format_version") != FORMAT_VERSION:
         raise FileError(
