@@ -643,3 +643,11 @@ def test_a_scale_that_overflows_is_refused_and_not_infinite():
             list(scaled.chunks("w"))
     wide = squisher.Importance({"w": torch.full((3,), 1e38, dtype=torch.float64)}, kind="fisher") * 10.0
     assert wide["w"].isfinite().all()
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(3.4e38, "bfloat16"), (1e60, "float32"), (1e200, None)])
+def test_values_that_the_file_cannot_hold_are_refused_in_a_sentence(tmp_path, value, dtype):
+    imp = squisher.Importance({"w": torch.full((4,), value, dtype=torch.float64)})
+    with pytest.raises(SquisherError, match="'w'.*more than their type holds"):
+        imp.save(tmp_path / "a.safetensors", dtype=dtype)
+    assert not list(tmp_path.iterdir())

@@ -258,3 +258,20 @@ def test_damaged_is_a_file_error(saved, codec, tmp_path):
     save_file(stored, tmp_path / "b.safetensors", {"squisher": text})
     with pytest.raises(FileError):
         squisher.load(tmp_path / "b.safetensors")
+
+
+def test_negative_zero_is_zero(tmp_path):
+    values = torch.rand(5000, generator=torch.Generator().manual_seed(0))
+    values[:7] = -0.0
+    squisher.Importance({"w": values}).save(tmp_path / "a.safetensors", codec="log8")
+    assert not squisher.load(tmp_path / "a.safetensors")["w"][:7].any()
+
+
+@pytest.mark.parametrize("codec", ["log8", "rank1"])
+def test_what_would_be_decoded_as_infinite_is_refused(tmp_path, codec):
+    largest = torch.finfo(torch.float32).max
+    cross = torch.full((64, 64), 1e-10)
+    cross[0], cross[:, 0] = largest, largest
+    with pytest.raises(SquisherError, match="too large"):
+        squisher.Importance({"w": cross}).save(tmp_path / "a.safetensors", codec=codec)
+    assert not list(tmp_path.iterdir())

@@ -484,7 +484,7 @@ def _error_of(codec: Codec, encoded: Encoded) -> dict[str, Any]:
         "entries": before.numel(),
     }
     found = {key: one for key, one in error.items() if one is not None}
-    sums = [{name: safetensors.rounded([both[k]]) for name, both in encoded.sums.items()} for k in (0, 1)]
+    sums = [{name: safetensors.rounded(name, [both[k]]) for name, both in encoded.sums.items()} for k in (0, 1)]
     return {"codec": {**codec.plain(), **found}, "sum": sums[0], "sum_of_squares": sums[1]}
 
 

@@ -133,6 +133,8 @@ class Encoded(Computed):
             back = torch.from_numpy(_log8_values(code, base, step, scale, 0, np.empty(code.size, np.float32)))
             for into, one in zip((total, squares), sums_of(back), strict=True):
                 into.append(one)
+            if not math.isfinite(total[-1]):
+                raise _too_large(name)
             self._sample.add(self._sample.of(name, start, values), self._sample.of(name, start, back))
             for into_blocks, array in zip(blocks, (base, step, scale), strict=True):
                 into_blocks.append(array)
@@ -153,6 +155,8 @@ class Encoded(Computed):
             originals.append(self._sample.of(name, start, values).clone())
             places.append(self._sample.places(name, start, values.numel()))
         row, column = _rank1_factors(rows, columns)
+        if float(row.max()) * float(column.max()) > torch.finfo(torch.float32).max:
+            raise _too_large(name)
         where = np.concatenate([np.empty(0, np.int64), *places])
         back = row[where // columns.size] * column[where % columns.size]
         self._sample.add(torch.cat(originals), torch.from_numpy(back))
@@ -328,8 +332,14 @@ def _placed(chunks: Iterator[Tensor]) -> Iterator[tuple[int, Tensor]]:
 def _float32(chunk: Tensor, name: str) -> Tensor:
     values = chunk.to(torch.float32)
     if chunk.dtype == torch.float64 and not bool(values.isfinite().all()):
-        raise SquisherError(f"{name!r} has values that are too large for a float32: save it exactly.")
+        raise _too_large(name)
     return values
+
+
+def _too_large(name: str) -> SquisherError:
+    return SquisherError(
+        f"{name!r} has values that are too large for a codec, which decodes to float32: save it exactly."
+    )
 
 
 def _in_blocks(chunks: Iterator[Tensor]) -> Iterator[Tensor]:
@@ -351,7 +361,7 @@ def _log8_codes(values: Array) -> tuple[Array, Array, Array, Array]:
     base, step = (np.zeros(-(-values.size // BLOCK), np.int32) for _ in range(2))
     scale = np.zeros(base.size, np.float32)
     for blocks, places in _block_runs(values.size, 0):
-        bits = values[places].view(np.int32).reshape(blocks.stop - blocks.start, -1)
+        bits = np.maximum(values[places].view(np.int32), 0).reshape(blocks.stop - blocks.start, -1)  # -0.0 is 0
         high = bits.max(1).astype(np.int64)
         low = (bits - 1).view(np.uint32).min(1).astype(np.int64) + 1  # a zero becomes the largest of all
         low = np.minimum(low, high)
@@ -362,7 +372,8 @@ def _log8_codes(values: Array) -> tuple[Array, Array, Array, Array]:
         ones = np.ones(blocks.stop - blocks.start, np.float32)
         back = _log8_values(code[places], base[blocks], step[blocks], ones, 0, np.empty(bits.size, np.float32))
         total, coded = (x.reshape(bits.shape).sum(1, dtype=np.float64) for x in (values[places], back))
-        scale[blocks] = total / np.where(coded > 0, coded, 1)
+        with np.errstate(over="ignore"):  # the caller refuses what cannot be decoded
+            scale[blocks] = total / np.where(coded > 0, coded, 1)
     return code, base, step, scale
 
 

@@ -305,7 +305,6 @@ def save(
     dtype: torch.dtype | None = None,
     statistics: bool = False,
     measured: tuple[Mapping[str, Any], Callable[[], Mapping[str, Any]]] | None = None,
-    check: Callable[[str, Tensor], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> None:
@@ -320,12 +319,11 @@ def save(
         statistics: Add the keys `sum` and `sum_of_squares` to the metadata: each tensor's, as written.
         measured: What else is added to the metadata and known only when all tensors have been written: a mapping whose JSON is
             at least as long, and what to call then.
-        check: Called with the name and every chunk that is written; raises to stop. Nothing is then left behind.
         shard_bytes: Largest file.
         progress: Called with the bytes written so far and in all.
 
     Raises:
-        SquisherError: A name or a tensor cannot be written, or `check` objects.
+        SquisherError: A name or a tensor cannot be written.
         FileError: The disk is full or the folder cannot be written.
     """
     path = Path(path)
@@ -370,15 +368,14 @@ def save(
                 parts = []
                 for chunk in chunks_of(tensors, name, CHUNK):
                     chunk = chunk.to(target_dtype)
-                    if check is not None:
-                        check(name, chunk)
                     if statistics:
                         parts.append(sums_of(chunk))
                     writer.write(chunk)
                     done += chunk.numel() * target_dtype.itemsize
                     if progress is not None:
                         progress(done, total)
-                sums[name], squares[name] = (rounded([pair[k] for pair in parts]) for k in (0, 1))
+                if statistics:
+                    sums[name], squares[name] = (rounded(name, [pair[k] for pair in parts]) for k in (0, 1))
             writer.finish({"format": "pt", **(final_metadata() if alone else {})})
             writers.append(writer)
         index = None
@@ -430,11 +427,18 @@ def _plain(chunk: Tensor) -> np.ndarray[Any, Any]:
     return (chunk.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
-def rounded(parts: Iterable[float]) -> float:
-    """Return a sum of sums as files have it."""
-    parts = list(parts)
-    # Twelve digits: more than a sum of float32 deserves, and the same on every kind of processor.
-    return float(f"{math.fsum(parts):.12g}") if all(map(math.isfinite, parts)) else math.nan
+def rounded(name: str, parts: Iterable[float]) -> float:
+    """Return the sum of a tensor's values (or squares) as files have it, from the sums of its chunks.
+
+    Raises:
+        SquisherError: It is infinite.
+    """
+    total = math.fsum(parts)
+    if not math.isfinite(total):
+        raise SquisherError(
+            f"The values of {name!r}, or the sum of their squares, are more than their type holds: scale them down, or take a wider type."
+        )
+    return float(f"{total:.12g}")  # more digits than a sum of float32 deserves, and the same on every kind of processor
 
 
 def _shards(layout: Layout, limit: int) -> Iterator[dict[str, tuple[torch.dtype, tuple[int, ...]]]]:
