@@ -90,6 +90,7 @@ def damaged(header, data=b"\0" * 8):
         damaged({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, 8]}}),
         damaged({"a": {"dtype": "F99", "shape": [2], "data_offsets": [0, 8]}}),
         damaged({"a": {"dtype": "F32", "shape": [1e99], "data_offsets": [0, 8]}}),
+        damaged({"a": {"dtype": "F32", "shape": [0, 1 << 40, 1 << 40], "data_offsets": [0, 0]}}),
         damaged({"a": 7}),
         damaged({n: {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]} for n in "ab"}),
         damaged({"__metadata__": {"x": 1}}),
@@ -191,3 +192,20 @@ def test_without_metadata_it_is_a_plain_weight_file(tmp_path, shard_bytes):
     opened, metadata = archive.open_archive(tmp_path / "model.safetensors")
     assert metadata is None
     assert all(torch.equal(opened[name], tensors[name]) for name in tensors)
+
+
+@pytest.mark.parametrize("kind", ["F4", "F6_E2M3", "F99"])
+def test_a_type_that_is_not_known_is_named_and_not_called_damage(tmp_path, kind):
+    (tmp_path / "a.safetensors").write_bytes(damaged({"a": {"dtype": kind, "shape": [2], "data_offsets": [0, 8]}}))
+    with pytest.raises(FileError, match=f"'a' has the type '{kind}', which is not read"):
+        open_safetensors(tmp_path / "a.safetensors")
+
+
+def test_every_type_of_one_byte_that_torch_has(tmp_path):
+    kinds = [kind for name, kind in vars(torch).items() if name.startswith("float8_")]
+    tensors = {str(kind): torch.tensor([0.25, 1, 2]).to(kind) for kind in kinds}
+    archive.save(tmp_path / "a.safetensors", tensors, None)
+    found = open_safetensors(tmp_path / "a.safetensors")
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8))

@@ -136,3 +136,15 @@ def test_of_several_models_in_a_file_none_is_taken_without_a_word(tmp_path):
     torch.save({"generator": one, "discriminator": other}, tmp_path / "pair.pt")
     with pytest.raises(FileError, match="'generator', 'discriminator'"):
         open_model(tmp_path / "pair.pt")
+
+
+def test_a_pickled_module_has_what_its_state_dict_has(tmp_path):
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(3, 4, 1), torch.nn.BatchNorm2d(4), torch.nn.Sequential(torch.nn.Linear(4, 2))
+    )
+    model.register_buffer("kept", rand(0, 3))
+    model.register_buffer("passing", rand(1, 3), persistent=False)
+    torch.save(model, tmp_path / "model.pt")
+    weights = open_model(tmp_path / "model.pt").weights
+    assert list(weights) == list(model.state_dict())
+    assert same(weights, model.state_dict())

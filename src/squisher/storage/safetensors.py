@@ -48,6 +48,15 @@ _DTYPES = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
+_DTYPES |= {  # of which some versions of torch have not all
+    name: getattr(torch, dtype)
+    for name, dtype in {
+        "F8_E8M0": "float8_e8m0fnu",
+        "F8_E4M3FNUZ": "float8_e4m3fnuz",
+        "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    }.items()
+    if hasattr(torch, dtype)
+}
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _FLUSH = 1 << 25
 _HEADER_LIMIT = 100_000_000  # what the safetensors library itself accepts
@@ -88,9 +97,16 @@ def read_header(path: str | os.PathLike[str]) -> tuple[dict[str, FileTensor], di
 
 
 def _file_tensor(data: ByteRange, name: str, entry: Any) -> FileTensor:
+    kind = entry.get("dtype") if isinstance(entry, dict) else None
+    if isinstance(kind, str) and kind not in _DTYPES:
+        raise FileError(
+            f"{data.label}: tensor {name!r} has the type {kind[:40]!r}, which is not read: take the weights as they were before they were "
+            "quantised."
+        )
     try:
         dtype, shape, (start, stop) = _DTYPES[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
         valid = all(type(n) is int and n >= 0 for n in (*shape, start, stop))
+        valid = valid and math.prod(n or 1 for n in shape) < 1 << 62  # torch counts with 64 bits, also beside a 0
     except (KeyError, TypeError, ValueError):
         valid = False
     if not valid or stop - start != math.prod(shape) * dtype.itemsize or stop > data.length or len(shape) > 64:

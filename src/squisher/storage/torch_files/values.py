@@ -433,11 +433,13 @@ def _is_module(value: Any) -> bool:
 
 
 def _of_module(module: Record, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield the parameters of a pickled module by their full names, in registration order, each module once."""
+    """Yield what the `state_dict()` of a pickled module has, by its full names and in its order, each module once."""
     seen = set() if seen is None else seen
     seen.add(id(module))
-    for name, tensor in module.get("_parameters").items():
-        if isinstance(tensor, StoredTensor):
+    buffers, passing = module.get("_buffers"), module.get("_non_persistent_buffers_set")
+    passing = passing if isinstance(passing, set) else ()
+    for name, tensor in {**module.get("_parameters"), **(buffers if isinstance(buffers, dict) else {})}.items():
+        if isinstance(tensor, StoredTensor) and name not in passing:
             yield f"{prefix}{name}", tensor
     for name, child in module.get("_modules").items():
         if _is_module(child) and id(child) not in seen and prefix.count(".") < 64:
