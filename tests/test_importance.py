@@ -651,3 +651,33 @@ def test_values_that_the_file_cannot_hold_are_refused_in_a_sentence(tmp_path, va
     with pytest.raises(SquisherError, match="'w'.*more than their type holds"):
         imp.save(tmp_path / "a.safetensors", dtype=dtype)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"examples": "many"}, {"tokens": [1]}, {"dtype_of_source": 1}, {"sum": {"w": "x"}}, {"sum_of_squares": {"w": None}}, {"tied": {"a": {}}},
+        {"pollution": 1}, {"optimizer": {"pollution": 1}}, {"optimizer": {"beta2": "x"}}, {"optimizer": {"groups": [1]}}, {"optimizer": {"groups": [{"parameters": 1}]}},
+        {"steps": {"min": "x", "max": 3}}, {"steps": {"per_parameter": 1}}, {"naming": {"level": "proven", "each": 1}}, {"absent": {"w": {"reason": 1}}}, {"extra": [1]},
+        {"model": {"content": {"w": 1}}},
+    ],
+)  # fmt: skip
+def test_metadata_of_a_wrong_type_is_a_file_error(tmp_path, wrong):
+    path = tmp_path / "a.safetensors"
+    squisher.storage.safetensors.save(path, {"w": torch.ones(2)}, {"kind": "squisher", **wrong})
+    with pytest.raises(FileError, match=r"a\.safetensors.*provenance has"):
+        load(path)
+
+
+def test_an_unknown_key_may_have_any_name(tmp_path):
+    path = tmp_path / "a.safetensors"
+    squisher.storage.safetensors.save(path, {"w": torch.ones(2)}, {"kind": "fisher", "tensors": 1, "self": 2})
+    load(path).save(tmp_path / "b.safetensors")
+    assert load(tmp_path / "b.safetensors").provenance.extra == {"tensors": 1, "self": 2}
+    assert Importance.combine([load(path)], "equal").provenance.extra == {"tensors": 1, "self": 2}
+
+
+def test_a_fisher_stays_what_it_is(tmp_path):
+    imp = Importance({"w": torch.ones(2)}, unit="example", examples=3)
+    assert imp.as_fisher().provenance == imp.provenance
+    assert Importance.combine([imp, imp.as_fisher()]).provenance.examples == 6

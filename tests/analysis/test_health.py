@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from squisher.analysis.health import Diagnosis, Health, diagnose, effective_steps, examine
-from squisher.errors import FileError, SquisherError
+from squisher.errors import FileError
 from squisher.importance import Importance, Pollution, load
 
 HEALTHY: dict[str, Any] = {
@@ -258,8 +258,6 @@ def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
 def test_plain_mappings_have_values_but_no_provenance() -> None:
     health = examine({"a": torch.zeros(3), "b": torch.ones(5)})
     assert [diagnosis.code for diagnosis in health.diagnoses] == ["all_zero", "zeros"]
-    with pytest.raises(SquisherError, match="'a' has NaN"):
-        examine({"a": torch.tensor([math.nan])})
 
 
 # -- the whole
@@ -322,3 +320,15 @@ def test_every_diagnosis_says_what_and_what_to_do() -> None:
     for diagnosis in found:
         assert diagnosis.sentence.endswith(".")
         assert diagnosis.advice.endswith(".")
+
+
+def test_invalid_values_of_a_plain_mapping_are_a_diagnosis():
+    health = examine({"good": torch.ones(2), "bad": torch.tensor([1.0, math.nan])})
+    assert [(d.code, d.parameters) for d in health.diagnoses if d.severity == "problem"] == [("invalid", ["bad"])]
+
+
+@pytest.mark.parametrize(("beta2", "worth"), [(1.0, 10.0), (2.0, None), (-1.0, None)])
+def test_a_decay_of_one_weighs_all_steps_alike_and_an_impossible_one_says_nothing(beta2, worth):
+    imp = Importance({"w": torch.ones(3)}, kind="squisher", optimizer={"beta2": beta2}, steps={"min": 10, "max": 10})
+    found = [d.numbers["effective_steps"] for d in examine(imp).diagnoses if "effective_steps" in d.numbers]
+    assert found == ([worth] if worth else [])

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import FileError, ScaleError, SquisherError, SquisherWarning
 from ..importance import Importance, Provenance, Spoiler
 from ..importance.provenance import Codec
-from ..storage.tensors import Progress, one_thread
+from ..storage.tensors import Computed, Progress, one_thread
 from .distribution import Distribution, Tally
 
 __all__ = ["Diagnosis", "Health", "Row", "diagnose", "effective_steps", "examine"]
@@ -59,7 +59,7 @@ def examine(importance: Mapping[str, Tensor], progress: Progress | None = None) 
     Raises:
         FileError: A file cannot be read. Invalid values raise nothing: they are a diagnosis.
     """
-    known = importance if isinstance(importance, Importance) else Importance(importance)
+    known = importance if isinstance(importance, Importance) else Importance(Computed(importance))  # not checked yet
     work = sum(math.prod(known.shape(name)) for name in known)
     done = 0
     overall, rows = Tally(), []
@@ -141,7 +141,7 @@ def effective_steps(beta2: float, steps: float) -> float:
     (Σw)²/Σw² = (1+β)(1−βᵗ) / ((1−β)(1+βᵗ)) for the weights w = βᵗ⁻ⁱ: t for few steps, (1+β)/(1−β) for many.
     """
     left = beta2**steps
-    return (1 + beta2) * (1 - left) / ((1 - beta2) * (1 + left))
+    return float(steps) if beta2 == 1 else (1 + beta2) * (1 - left) / ((1 - beta2) * (1 + left))
 
 
 def of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]:
@@ -228,7 +228,7 @@ def _noise(importance: Importance) -> Iterator[Diagnosis]:
     for name in importance:
         facts = {**optimizer, **groups.get(name, {})}
         taken, beta2 = each.get(name, steps.get("min")), facts.get("beta2")
-        if taken is not None and (beta2 is not None or facts.get("meaning") == "sum"):
+        if taken is not None and (facts.get("meaning") == "sum" if beta2 is None else 0 <= beta2 <= 1):
             cases.setdefault((beta2, int(taken)), []).append(name)
     if not cases:
         return
@@ -274,14 +274,14 @@ def _noise(importance: Importance) -> Iterator[Diagnosis]:
 
 
 def _error_of_mean(examples: int) -> Diagnosis:
-    error = math.sqrt(2 / examples) if examples else math.inf
+    error = math.sqrt(2 / examples) if examples > 0 else math.inf
     return Diagnosis(
         "examples",
         "problem" if error > UNUSABLE else "warning" if error > NOISY else "info",
         f"It was measured on {examples:,} examples: the expected relative error of one entry is {error:.2g} if gradients "
         "are Gaussian, and more if they have heavy tails.",
         "" if error <= NOISY else "Measure on more examples.",
-        numbers={"examples": examples, "relative_error": error if examples else None},
+        numbers={"examples": examples, "relative_error": error if examples > 0 else None},
     )
 
 

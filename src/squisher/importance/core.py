@@ -293,7 +293,7 @@ class Importance(Mapping[str, Tensor]):
         from .combining import Mean, known_of_all, with_shares  # which needs this module
 
         mean = Mean(with_shares(importances, weights))
-        return Importance(mean, **known_of_all([imp.provenance for imp in importances]).to_dict())
+        return _described(mean, known_of_all([imp.provenance for imp in importances]))
 
     @staticmethod
     def standard_errors(
@@ -343,7 +343,7 @@ class Importance(Mapping[str, Tensor]):
                 SquisherWarning,
                 stacklevel=2,
             )
-        return self._derive(factor=factor, unit=target, per_unit=True)
+        return self._derive(factor=factor, unit=target, per_unit=p.per_unit or p.kind == "squisher")
 
     # -- files ---------------------------------------------------------------------------------------------------------
 
@@ -450,9 +450,16 @@ def load(path: str | os.PathLike[str]) -> Importance:
     if "kind" not in metadata or metadata["kind"] not in KINDS:
         raise FileError(f"{path} holds a {str(metadata.get('kind'))[:80]!r}, not an importance ({' or '.join(KINDS)}).")
     try:
-        return Importance(decoded(tensors, name), **metadata)
+        return _described(decoded(tensors, name), Provenance.from_dict(metadata))
     except ArgumentError as error:
         raise FileError(f"The metadata of {path} cannot be right: {error}") from error
+
+
+def _described(tensors: Mapping[str, Tensor], provenance: Provenance) -> Importance:
+    """Return lazy tensors with a provenance, whose unknown keys may be called as an argument is."""
+    importance = Importance(tensors)
+    importance.provenance = provenance
+    return importance
 
 
 _OVERLAPS = (0.005, 0.1, 0.5)

@@ -6,11 +6,14 @@ Files of format version 1 have sentences instead of codes; these sentences are a
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any
+from functools import cache
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from ..errors import SquisherError, check_choice, check_positive
+from ..errors import ArgumentError, check_choice, check_positive
 
 __all__ = [
     "LOSS_REDUCTIONS", "UNITS", "Absence", "Level", "Naming", "Pollution", "Reason", "RunFacts", "Spoiler",
@@ -119,9 +122,8 @@ class Pollution:
         """Return a pollution from itself, from JSON, from a code, or from a sentence."""
         if isinstance(value, str):
             value = _version1_pollution(value) if value not in _values(Spoiler) else {"code": value}
-        if isinstance(value, Mapping) and "parameters" in value:
-            value = {**value, "parameters": tuple(value["parameters"])}
-        return _read(cls, value, "code", Spoiler)
+        found = _read(cls, value, "code", Spoiler)
+        return replace(found, parameters=tuple(found.parameters))
 
     @classmethod
     def clipping(cls, limit: float, what: str = "norm") -> Pollution:
@@ -172,7 +174,7 @@ class Naming:
         if isinstance(value, str):
             level, _, by = value.partition(": ")
             value = {"level": level, "by": by}
-        if isinstance(value, Mapping) and "each" in value:
+        if isinstance(value, Mapping) and isinstance(value.get("each"), Mapping):
             value = {**value, "each": {name: cls.read(one) for name, one in value["each"].items()}}
         return _read(cls, value, "level", Level)
 
@@ -230,6 +232,26 @@ class RunFacts:
                 check_positive(name, getattr(self, name))
 
 
+types_of = cache(get_type_hints)
+"""The annotations of a class, with those that it inherits."""
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return whether a value has the type that an annotation says; an int is a float too, and nothing fits no annotation."""
+    inside = get_args(kind)
+    if kind is Any or get_origin(kind) in (Union, UnionType):
+        return kind is Any or any(fits(value, one) for one in inside)
+    if get_origin(kind) in (dict, Mapping):
+        if not isinstance(value, Mapping) or not all(isinstance(key, inside[0]) for key in value):
+            return False
+        return all(fits(one, inside[1]) for one in {type(one): one for one in value.values()}.values())  # one of a type
+    if get_origin(kind) in (list, tuple):
+        return isinstance(value, (list, tuple)) and all(fits(one, inside[0]) for one in value)
+    if kind in (int, float):
+        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+    return kind is not None and isinstance(value, kind)
+
+
 def _values(codes: type[Enum]) -> list[str]:
     return [code.value for code in codes]
 
@@ -237,9 +259,9 @@ def _values(codes: type[Enum]) -> list[str]:
 def _read(cls: Any, value: Any, key: str, codes: type[Enum]) -> Any:
     if isinstance(value, cls):
         return value
-    known = cls.__dataclass_fields__
-    if not isinstance(value, Mapping) or not isinstance(value.get(key), str) or not set(value) <= set(known):
-        raise SquisherError(
+    kinds = types_of(cls)
+    if not isinstance(value, Mapping) or key not in value or not all(fits(value[k], kinds.get(k)) for k in value):
+        raise ArgumentError(
             f"The provenance has {value!r} where {key} ({', '.join(_values(codes))}) and a note belong."
         )
     code = value[key]

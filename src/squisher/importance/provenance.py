@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from ..errors import FileError, ScaleError, SquisherError, check_choice, check_positive
-from .facts import UNITS, Absence, Naming, Pollution, RunFacts
+from ..errors import ArgumentError, FileError, ScaleError, check_choice, check_positive
+from .facts import UNITS, Absence, Naming, Pollution, RunFacts, fits, types_of
 
 __all__ = ["KINDS", "Codec", "Provenance", "fisher_factor", "scale_differences"]
 
@@ -74,9 +74,6 @@ class Provenance(RunFacts):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive("scale", self.scale)
-        for f in fields(self):
-            if str(f.type).startswith("dict") and not isinstance(getattr(self, f.name), (dict, type(None))):
-                raise SquisherError(f"The provenance field {f.name} is a mapping, not {getattr(self, f.name)!r}.")
 
     @property
     def low_precision(self) -> bool:
@@ -102,7 +99,7 @@ class Provenance(RunFacts):
 
         Raises:
             FileError: A later version of the format.
-            SquisherError: A known field has a value that it cannot have.
+            ArgumentError: A known field has a value that it cannot have.
         """
         known = {f.name for f in fields(cls)} - {"extra"}
         version = values.get("format_version", FORMAT_VERSION)
@@ -111,6 +108,7 @@ class Provenance(RunFacts):
                 f"This importance has format version {version}, and this version of squisher reads up to {FORMAT_VERSION}: "
                 "update torch-squisher."
             )
+        _check_types(values)
         given = {name: value for name, value in values.items() if name in known and value is not None}
         given["format_version"] = FORMAT_VERSION
         if isinstance(given.get("optimizer"), dict):
@@ -136,6 +134,37 @@ class Provenance(RunFacts):
             record["optimizer"] = {**(self.optimizer or {}), **{k: v for k, v in facts.items() if v is not None}}
         record["codec"] = self.codec.plain() if self.codec else None
         return {**self.extra, **{name: value for name, value in record.items() if value is not None and value != {}}}
+
+
+_PLAIN = {"absent": dict[str, Any], "pollution": list[Any], "naming": Any, "codec": Any}
+"""What other classes read has these types until they do."""
+_INSIDE: dict[str, dict[str, Any]] = {
+    "optimizer": {"beta2": float, "groups": list[dict[str, Any]], "pollution": list[Any], "after_clipping": bool},
+    "optimizer.groups": {"beta2": float, "parameters": list[str], "pollution": list[Any]},
+    "steps": {"min": float, "max": float, "per_parameter": dict[str, float | None]},
+    "model": {"content": dict[str, str]},
+}
+"""The types of what is read from the records inside."""
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Refuse values of another type than the annotations of `Provenance` say.
+
+    Raises:
+        ArgumentError: One has another type; the message names it.
+    """
+    optimizer = values.get("optimizer")
+    groups = optimizer.get("groups") if isinstance(optimizer, Mapping) else ()
+    checked = [("", {**types_of(Provenance), **_PLAIN}, values)]
+    for place, kinds in _INSIDE.items():
+        records = [values.get(place)] if place != "optimizer.groups" else groups if isinstance(groups, list) else ()
+        checked += [(f"{place}.", kinds, one) for one in records if isinstance(one, Mapping)]
+    for place, kinds, record in checked:
+        for name, kind in kinds.items():
+            if record.get(name) is not None and not fits(record[name], kind):
+                raise ArgumentError(
+                    f"The provenance has {str(record[name])[:80]!r} as {place}{name}; expected {getattr(kind, '__name__', kind)}."
+                )
 
 
 def _lift_pollution(given: dict[str, Any]) -> None:
@@ -265,7 +294,7 @@ class Codec:
             return value
         value = {"name": value} if isinstance(value, str) else value
         if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-            raise SquisherError(f"The provenance has {value!r} where a codec and its error belong.")
+            raise ArgumentError(f"The provenance has {value!r} where a codec and its error belong.")
         known = {key: one for key, one in value.items() if key in {f.name for f in fields(cls)}}
         return cls(**{**known, "before": tuple(value.get("before") or ())})
 
