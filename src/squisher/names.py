@@ -167,11 +167,14 @@ def excluded(exclude: str | None, names: Iterable[str], tied: Mapping[str, str] 
     return found
 
 
-def equal(tensors: Mapping[str, Tensor], a: str, b: str) -> bool:
-    """Return whether two tensors of a mapping have the same shape, type and values, read in chunks."""
-    if a == b or shape_of(tensors, a) != shape_of(tensors, b) or dtype_of(tensors, a) != dtype_of(tensors, b):
-        return a == b
-    chunks = zip(chunks_of(tensors, a, 1 << 15), chunks_of(tensors, b, 1 << 15), strict=True)
+def equal(tensors: Mapping[str, Tensor], a: str, b: str, others: Mapping[str, Tensor] | None = None) -> bool:
+    """Return whether two tensors of a mapping (or `b` of others) have the same shape, type and values, read in chunks."""
+    others = tensors if others is None else others
+    if a == b and others is tensors:
+        return True
+    if shape_of(tensors, a) != shape_of(others, b) or dtype_of(tensors, a) != dtype_of(others, b):
+        return False
+    chunks = zip(chunks_of(tensors, a, 1 << 15), chunks_of(others, b, 1 << 15), strict=True)
     return all(torch.equal(x, y) for x, y in chunks)
 
 

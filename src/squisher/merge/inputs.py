@@ -344,7 +344,7 @@ def _check_packed(
     """Refuse what is copied as a buffer and differs between models: such numbers are weights, packed, quantised or complex."""
     for name in copied:
         dtype = dtype_of(first, name)
-        if dtype in (*FLOATS, *_MARKS) or name not in other or _BUFFER.search(name) or _same(first, other, name):
+        if dtype in (*FLOATS, *_MARKS) or name not in other or _BUFFER.search(name) or equal(first, name, name, other):
             continue
         if dtype.is_complex:
             check_unquantized(first, [name], pair[0])
@@ -353,12 +353,6 @@ def _check_packed(
             "quantised weights, whose numbers cannot be merged: merge the models before they are quantised, or keep it as it is: exclude it "
             f"by the pattern {pattern_of(name)!r}."
         )
-
-
-def _same(first: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> bool:
-    if shape_of(first, name) != shape_of(other, name) or dtype_of(first, name) != dtype_of(other, name):
-        return False
-    return all(torch.equal(a, b) for a, b in zip(chunks_of(first, name), chunks_of(other, name), strict=True))
 
 
 def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequence[int]) -> str:
@@ -397,7 +391,7 @@ def _check_overlap(
 ) -> None:
     """Refuse a model that has less than half of the first one's weights: names that do not match must not pass as heads."""
     total = sum(numel_of(first, name) for name in weights)
-    alike = {name for name in weights if name in other and shape_of(other, name) == shape_of(first, name)}
+    alike = set(shared([first, other])).intersection(weights)
     found = sum(numel_of(first, name) for name in alike if dtype_of(first, name) in FLOATS)
     if 2 * found >= total and (found or not weights):
         return
