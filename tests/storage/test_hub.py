@@ -268,6 +268,9 @@ def test_what_is_fetched_of_every_layout():
 
 def test_addresses():
     assert Address.read("hf://o/n@v1/a/b.safetensors") == ("o/n", "v1", "a/b.safetensors")
+    assert Address.read("hf://o/n@refs/pr/7") == ("o/n", "refs/pr/7", "")
+    assert Address.read("hf://o/n@refs/pr/7/a") == ("o/n", "refs/pr/7", "a")
+    assert Address.read("hf://o/n/epoch=3-step=500.ckpt") == ("o/n", None, "epoch=3-step=500.ckpt")
     assert str(Address.read("hf:/o/n/")) == "hf://o/n"
     assert is_hub_id("hf://o/n")
     assert not is_hub_id("folder/hf:/o")

@@ -23,7 +23,9 @@ from .json_files import read_object
 __all__ = ["Address", "create", "fetch", "fetch_file", "fetch_model", "is_hub_id", "read_text", "upload"]
 
 _SCHEME = re.compile(r"hf:/{1,2}(?!/)")  # pathlib makes one slash of two
-_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w.-]+))?(?:/(?P<path>[\w./-]+))?/?")
+_ID = re.compile(
+    r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/pr/\d+|refs/convert/\w+|[\w.-]+))?(?:/(?P<path>[\w ./=+,-]+))?/?"
+)
 # Only the optimizer state: weights are as large, and names are proven from the config.
 _WEIGHTS = re.compile(
     r"(^|/)(model|pytorch_model|tf_model|flax_model|diffusion_pytorch_model|consolidated)[\w.-]*\.(safetensors|bin|h5|msgpack|pth)$"
