@@ -681,3 +681,11 @@ def test_a_fisher_stays_what_it_is(tmp_path):
     imp = Importance({"w": torch.ones(2)}, unit="example", examples=3)
     assert imp.as_fisher().provenance == imp.provenance
     assert Importance.combine([imp, imp.as_fisher()]).provenance.examples == 6
+
+
+def test_given_provenance_replaces_what_was_there():
+    imp = Importance({"w": torch.ones(2)}, kind="squisher", optimizer={"pollution": ["l2"]}, unknown=7)
+    changed = imp.with_provenance(pollution=["clipping"], batch_size=4).provenance
+    assert [one.code for one in changed.pollution] == ["clipping"]
+    assert (changed.batch_size, changed.extra) == (4, {"unknown": 7})
+    assert imp.with_provenance(pollution=[]).provenance.pollution == ()

@@ -72,7 +72,7 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
     inference alone is off: the fused attention path, which has no gradients, and the caches of Hugging Face's models.
 
     Raises:
-        SquisherError: a parameter was changed inside.
+        SquisherError: A parameter was changed inside.
     """
     modules = list(model.modules())
     parameters = list(model.parameters())

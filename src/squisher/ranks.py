@@ -52,12 +52,12 @@ def agree(error: BaseException | None, group: Any = None) -> None:
     """Raise on every process if one of them failed: a process that leaves alone would make the others wait for ever.
 
     Args:
-        error: what happened here, or None.
-        group: the processes that this is about; all of them if there is none.
+        error: What happened here, or None.
+        group: The processes that this is about; all of them if there is none.
 
     Raises:
-        SquisherError: on the processes where nothing happened, if something happened elsewhere.
-        BaseException: the error itself, where it happened.
+        SquisherError: On the processes where nothing happened, if something happened elsewhere.
+        BaseException: The error itself, where it happened.
     """
     messages = gather(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
@@ -74,9 +74,9 @@ def break_off(error: BaseException, run: str, patience: float = 5.0) -> BaseExce
     group: the processes are out of step, and what they sent each other from here on would be misread.
 
     Args:
-        error: what happened here; if another process is gone, its error is looked up.
-        run: the same on all processes, and another one every time.
-        patience: seconds to wait for the others.
+        error: What happened here; if another process is gone, its error is looked up.
+        run: The same on all processes, and another one every time.
+        patience: Seconds to wait for the others.
 
     Returns:
         What to raise.
@@ -174,8 +174,8 @@ class Gathered(Mapping[str, Tensor]):
     failed to, does so in `finish`, so that no process waits for ever.
 
     Args:
-        tensors: a mapping with the methods `shape`, `dtype` and `chunks`, which gathers what it is asked for.
-        parts: what is gathered, in the same order.
+        tensors: A mapping with the methods `shape`, `dtype` and `chunks`, which gathers what it is asked for.
+        parts: What is gathered, in the same order.
     """
 
     def __init__(self, tensors: Any, parts: Mapping[str, Tensor]):
@@ -216,7 +216,7 @@ def write_once(tensors: Gathered, write: Callable[[Mapping[str, Tensor]], None])
     """Let the first process write these tensors while the others help to gather; all must call this.
 
     Raises:
-        SquisherError: on every process, if writing failed.
+        SquisherError: On every process, if writing failed.
     """
     failure: BaseException | None = None
     try:

@@ -9,7 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from squisher.analysis.health import Diagnosis, Health, diagnose, effective_steps, examine
+from squisher.analysis.health import Diagnosis, Health, effective_steps, examine
 from squisher.errors import FileError
 from squisher.importance import Importance, Pollution, load
 
@@ -29,13 +29,13 @@ def squisher(tensors: dict[str, torch.Tensor] | None = None, **changes: Any) -> 
 
 
 def find(importance: Importance, code: str) -> Diagnosis:
-    found = [diagnosis for diagnosis in diagnose(importance) if diagnosis.code == code]
-    assert len(found) == 1, [diagnosis.code for diagnosis in diagnose(importance)]
+    found = [diagnosis for diagnosis in examine(importance).diagnoses if diagnosis.code == code]
+    assert len(found) == 1, [diagnosis.code for diagnosis in examine(importance).diagnoses]
     return found[0]
 
 
 def codes(importance: Importance) -> dict[str, str]:
-    return {diagnosis.code: diagnosis.severity for diagnosis in diagnose(importance)}
+    return {diagnosis.code: diagnosis.severity for diagnosis in examine(importance).diagnoses}
 
 
 def test_a_healthy_one_has_nothing_worse_than_its_noise() -> None:
@@ -59,7 +59,7 @@ def test_the_expected_error_is_what_a_simulation_shows(beta2: float, steps: int)
     for _ in range(steps):
         average.mul_(beta2).add_(torch.randn(40_000, generator=generator).square(), alpha=1 - beta2)
     average /= 1 - beta2**steps
-    found = diagnose(squisher(optimizer={"beta2": beta2}, steps={"min": steps, "max": steps}))
+    found = examine(squisher(optimizer={"beta2": beta2}, steps={"min": steps, "max": steps})).diagnoses
     numbers = next(diagnosis.numbers for diagnosis in found if "relative_error" in diagnosis.numbers)
     assert numbers["relative_error"] == pytest.approx(float(average.std() / average.mean()), rel=0.03)
     assert numbers["effective_steps"] == pytest.approx(effective_steps(beta2, steps))
@@ -312,7 +312,7 @@ def test_every_diagnosis_says_what_and_what_to_do() -> None:
         bias_corrected=False,
         dtype_of_source="bfloat16",
     )
-    found = diagnose(imp)
+    found = examine(imp).diagnoses
     assert {diagnosis.code for diagnosis in found} == {
         *("all_zero", "zeros", "denormals", "few_steps", "not_corrected", "l2", "clipping", "amsgrad"),
         *("steps_differ", "scale_unknown", "low_precision", "absent"),

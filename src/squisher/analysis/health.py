@@ -21,7 +21,7 @@ from ..importance.provenance import Codec
 from ..storage.tensors import Computed, Progress, one_thread
 from .distribution import Distribution, Tally
 
-__all__ = ["Diagnosis", "Health", "Row", "diagnose", "effective_steps", "examine"]
+__all__ = ["Diagnosis", "Health", "Row", "effective_steps", "examine"]
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,6 @@ def examine(importance: Mapping[str, Tensor], progress: Progress | None = None) 
     if isinstance(importance, Importance):
         found += [*of_provenance(importance)]
     return Health(rows, totals, sorted(found, key=lambda diagnosis: SEVERITIES.index(diagnosis.severity)))
-
-
-def diagnose(importance: Mapping[str, Tensor], progress: Progress | None = None) -> list[Diagnosis]:
-    """Return the diagnoses of `examine` alone."""
-    return examine(importance, progress).diagnoses
 
 
 NOISY = 0.25

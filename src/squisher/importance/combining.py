@@ -120,25 +120,26 @@ class Mean(Computed):
 
     def __init__(self, importances: Sequence[tuple[Importance, float]]):
         super().__init__(importances[0][0])
-        self._importances = list(importances)
+        self._importances = [imp for imp, _ in importances]
+        self._weights = [weight for _, weight in importances]
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._mean(name, [imp[name] for imp, _ in self._importances])
+        return self._of(name, [imp[name] for imp in self._importances])
 
     def dtype(self, name: str) -> torch.dtype:
         """Return float64 where one of the importances has it, and float32 otherwise."""
-        kinds = [imp.dtype(name) for imp, _ in self._importances]
+        kinds = [imp.dtype(name) for imp in self._importances]
         return torch.float64 if torch.float64 in kinds else torch.float32
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
-        for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._importances), strict=True):
-            yield self._mean(name, chunks)
+        for chunks in zip(*(imp.chunks(name, size) for imp in self._importances), strict=True):
+            yield self._of(name, chunks)
 
-    def _mean(self, name: str, values: Sequence[Tensor]) -> Tensor:
+    def _of(self, name: str, values: Sequence[Tensor]) -> Tensor:
         kind = self.dtype(name)
-        pairs = zip(self._importances, values, strict=True)
-        return torch.stack([weight * value.to(kind) for (_, weight), value in pairs]).sum(0)
+        pairs = zip(self._weights, values, strict=True)
+        return torch.stack([weight * value.to(kind) for weight, value in pairs]).sum(0)
 
 
 class Spread(Mean):
@@ -148,20 +149,12 @@ class Spread(Mean):
         """Return float32: errors are not known to more digits."""
         return torch.float32
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._spread([imp[name] for imp, _ in self._importances])
-
-    def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """Return one tensor in flat chunks, in order."""
-        for chunks in zip(*(imp.chunks(name, size) for imp, _ in self._importances), strict=True):
-            yield self._spread(chunks)
-
-    def _spread(self, values: Sequence[Tensor]) -> Tensor:
-        weights = [weight for _, weight in self._importances]
+    def _of(self, name: str, values: Sequence[Tensor]) -> Tensor:
         stacked = torch.stack([value.double() for value in values])
-        shares = torch.tensor(weights, dtype=torch.float64, device=stacked.device).view(-1, *[1] * (stacked.dim() - 1))
+        shares = torch.tensor(self._weights, dtype=torch.float64, device=stacked.device)
+        shares = shares.view(-1, *[1] * (stacked.dim() - 1))
         mean = (shares * stacked).sum(0)
-        count = len(weights)
+        count = len(values)
         return (count / (count - 1) * (shares * (stacked - mean)).square().sum(0)).sqrt().float()
 
 

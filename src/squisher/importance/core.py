@@ -8,7 +8,7 @@ import os
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from numbers import Real
 from pathlib import Path
@@ -272,8 +272,8 @@ class Importance(Mapping[str, Tensor]):
 
     def with_provenance(self, **changes: Any) -> Importance:
         """Return the same values with other provenance, for facts that the source could not prove (`batch_size=32`)."""
-        new = self._derive()
-        new.provenance = Provenance.from_dict({**self.provenance.to_dict(), **changes})
+        new, p = self._derive(), self.provenance
+        new.provenance = Provenance.from_dict({**{f.name: getattr(p, f.name) for f in fields(p)}, **changes})
         return new
 
     @staticmethod

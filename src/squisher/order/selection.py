@@ -167,20 +167,7 @@ class Threshold:
 
 
 def threshold(sources: Mapping[str, Source], k: int, reduce: Callable[[Tensor], Tensor] | None = None) -> Threshold:
-    """Return the k-th largest of all scores, exactly.
-
-    Args:
-        sources: For each name, a callable that gives the scores as flat chunks. Order decides between equal scores.
-        k: How many to choose, from 0 to the number of all scores.
-        reduce: Sums an int64 vector over processes, where each holds some of the sources; called once per pass.
-
-    Returns:
-        The threshold, from which `Selection` marks exactly k scores.
-
-    Raises:
-        SquisherError: For NaN or negative scores (the message names the source), scores that are not floats, and a k
-            that is negative or larger than the number of scores.
-    """
+    """Return the k-th largest of all scores, exactly; see `thresholds`."""
     return thresholds(sources, [k], reduce)[0]
 
 

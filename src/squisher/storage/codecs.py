@@ -205,16 +205,12 @@ class Log8Tensor(NamedTuple):
     base: TensorSource
     step: TensorSource
     scale: TensorSource
+    dtype = torch.float32  # of the decoded values
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
         return tuple(self.code.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the decoded values."""
-        return torch.float32
 
     def fits(self) -> bool:
         """Return whether types and shapes are as they must be."""
@@ -251,16 +247,12 @@ class Rank1Tensor(NamedTuple):
 
     row: TensorSource
     column: TensorSource
+    dtype = torch.float32
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor."""
         return (*self.row.shape, *self.column.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the decoded values."""
-        return torch.float32
 
     def fits(self) -> bool:
         """Return whether types are as they must be."""
