@@ -163,3 +163,8 @@ def test_a_pattern_that_excludes_nothing_is_told(name):
     EXCLUDING[name](_tensors(), importance, "head")
     with pytest.warns(SquisherWarning, match=r"'heda'.*body\.weight"):
         EXCLUDING[name](_tensors(), importance, "heda")
+
+
+def test_an_empty_mapping_is_told_as_such():
+    with pytest.raises(NamingError, match="it holds no tensors"):
+        align({}, {"w": torch.ones(2)}, ("the importance", "the model"))

@@ -102,7 +102,7 @@ def check_choice(what: str, value: Any, allowed: Collection[str]) -> None:
 
 
 def check_positive(what: str, value: Any) -> None:
-    """Refuse what is no positive finite number.
+    """Refuse a value that is not a positive finite number.
 
     Raises:
         ArgumentError: The message says what was given.
@@ -112,7 +112,7 @@ def check_positive(what: str, value: Any) -> None:
 
 
 def check_fraction(what: str, value: Any, of: str) -> None:
-    """Refuse what is no number from 0 to 1.
+    """Refuse a value that is not a number from 0 to 1.
 
     Args:
         what: The name of the parameter or option.

@@ -78,11 +78,9 @@ def align(
         check_known(other_names, set(names), (called[1], called[0]), advice)
     if not found:
         example = next(iter(names), "")
-        why = (
-            f"{exclude!r} excludes all of it"
-            if left_out and not names
-            else f"no name is in both, {example!r} for example"
-        )
+        why = f"no name is in both, {example!r} for example"
+        if not names:
+            why = f"{exclude!r} excludes all of it" if left_out else "it holds no tensors"
         raise NamingError(_sentences(f"Nothing of {called[0]} fits {called[1]}: {why}.{near(example, others)}", advice))
     return found
 

@@ -61,7 +61,7 @@ def checked(importance: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
     """Return an importance as it is, and a plain mapping so that NaN, infinite and negative values are refused on reading.
 
     Raises:
-        SquisherError: It is no mapping.
+        SquisherError: It is not a mapping.
     """
     if not isinstance(importance, Mapping):
         raise SquisherError(f"An importance maps names to tensors; got a {type(importance).__name__}.")

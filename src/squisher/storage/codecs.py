@@ -12,8 +12,8 @@ With a codec a tensor called `n` is replaced by a few plain ones, from which eve
             value = row × column (outer product)
 
 The bits of a positive float32, read as an integer, are nearly its logarithm, so that log8 has nearly the same relative error
-everywhere, and is decoded in integers alone. Both codecs keep totals: log8 of every block, rank1 of every row and column. What would not become smaller is kept whole under
-its own name. Decoded values are float32.
+everywhere, and is decoded in integers alone. Both codecs keep totals: log8 of every block, rank1 of every row and column.
+What would not become smaller is kept whole under its own name. Decoded values are float32.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def check_codec(codec: str) -> str:
     """Return the name of a codec.
 
     Raises:
-        SquisherError: There is none of this name.
+        ArgumentError: There is no codec of this name.
     """
     check_choice("codec", codec, CODECS)
     return codec

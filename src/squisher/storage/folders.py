@@ -192,7 +192,7 @@ def write_model(
     Args:
         out: A folder that does not exist yet (or is empty), or a `.safetensors` file.
         weights: Any mapping; a lazy one is read chunk by chunk.
-        like: A model folder whose config and tokenizer files are copied; that of a LoRA adapter makes an adapter of the output.
+        like: A model folder whose config and tokenizer files are copied; if it holds a LoRA adapter, so does the output.
         card: The text of the README.md.
         dtype: The type that the config should say, if it is to be changed.
         leave_out: Other names of tied tensors, which are written once: alias to name.

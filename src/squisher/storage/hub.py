@@ -41,7 +41,7 @@ _PATIENCE = 5  # seconds until a Hub that does not answer counts as out of reach
 
 
 class Address(NamedTuple):
-    """A repository on the Hub, and what is meant in it."""
+    """A repository on the Hub, and a file or folder in it."""
 
     repo: str
     revision: str | None = None
@@ -55,7 +55,7 @@ class Address(NamedTuple):
         """Return an address from its text.
 
         Raises:
-            SquisherError: It is none.
+            ArgumentError: It is not an address.
         """
         text = os.fspath(source)
         match = _ID.fullmatch(_SCHEME.sub("", text)) if _SCHEME.match(text) else None

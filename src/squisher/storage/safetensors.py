@@ -128,7 +128,7 @@ def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, 
     """Return the `weight_map` of an index of shards, and the strings of its metadata; every shard is in the folder of the index.
 
     Raises:
-        FileError: It is no index, a shard is missing, or it names something outside its own folder.
+        FileError: It is not an index, a shard is missing, or it names something outside its own folder.
         NamingError: A name appears twice.
     """
     path = Path(path)
@@ -150,7 +150,7 @@ def check_promised(index: Path, weight_map: Mapping[str, str], found: Collection
     """Refuse an index that names a tensor which its shards do not hold; warn of tensors that it does not name.
 
     Raises:
-        NamingError: It does.
+        NamingError: A tensor that the index names is missing.
     """
     for name, shard in weight_map.items():
         if name not in found:
@@ -218,7 +218,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Refuse a tensor that the format has no type for.
 
     Raises:
-        SquisherError: It is of such a type.
+        SquisherError: The format has no type for it.
     """
     if dtype not in _DTYPE_NAMES:
         raise SquisherError(

@@ -269,13 +269,11 @@ class LazyTensors(Mapping[str, Tensor]):
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names that share a tensor with an earlier name: `{alias: first name}`.
 
-    In memory, tensors that share address, type, shape and strides; in files, those that share their bytes likewise. A mapping that computes its tensors
-    knows it itself, in its attribute `tied`.
+    In memory, these are tensors with one address, type, shape and strides; in files, tensors of the same bytes, type, shape and
+    strides. A mapping that computes its tensors has them in its attribute `tied`.
     """
     if not isinstance(tensors, LazyTensors) and callable(getattr(tensors, "chunks", None)):
-        return dict(
-            getattr(tensors, "tied", {})
-        )  # lazy tensors are new objects each time, and their addresses may repeat
+        return dict(getattr(tensors, "tied", {}))  # its tensors are new objects each time: their addresses may repeat
     first: dict[Any, str] = {}
     tied = {}
     alive = []  # kept alive, so that no other tensor gets its address

@@ -354,7 +354,7 @@ _DEPTH = 8  # deeper than any training script nests; the walk stays short on hos
 def find_weights(tree: Any, least: int = 2) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
     """Yield every dictionary of named tensors outside what optimizers save, and every pickled module, with its place.
 
-    A dictionary with fewer than `least` tensors is none: a number that a training script keeps is a tensor with a name as well.
+    A dictionary with fewer than `least` tensors does not count: a number that a training script keeps is a named tensor as well.
     """
     for place, value in walk(tree):
         if _is_module(value):
