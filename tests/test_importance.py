@@ -15,7 +15,7 @@ import squisher
 import squisher.storage.safetensors
 from squisher.errors import ArgumentError, FileError, NamingError, ScaleError, SquisherError, SquisherWarning
 from squisher.importance import Importance, load, on_common_scale, structure_hash
-from squisher.storage.tensors import chunks_of
+from squisher.storage.tensors import Computed, chunks_of
 
 FIXTURES = Path(__file__).parent / "fixtures"
 
@@ -689,3 +689,11 @@ def test_given_provenance_replaces_what_was_there():
     assert [one.code for one in changed.pollution] == ["clipping"]
     assert (changed.batch_size, changed.extra) == (4, {"unknown": 7})
     assert imp.with_provenance(pollution=[]).provenance.pollution == ()
+
+
+@pytest.mark.parametrize("wrapped", [dict, Computed])
+def test_the_sums_of_other_values_are_not_taken_over(tmp_path, wrapped):
+    Importance({"w": torch.ones(4)}).save(tmp_path / "a.safetensors")
+    known = load(tmp_path / "a.safetensors").provenance
+    assert known.sum == {"w": 4}
+    assert Importance(wrapped({"w": torch.full((4,), 2.0)}), **known.to_dict()).total("w") == 8

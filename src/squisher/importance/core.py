@@ -83,12 +83,11 @@ class Importance(Mapping[str, Tensor]):
         if isinstance(tensors, dict):
             tensors = {name: tensor.detach() for name, tensor in tensors_only(tensors)}
             check_all(tensors)
-            # The sums of another importance's provenance are not the sums of these values.
-            provenance = {key: value for key, value in provenance.items() if key not in ("sum", "sum_of_squares")}
         self._tensors = tensors
         self._names = dict.fromkeys(tensors)  # in order, and quick to look into
         self._factor = 1.0
-        self.provenance = Provenance.from_dict({**provenance, "kind": kind})
+        # The sums of another importance's provenance are not the sums of these values.
+        self.provenance = Provenance.from_dict({**provenance, "kind": kind, "sum": {}, "sum_of_squares": {}})
 
     def _derive(self, names: Sequence[str] | None = None, factor: float = 1.0, **changes: Any) -> Importance:
         new = object.__new__(Importance)
