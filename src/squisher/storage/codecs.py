@@ -205,7 +205,11 @@ class Log8Tensor(NamedTuple):
     base: TensorSource
     step: TensorSource
     scale: TensorSource
-    dtype = torch.float32  # of the decoded values
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the decoded values."""
+        return torch.float32
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -247,7 +251,11 @@ class Rank1Tensor(NamedTuple):
 
     row: TensorSource
     column: TensorSource
-    dtype = torch.float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the decoded values."""
+        return torch.float32
 
     @property
     def shape(self) -> tuple[int, ...]:
