@@ -659,7 +659,7 @@ def test_values_that_the_file_cannot_hold_are_refused_in_a_sentence(tmp_path, va
         {"examples": "many"}, {"tokens": [1]}, {"dtype_of_source": 1}, {"sum": {"w": "x"}}, {"sum_of_squares": {"w": None}}, {"tied": {"a": {}}},
         {"pollution": 1}, {"optimizer": {"pollution": 1}}, {"optimizer": {"beta2": "x"}}, {"optimizer": {"groups": [1]}}, {"optimizer": {"groups": [{"parameters": 1}]}},
         {"steps": {"min": "x", "max": 3}}, {"steps": {"per_parameter": 1}}, {"naming": {"level": "proven", "each": 1}}, {"absent": {"w": {"reason": 1}}}, {"extra": [1]},
-        {"model": {"content": {"w": 1}}},
+        {"model": {"content": {"w": 1}}}, {"codec": {"name": "exact", "before": 5}}, {"codec": {"name": "exact", "overlap": [1]}}, {"codec": 3},
     ],
 )  # fmt: skip
 def test_metadata_of_a_wrong_type_is_a_file_error(tmp_path, wrong):
@@ -667,6 +667,22 @@ def test_metadata_of_a_wrong_type_is_a_file_error(tmp_path, wrong):
     squisher.storage.safetensors.save(path, {"w": torch.ones(2)}, {"kind": "squisher", **wrong})
     with pytest.raises(FileError, match=r"a\.safetensors.*provenance has"):
         load(path)
+
+
+def test_what_is_null_is_not_known(tmp_path):
+    path = tmp_path / "a.safetensors"
+    absent = {"b": {"reason": "frozen", "note": None}}
+    known = {
+        "kind": "squisher",
+        "absent": absent,
+        "pollution": [{"code": "l2", "numbers": None, "parameters": None}],
+        "examples": None,
+    }
+    squisher.storage.safetensors.save(
+        path, {"w": torch.ones(2)}, {**known, "codec": {"name": "exact", "spearman": None}}
+    )
+    found = load(path).provenance
+    assert (str(found.absent["b"]), found.pollution[0].parameters, found.examples) == ("frozen", (), None)
 
 
 def test_an_unknown_key_may_have_any_name(tmp_path):

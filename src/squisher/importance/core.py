@@ -441,17 +441,18 @@ def load(path: str | os.PathLike[str]) -> Importance:
             f"{path} is a safetensors file without Squisher's metadata, so what its numbers mean is not known. If you "
             "know it, wrap it: squisher.Importance(safetensors.torch.load_file(path), kind='fisher', ...)."
         )
-    name = Codec.read(metadata.get("codec") or "exact").name
-    if name not in CODECS:
-        raise FileError(
-            f"{path} is kept with the codec {name!r}, and this version of squisher reads {', '.join(CODECS)}: update torch-squisher."
-        )
-    if "kind" not in metadata or metadata["kind"] not in KINDS:
+    if metadata.get("kind") not in KINDS:
         raise FileError(f"{path} holds a {str(metadata.get('kind'))[:80]!r}, not an importance ({' or '.join(KINDS)}).")
     try:
-        return _described(decoded(tensors, name), Provenance.from_dict(metadata))
+        provenance = Provenance.from_dict(metadata)
     except ArgumentError as error:
         raise FileError(f"The metadata of {path} cannot be right: {error}") from error
+    codec = (provenance.codec or Codec("exact")).name
+    if codec not in CODECS:
+        raise FileError(
+            f"{path} is kept with the codec {codec!r}, and this version of squisher reads {', '.join(CODECS)}: update torch-squisher."
+        )
+    return _described(decoded(tensors, codec), provenance)
 
 
 def _described(tensors: Mapping[str, Tensor], provenance: Provenance) -> Importance:

@@ -260,6 +260,8 @@ def _read(cls: Any, value: Any, key: str, codes: type[Enum]) -> Any:
     if isinstance(value, cls):
         return value
     kinds = types_of(cls)
+    if isinstance(value, Mapping):
+        value = {k: one for k, one in value.items() if one is not None}
     if not isinstance(value, Mapping) or key not in value or not all(fits(value[k], kinds.get(k)) for k in value):
         raise ArgumentError(
             f"The provenance has {value!r} where {key} ({', '.join(_values(codes))}) and a note belong."

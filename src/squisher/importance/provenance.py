@@ -292,11 +292,12 @@ class Codec:
         """Return a codec from itself, from its name, or from JSON; keys of later versions are left out."""
         if isinstance(value, cls):
             return value
-        value = {"name": value} if isinstance(value, str) else value
-        if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
+        value, kinds = {"name": value} if isinstance(value, str) else value, types_of(cls)
+        known = dict(value) if isinstance(value, Mapping) else {}
+        known = {key: one for key, one in known.items() if key in kinds and one is not None}
+        if "name" not in known or not all(fits(one, kinds[key]) for key, one in known.items()):
             raise ArgumentError(f"The provenance has {value!r} where a codec and its error belong.")
-        known = {key: one for key, one in value.items() if key in {f.name for f in fields(cls)}}
-        return cls(**{**known, "before": tuple(value.get("before") or ())})
+        return cls(**{**known, "before": tuple(known.get("before", ()))})
 
     def plain(self) -> dict[str, Any]:
         """Return it as JSON."""
