@@ -5,7 +5,7 @@ Files of format version 1 have sentences instead of codes; these sentences are a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from enum import Enum
 from functools import cache
@@ -232,7 +232,7 @@ class RunFacts:
                 check_positive(name, getattr(self, name))
 
 
-types_of = cache(get_type_hints)
+types_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 """The annotations of a class, with those that it inherits."""
 
 
