@@ -308,3 +308,7 @@ class Codec:
         """Return how values are kept that were kept like this before; None for what was always exact."""
         before = self.before + ((self.name,) if self.name != "exact" else ())
         return None if name == "exact" and not before else Codec(name, before=before)
+
+
+for _class in (Provenance, Codec):
+    types_of(_class)  # as at the end of facts.py
