@@ -265,3 +265,22 @@ def test_optimizers_are_called_what_they_are():
     assert came.optimizer == "CAME"
     with pytest.raises(NoAccumulatorError, match="Shampoo"):
         identify({"step", "momentum_buffer", "precond_0", "inv_precond_0"}, {"momentum"})
+
+
+@pytest.mark.parametrize("class_name", [None, "AdamW", "Adam", "RAdam"])
+def test_a_class_of_another_library_with_the_same_name_is_told_by_its_keys(class_name):
+    optimi = {"betas": (0.9, 0.99), "kahan_sum": True, "decouple_wd": True, "step": 5}
+    assert identify({"exp_avg", "exp_avg_sq"}, optimi, class_name).meaning == "average"
+    projected = {"step", "exp_avg", "exp_avg_sq", "projector"}  # galore_torch's class is called AdamW
+    with pytest.raises(NoAccumulatorError, match="projected"):
+        identify(projected, {"betas": (0.9, 0.99), "rank": 8}, class_name)
+
+
+def test_sparse_adam_is_known_by_its_group():
+    state, group = trained("SparseAdam", [torch.ones(SHAPE)] * 3)
+    assert [one.code for one in reading(state, group).pollution] == ["sparse"]
+
+
+@pytest.mark.parametrize("step", [2.5, float("nan"), float("inf")])
+def test_a_count_that_is_no_whole_number_is_none(step):
+    assert step_of({"step": step}, {}) is None

@@ -292,3 +292,26 @@ def test_states_that_only_look_like_adams(tmp_path, kind):
         torch.testing.assert_close(
             squisher.extract(path, beta2=beta2)["w"].double(), torch.tensor(expected), rtol=1e-5, atol=0
         )
+
+
+def test_sophia_keeps_a_hessian_under_nu(tmp_path):
+    state = {
+        "count": 9,
+        "mu": {"w": torch.ones(3)},
+        "nu": {"w": torch.ones(3) / 100},
+        "hessian_fn_state": {"key": torch.ones(2)},
+    }
+    (tmp_path / "x.msgpack").write_bytes(pack({"0": state}))
+    with pytest.raises(NoAccumulatorError, match="sophia.*Hessian"):
+        squisher.extract(tmp_path / "x.msgpack", beta2=0.99)
+
+
+def test_adafactor_says_that_it_is_factored_and_why_a_factor_is_absent(tmp_path):
+    said = squisher.extract(OPTAX / "adafactor.msgpack").provenance.pollution
+    assert {one.code for one in said} >= {"factored", "epsilon"}
+    factors = {"v_row": {"w": torch.ones(2)}, "v_col": {"w": torch.ones(3)}, "v": {"w": torch.ones(1)}}
+    plain = {"v_row": {"b": torch.ones(1)}, "v_col": {"b": torch.ones(1)}, "v": {"b": torch.ones(4)}}
+    both = {key: {**factors[key], **plain[key]} for key in factors}
+    (tmp_path / "x.msgpack").write_bytes(pack({"0": {"count": 9, **both}}))
+    absent = squisher.extract(tmp_path / "x.msgpack").provenance.absent
+    assert "parameters that tell its shape are not in the file" in absent["w"].note

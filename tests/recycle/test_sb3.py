@@ -134,3 +134,11 @@ def test_an_entropy_coefficient_that_nothing_names_does_not_block_actor_and_crit
     with pytest.warns(squisher.SquisherWarning, match="single number.*entropy coefficient"):
         imp = squisher.extract(changed(tmp_path, "sac", drop))
     assert {name.partition(".")[0] for name in imp} == {"actor", "critic"}
+
+
+def test_rmsprop_whose_settings_cannot_be_read_may_have_begun_at_one(tmp_path):
+    path = changed(tmp_path, "a2c_tf", lambda content: {**content, "data": b"{" * 10})
+    with pytest.raises(FileError, match="RMSpropTFLike"):
+        squisher.extract(path)
+    said, known = squisher.extract(path, optimizer_class="RMSpropTFLike"), squisher.extract(SB3 / "a2c_tf.zip")
+    assert all(torch.equal(said[name], known[name]) for name in known)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import squisher
-from squisher.errors import FileError, NamingError, NoAccumulatorError, SquisherWarning
+from squisher.errors import ArgumentError, FileError, NamingError, NoAccumulatorError, SquisherWarning
 from squisher.importance.weights import content_of
 
 
@@ -537,3 +537,64 @@ def test_a_broken_file_of_a_folder_is_named_beside_the_others(tmp_path):
     (tmp_path / "c.pt").unlink()
     with pytest.raises(FileError, match=r"b\.pt holds.*optimizer\.pt cannot be read"):
         squisher.extract(tmp_path)
+
+
+def test_the_number_of_an_optimizer_counts_those_that_are_refused(tmp_path):
+    model, optimizer = trained(lambda m: torch.optim.AdamW(m.parameters()))
+    sgd = torch.optim.SGD(model.parameters(), momentum=0.9)
+    sgd.step()
+    copies = [{**optimizer.state_dict()} for _ in range(2)]
+    torch.save({"model": model.state_dict(), "optimizers": [sgd.state_dict(), *copies]}, tmp_path / "x.pt")
+    with pytest.raises(NamingError, match=r"0: optimizers.0, 1: optimizers.1, 2: optimizers.2"):
+        squisher.extract(tmp_path / "x.pt")
+    assert len(squisher.extract(tmp_path / "x.pt", optimizer=2))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda state: state["state"].update({99: state["state"][0]}), "99.*no group lists"),
+        (lambda state: state["param_groups"][0]["params"].append(0), "twice"),
+    ],
+)
+def test_states_that_the_groups_do_not_list_once(tmp_path, change, words):
+    model, optimizer = trained(lambda m: torch.optim.AdamW(m.parameters()))
+    state = optimizer.state_dict()
+    change(state)
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "x.pt")
+    with pytest.raises(FileError, match=words):
+        squisher.extract(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32, torch.float8_e4m3fn])
+def test_codes_of_an_unknown_quantisation_are_no_values(tmp_path, dtype):
+    state = {"step": 3, "exp_avg": torch.zeros(4), "exp_avg_sq": torch.ones(4).to(dtype)}
+    groups = [{"betas": (0.9, 0.999), "params": [0]}]
+    torch.save({"state": {0: state}, "param_groups": groups}, tmp_path / "x.pt")
+    with pytest.raises(NoAccumulatorError, match="quantisation"):
+        squisher.extract(tmp_path / "x.pt", names=["w"])
+
+
+def test_what_the_user_says_must_not_contradict_the_file(tmp_path):
+    model, optimizer = trained(lambda m: torch.optim.AdamW(m.parameters(), betas=(0.9, 0.98)))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    with pytest.raises(ArgumentError, match="0.9, but the source records 0.98"):
+        squisher.extract(tmp_path / "x.pt", beta2=0.9)
+    with pytest.raises(ArgumentError, match="exp_avg_sq of Adam"):
+        squisher.extract(tmp_path / "x.pt", optimizer_class="RMSprop")
+    assert (
+        squisher.extract(tmp_path / "x.pt", beta2=0.98, optimizer_class="AdamW").provenance.optimizer["beta2"] == 0.98
+    )
+
+
+def test_a_folder_of_many_files(tmp_path):
+    model, optimizer = trained(lambda m: torch.optim.AdamW(m.parameters()))
+    for number in range(13):
+        torch.save(model.state_dict(), tmp_path / f"model_{number:02d}.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "a.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "z.pt")  # another state, behind all those that are looked into
+    with pytest.raises(FileError, match="15 torch files: give the one"):
+        squisher.extract(tmp_path)
+    (tmp_path / "a.pt").unlink()
+    (tmp_path / "z.pt").rename(tmp_path / "optimizer.pt")
+    assert len(squisher.extract(tmp_path))

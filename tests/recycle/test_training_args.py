@@ -63,7 +63,7 @@ def test_batch_size_with_several_devices_in_one_process(folder):
 
 @pytest.mark.parametrize(
     "changes",
-    [{"parallelism_config": {"tp": 2}}, {"gradient_accumulation_steps": None}, {"_n_gpu": None, "per_device_train_batch_size": 3}],
+    [{"parallelism_config": {"tp": 2}}, {"tp_size": 2}, {"gradient_accumulation_steps": None}, {"_n_gpu": None, "per_device_train_batch_size": 3}],
 )  # fmt: skip
 def test_batch_size_is_unknown_without_proof(folder, changes):
     if "_n_gpu" in changes:

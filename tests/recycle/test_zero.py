@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from squisher.errors import FileError, NoAccumulatorError, ScaleError, SquisherError
-from squisher.importance import Importance
+from squisher.importance import Importance, RunFacts
 from squisher.recycle import extract
+from squisher.recycle.formats.zero_run import Run
 from squisher.storage.tensors import chunks_of
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
@@ -602,3 +603,26 @@ def test_tensor_parallel_ranks_of_megatron_deepspeed(tmp_path, stage):
     change_model_states(folder, lambda content: content["checkpoint_parallel_dimensions"].update(tp_degree=1))
     with pytest.raises(FileError, match="degree 1"):
         extract(folder)
+
+
+def test_batch_sizes_that_contradict_one_another_are_not_recorded(z3):
+    def changed(content):
+        content["ds_config"].update(train_batch_size=8)
+        content["global_samples"] = 8 * content["global_steps"]
+
+    assert extract(z3).provenance.batch_size
+    change_model_states(z3, changed)
+    run = Run(next(z3.glob("global_step*")))
+    assert run.facts(RunFacts(batch_size=8)).batch_size == 8
+    assert run.facts(RunFacts(batch_size=4)).batch_size is None
+    change_model_states(z3, lambda content: content.update(global_samples=1))
+    assert Run(next(z3.glob("global_step*"))).facts(RunFacts(batch_size=8)).batch_size is None
+
+
+def test_exchanged_ranks_contradict_the_table_of_slices(z2):
+    first, second = sorted(z2.glob("global_step3/*optim_states.pt"))
+    other = first.rename(z2 / "other")
+    second.rename(first)
+    other.rename(second)
+    with pytest.raises(FileError, match="table of slices.*exchanged"):
+        extract(z2)

@@ -220,11 +220,17 @@ def _usable(optimizers: Sequence[OptimizerState], options: Options) -> tuple[lis
     usable, refusals = [], []
     for one in optimizers:
         try:
-            check_usable(one)
+            row = check_usable(one)
         except NoAccumulatorError as error:
             refusals.append(error)
-        else:
-            usable.append(one)
+            continue
+        if options.optimizer_class is not None and row not in rows_of_class(options.optimizer_class):
+            raise ArgumentError(
+                f"is {options.optimizer_class!r}, but {one.place or 'the source'} holds the {' and '.join(row.key)} of {row.optimizer}. Leave "
+                "it out where the keys of the state tell.",
+                "optimizer_class",
+            )
+        usable.append(one)
     if not usable and refusals:
         raise refusals[0]
     return usable, refusals[0].what if refusals else ""
@@ -265,9 +271,9 @@ def _named(
             continue
         for name, how, entry in zip(solution.names, solution.how, one.entries, strict=True):
             if name in naming:
-                places = ", ".join(f"{k}: {o.place or 'the file'}" for k, o in enumerate(optimizers))
+                places = ", ".join(f"{k}: {o.place or 'the file'}" for k, o in enumerate(found.optimizers))
                 raise NamingError(
-                    f"The source holds {len(optimizers)} optimizers ({places}) and {name!r} is in more than one of them: choose one "
+                    f"The source holds {len(found.optimizers)} optimizers ({places}) and {name!r} is in more than one of them: choose one "
                     "with --optimizer K (optimizer=K)."
                 )
             naming[name] = how

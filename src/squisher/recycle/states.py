@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import NoAccumulatorError
 from ..importance.facts import RunFacts
 from ..storage.tensors import TensorSource
-from .optimizers import TABLE, identify, is_tensor, stored
+from .optimizers import TABLE, Accumulator, identify, is_tensor, stored
 
 if TYPE_CHECKING:
     from .naming.laws import Law
@@ -199,8 +199,8 @@ class Options:
     in_order: bool = False
 
 
-def check_usable(optimizer: OptimizerState) -> None:
-    """Refuse an optimizer that keeps no squared gradient, before anybody asks for the names of its parameters.
+def check_usable(optimizer: OptimizerState) -> Accumulator:
+    """Return what an optimizer keeps for the first parameter that has a squared gradient, before anybody asks for names.
 
     Raises:
         NoAccumulatorError: No parameter has a usable accumulator.
@@ -208,12 +208,12 @@ def check_usable(optimizer: OptimizerState) -> None:
     refusal: NoAccumulatorError | None = None
     for entry in optimizer.entries:
         try:
-            identify(entry.state, entry.group, optimizer.class_name)
+            row = identify(entry.state, entry.group, optimizer.class_name)
         except NoAccumulatorError as error:
             # Without a state, only a class or a group can say which optimizer keeps none (plain SGD).
             known = optimizer.class_name is not None or any(row.matches((), entry.group) for row in TABLE if row.group)
             refusal = refusal or (error if entry.state or known else None)
         else:
             if entry.state:
-                return
+                return row
     raise refusal or NoAccumulatorError(EMPTY)

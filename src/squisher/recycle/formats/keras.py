@@ -22,6 +22,7 @@ from ...importance.facts import Pollution, RunFacts, Spoiler
 from ...storage.byte_range import ByteRange
 from ...storage.json_files import parse_json
 from ...storage.torch_files import zip_entries
+from ..optimizers.table import FACTORED
 from ..states import Candidate, Entry, Found, OptimizerState, Options
 from .hdf5 import attribute, is_hdf5, open_hdf5, tensor_at
 
@@ -345,6 +346,8 @@ def _facts(settings: Mapping[str, Any]) -> RunFacts:
     if isinstance(every, int) and every > 1:
         note = f"Each step squares the mean gradient of {every} batches (gradient_accumulation_steps)."
         said.append(Pollution(Spoiler.ACCUMULATED, {"batches": every}, note))
+    if "beta_2_decay" in settings:  # Adafactor
+        said.append(FACTORED)
     return RunFacts(pollution=tuple(said), after_clipping=clipped)
 
 

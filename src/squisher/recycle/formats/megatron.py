@@ -51,7 +51,11 @@ def read_megatron(path: Path, options: Options) -> Found:
     for key in checkpoint.paths:
         match = _STATE.fullmatch(key)
         if match and checkpoint.is_tensor(key):
-            state.setdefault(match["name"], {})[match["key"]] = checkpoint.tensor(key)
+            if match["key"] in state.setdefault(match["name"], {}):
+                raise FileError(
+                    f"{checkpoint.folder} holds {match['key']} of {match['name']!r} in two chained optimizers."
+                )
+            state[match["name"]][match["key"]] = checkpoint.tensor(key)
     if not state:
         raise FileError(
             f"{checkpoint.folder} is a Megatron checkpoint without an optimizer state under its parameters' names. Save it "

@@ -97,6 +97,11 @@ def _states(
         "decoupled_weight_decay": True,
     }
     step, named = _number(node.get("count")), "/".join(place)
+    if _holds(node, "nu") and {"hessian_fn_state", "key"} & node.keys():
+        raise NoAccumulatorError(
+            f"{named or 'The state'} is sophia's, which keeps an estimate of the Hessian under nu, not an average of the squared gradient. "
+            "Train with optax.adamw."
+        )
     if _holds(node, "nu"):
         momenta = dict(_leaves(node.get("mu", {})))
         _check_moments(momenta, dict(_leaves(node["nu"])), step is not None, known.get("b2"), options, named)
@@ -205,12 +210,12 @@ def _factored(node: Tree, group: dict[str, Any], step: int | None, tree: Tree) -
 def _product(row: Any, column: Any, shape: tuple[int, ...] | None) -> Any:
     """Return the product of two factors: optax averages over the largest axis for the row, the second largest for the column."""
     if shape is None or len(shape) < 2 or column is None:
-        return "factor, and the parameters that tell its shape are not in the file"
+        return "a factor, and the parameters that tell its shape are not in the file"
     order = sorted(range(len(shape)), key=lambda axis: shape[axis])
     second, largest = order[-2], order[-1]
     without = [tuple(n for axis, n in enumerate(shape) if axis != left_out) for left_out in (largest, second)]
     if [tuple(row.shape), tuple(column.shape)] != without:
-        return "factor that does not fit its parameter"
+        return "a factor that does not fit its parameter"
     return Factored(row, column, second, largest, shape)
 
 

@@ -59,6 +59,11 @@ def read_sb3(path: Path, options: Options) -> Found:
             models = _own(match[1], match[2], trained, entries)
             if match[1] == "policy" and _has_targets(state, candidates, trained):
                 models = [("policy.pth with its target networks", candidates)]
+            if not settings and options.optimizer_class is None and any("square_avg" in e.state for e in state.entries):
+                raise FileError(
+                    f"The settings (data) in {path} cannot be read, and only they tell whether the average of its RMSprop began at zero or at "
+                    "one: say --optimizer-class RMSprop or RMSpropTFLike (optimizer_class=...)."
+                )
             optimizers.append(_with_class(replace(state, models=models), settings))
     if not optimizers:
         raise FileError(

@@ -123,11 +123,16 @@ def read_torch_folder(folder: Path, options: Options) -> Found:
     """
     files = [*torch_files(folder), *sorted(folder.glob("*.bin"))]
     usual = [file for file in files if file.stem in ("optimizer", "optim")]
+    if len(files) > _MOST and not usual:
+        raise FileError(
+            f"The folder {folder} holds {len(files)} torch files: give the one with the optimizer state that is meant, and the file with the "
+            "weights, if that is another one, with --model FILE."
+        )
     broken: dict[Path, FileError] = {}
     states: dict[Path, Found] = {}
     models: list[Source] = []
     tied: dict[str, str] = {}
-    for file in files[:_MOST]:
+    for file in dict.fromkeys([*usual, *files[:_MOST]]):
         try:
             tree = read(file)
         except FileError as error:
@@ -201,7 +206,8 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
     groups = content["param_groups"]
     at = f" at {place!r}" if place else ""
     by_index = content["names"] if isinstance(content.get("names"), dict) else {}
-    entries = []
+    entries: list[Entry] = []
+    listed: set[Any] = set()
     for number, group in enumerate(groups):
         members = group.get("params") if isinstance(group, dict) else None
         if not isinstance(members, (list, tuple)):
@@ -219,6 +225,14 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
             names = (member, name, by_index.get(member), kept.get("param_name"))
             said = next((n for n in names if isinstance(n, str)), None)
             entries.append(Entry(_without_shards(kept), settings, number, said))
+            listed.add(member)
+    # A pickled optimizer keeps the states of groups that were taken from it; a state dict has one place for each.
+    strangers = (
+        [k for k, v in state.items() if isinstance(v, dict) and v and k not in listed] if class_name is None else []
+    )
+    if strangers or len(listed) < len(entries):
+        what = f"has a state for {strangers[0]!r}, which no group lists" if strangers else "lists a parameter twice"
+        raise FileError(f"The optimizer state{at} {what}: it is damaged, or mixed from several. Get it again.")
     return OptimizerState(decoded(entries, class_name), class_name, place)
 
 

@@ -373,6 +373,7 @@ def _batch_size(folder: Path, args: Record, state: dict[str, Any]) -> int | None
         or local is None
         or processes is None
         or args.get("parallelism_config")
+        or args.get("tp_size", 0) not in (0, 1)  # before that, the ranks that share a batch were counted here
         or split
     ):
         return None

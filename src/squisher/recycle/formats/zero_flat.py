@@ -202,8 +202,12 @@ def _stages_1_and_2(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list
             entries.append(_entry(run, ranks, k, name, shape, cuts))
             agree = agree and all(_slice_agrees(rank, k, name, cut) for rank, cut in zip(ranks, cuts, strict=True))
             place = end + gap
-    why = "round-robin gradients make it wrong" if run.round_robin else "nobody knows why"
-    note = f"DeepSpeed's table of slices says otherwise than its list of parameters, which was followed ({why})."
+    if not agree and run.config and not run.round_robin:
+        raise FileError(
+            f"DeepSpeed's table of slices in {run.folder} contradicts its list of parameters, which only round-robin gradients would explain: "
+            "files of ranks were exchanged, or are of several runs. Get all of its files again."
+        )
+    note = "DeepSpeed's table of slices says otherwise than its list of parameters, which was followed: round-robin gradients make it wrong."
     return entries, [] if agree else [Pollution(Spoiler.UNCERTAIN, note=note)]
 
 

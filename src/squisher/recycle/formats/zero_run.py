@@ -175,21 +175,22 @@ class Run:
             facts = replace(facts, after_clipping=norm > 0, pollution=(*facts.pollution, *clipped))
         return replace(
             facts,
-            batch_size=self._batch_size() or facts.batch_size,
+            batch_size=self._batch_size(facts.batch_size),
             absent={self.names[name]: why for name in self.frozen},
             tied={self.names[a]: self.names[n] for a, n in self.shared.items() if n in self.names},
         )
 
-    def _batch_size(self) -> int | None:
-        """Return the examples per step, if all that is on record agrees."""
+    def _batch_size(self, beside: float | None) -> float | None:
+        """Return the examples per step, if all that is on record agrees, also with what files beside it prove."""
         total = _count(self.config.get("train_batch_size"))
         micro = _count(self.config.get("train_micro_batch_size_per_gpu"))
         world = _count(self.content.get("dp_world_size"))
         # Without it DeepSpeed takes one micro-batch a step.
         accumulated = _count(self.config.get("gradient_accumulation_steps", None if total else 1))
         product = micro * accumulated * world if micro and accumulated and world else None
-        size = total or product
-        if size is None or (product is not None and product != size):
+        said = {n for n in (total, product, beside) if n is not None}
+        size = said.pop() if len(said) == 1 else None
+        if size is None:
             return None
         steps, samples = self.content.get("global_steps"), self.content.get("global_samples")
         if isinstance(steps, int) and isinstance(samples, int) and steps > 0 and samples != size * steps:

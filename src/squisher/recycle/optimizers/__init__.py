@@ -15,14 +15,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...errors import NoAccumulatorError
+from ...errors import ArgumentError, NoAccumulatorError
 from ...importance.facts import Pollution, Spoiler
 from ...storage.tensors import TensorSource
-from .table import TABLE, TRACK, Accumulator, Group, number, says_decoupled
+from .table import FACTORED, TABLE, TRACK, Accumulator, Group, number, says_decoupled
 
 __all__ = [
     "GIVEN_BETA2",
     "TABLE",
+    "Accumulator",
     "Factored",
     "Reading",
     "identify",
@@ -76,7 +77,8 @@ def identify(state: Collection[str], group: Collection[str], class_name: str | N
     state, group = set(state), set(group)
     fitting = [row for row in TABLE if row.matches(state, group)]
     named = rows_of_class(class_name)
-    both = [row for row in fitting if row in named]
+    # Two libraries may give one name to different classes: keys that are proof whatever the class is called come first.
+    both = [row for row in fitting if row in named or not row.classes] if any(row in named for row in fitting) else []
     plain = [row for row in fitting if not row.class_only]
     # A known refusal stands even where the keys are unusual; a known accumulator must be where the table says.
     refused = [row for row in named if row.meaning == "none"]
@@ -135,7 +137,7 @@ def reading(
     if step is not None and bias_correction and row.meaning in ("ema", "sum"):
         if step < 1:
             raise NoAccumulatorError(
-                "The optimizer has taken no step (its count is 0), so there is nothing to recycle yet."
+                f"The optimizer has taken no step (its count is {step}), so there is nothing to recycle yet."
             )
         offset = row.start(group) if row.start else 0.0
         if row.meaning == "ema":
@@ -155,8 +157,11 @@ def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool)
         beta2 = row.beta(group)
     except (KeyError, IndexError, TypeError, ValueError):
         beta2 = math.nan
-    if math.isnan(beta2) and group.get(GIVEN_BETA2) is not None:
-        beta2 = number(group[GIVEN_BETA2])
+    given = group.get(GIVEN_BETA2)
+    if given is not None and 0 <= beta2 < 1 and not math.isclose(beta2, given, rel_tol=1e-6):
+        raise ArgumentError(f"is {given}, but the source records {beta2}: leave it out.", "beta2")
+    if math.isnan(beta2) and given is not None:
+        beta2 = number(given)
     if 0 <= beta2 < 1:
         return beta2
     if not needed:
@@ -168,8 +173,10 @@ def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool)
     )
 
 
-def _pollution(row: Accumulator, state: Collection[str], group: Group, class_name: str | None) -> tuple[Pollution, ...]:
-    found = list(row.notes)
+def _pollution(
+    row: Accumulator, state: Mapping[str, Any], group: Group, class_name: str | None
+) -> tuple[Pollution, ...]:
+    found = [*row.notes, *[FACTORED for key in row.key if isinstance(state[key], Factored)]]
     decay = number(group.get("weight_decay") or 0.0)
     inside = row.l2_inside(group) if callable(row.l2_inside) else row.l2_inside
     inside = inside and not group.get("decoupled_weight_decay")
@@ -197,7 +204,7 @@ def step_of(state: Mapping[str, Any], group: Group, ahead: int = 0) -> int | Non
             steps = number(count)
         except (TypeError, ValueError, RuntimeError):
             continue
-        if math.isfinite(steps):
+        if steps.is_integer():  # neither NaN nor infinite
             return int(steps) - ahead
     return None
 
@@ -212,11 +219,18 @@ def stored(keys: Sequence[str], state: Mapping[str, Any], group: Group) -> Any:
         NoAccumulatorError: It is no tensor of real numbers, or the factors do not fit together, or fit together in two ways.
     """
     for key in keys:
-        if not is_tensor(state[key]):
-            raise NoAccumulatorError(f"Its {key} is a {type(state[key]).__name__}, not a tensor")
-        if state[key].dtype.is_complex:
+        value = state[key]
+        if not is_tensor(value):  # a reader says in words what it could not put together
+            what = value if isinstance(value, str) else f"a {type(value).__name__}, not a tensor"
+            raise NoAccumulatorError(f"Its {key} is {what}")
+        if value.dtype.is_complex:
             raise NoAccumulatorError(
                 f"Its {key} is complex: squares of real and imaginary parts, not one value per weight"
+            )
+        if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
+            kind = str(value.dtype).removeprefix("torch.")
+            raise NoAccumulatorError(
+                f"Its {key} is of the type {kind}: codes of a quantisation that is not known", TRACK
             )
     if len(keys) == 1:
         return state[keys[0]]

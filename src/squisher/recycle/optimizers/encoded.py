@@ -161,6 +161,10 @@ def _decoded_state(state: Mapping[str, Any], alone: str) -> Mapping[str, Any]:
 def _bitsandbytes(state: Mapping[str, Any], number: str) -> Any:
     """Return one state: codes with their table and the largest magnitude of each block, or, for small parameters, plain floats."""
     codes = state[f"state{number}"]
+    contiguous = getattr(codes, "is_contiguous", True)
+    if not (contiguous() if callable(contiguous) else contiguous):
+        # Its kernels take memory as it lies: in the parameter's order since they copy that first, in the strides' before.
+        return "in an order that is not recorded: the parameter was not contiguous (channels_last?), which bitsandbytes does not keep"
     if not is_tensor(codes) or codes.dtype != torch.uint8:
         return codes
     table: Any = state.get(f"qmap{number}")
@@ -204,11 +208,11 @@ def _one_state(entries: Sequence[Entry], class_name: str) -> str:
     seen = 0
     for entry in entries:
         source = _bitsandbytes(entry.state, "1")
-        if not is_tensor(source):
+        if not is_tensor(entry.state["state1"]):
             raise FileError(
                 "A bitsandbytes state holds something that is no tensor: the file is damaged. Get it again."
             )
-        for start in range(0, _numel(source), CHUNK):
+        for start in range(0, _numel(source) if is_tensor(source) else 0, CHUNK):
             chunk = _flat(source, start, min(start + CHUNK, _numel(source)))
             if (chunk < 0).any():
                 return ""

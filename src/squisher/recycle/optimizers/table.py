@@ -15,7 +15,7 @@ from typing import Any
 
 from ...importance.facts import Pollution, Spoiler
 
-__all__ = ["TABLE", "TRACK", "Accumulator", "Group", "number", "says_decoupled"]
+__all__ = ["FACTORED", "TABLE", "TRACK", "Accumulator", "Group", "number", "says_decoupled"]
 
 Group = Mapping[str, Any]
 
@@ -38,6 +38,7 @@ class Accumulator:
         keys: Keys that the state of a parameter must have.
         without: Keys that it must not have.
         group: Keys that its group must have.
+        group_without: Keys that its group must not have.
         classes: Class names, for a live optimizer; they settle what the keys leave open.
         class_only: Whether the keys are another optimizer's too, so that only the class can decide.
         key: The accumulator: one key, or the two factors of a factored one.
@@ -57,6 +58,7 @@ class Accumulator:
     keys: frozenset[str] = frozenset()
     without: frozenset[str] = frozenset()
     group: frozenset[str] = frozenset()
+    group_without: frozenset[str] = frozenset()
     classes: tuple[str, ...] = ()
     class_only: bool = False
     key: tuple[str, ...] = ()
@@ -72,12 +74,13 @@ class Accumulator:
 
     def matches(self, state: Collection[str], group: Collection[str]) -> bool:
         """Return whether the keys of a parameter's state and of its group are this optimizer's."""
-        return self.keys.issubset(state) and self.without.isdisjoint(state) and self.group.issubset(group)
+        has = self.keys.issubset(state) and self.group.issubset(group)
+        return has and self.without.isdisjoint(state) and self.group_without.isdisjoint(group)
 
 
 def row(optimizer: str, keys: str, key: str = "", meaning: str = "none", **more: Any) -> Accumulator:
     """Return a row, with its sets and tuples written as words; its class is called like the optimizer unless said otherwise."""
-    for name in ("without", "group"):
+    for name in ("without", "group", "group_without"):
         more[name] = frozenset(more.get(name, "").split())
     more["classes"] = tuple(more.get("classes", optimizer).split())
     return Accumulator(optimizer, frozenset(keys.split()), key=tuple(key.split()), meaning=meaning, **more)
@@ -124,7 +127,7 @@ def coupled(group: Group) -> bool:
     return not says_decoupled(group)
 
 
-_FACTORED = Pollution(Spoiler.FACTORED, note="It is factored: rank one per matrix.")
+FACTORED = Pollution(Spoiler.FACTORED, note="It is factored: rank one per matrix.")
 _EPS = Pollution(Spoiler.EPSILON, note="It averages g² + eps.")
 _SCALED = Pollution(
     Spoiler.STEP_SIZE,
@@ -198,10 +201,10 @@ _REFUSED: tuple[Accumulator, ...] = (
 
 _FACTORS: tuple[Accumulator, ...] = (
     row("CAME", "exp_avg_sq_row exp_avg_sq_col exp_avg_res_row", "exp_avg_sq_row exp_avg_sq_col", "ema", beta=betas(1),
-          notes=(_FACTORED, _EPS)),
+          notes=(FACTORED, _EPS)),
     row("CAME", "exp_avg_sq RMS", "exp_avg_sq", "ema", group="betas clip_threshold", beta=betas(1), notes=(_EPS,)),
-    row("Adafactor", "exp_avg_sq_row exp_avg_sq_col", "exp_avg_sq_row exp_avg_sq_col", "average", classes="", notes=(_FACTORED, _EPS)),
-    row("Adafactor", "exp_avg_sq_r exp_avg_sq_c", "exp_avg_sq_r exp_avg_sq_c", "average", classes="", notes=(_FACTORED, _EPS)),
+    row("Adafactor", "exp_avg_sq_row exp_avg_sq_col", "exp_avg_sq_row exp_avg_sq_col", "average", classes="", notes=(FACTORED, _EPS)),
+    row("Adafactor", "exp_avg_sq_r exp_avg_sq_c", "exp_avg_sq_r exp_avg_sq_c", "average", classes="", notes=(FACTORED, _EPS)),
     row("AdaTAM", "exp_avg_sq s", "exp_avg_sq", "ema", group="decay_rate betas", beta=betas(1), l2_inside=coupled),
     row("Adafactor", "exp_avg_sq", "exp_avg_sq", "average", group="decay_rate", classes="", notes=(_EPS,)),
     row("Adafactor", "exp_avg_sq", "exp_avg_sq", "average", group="relative_step", classes="", notes=(_EPS,)),
@@ -283,6 +286,8 @@ _PLAIN: tuple[Accumulator, ...] = (
     _plain("APOLLO", group="scale_type"),
     _plain("GrokFastAdamW", group="grokfast"),
     _plain("AdamC or AdamS", group="ams_bound fixed_decay"),
+    row("RAdam or EXAdam (pytorch_optimizer)", "exp_avg_sq", "exp_avg_sq", "ema", group="betas fixed_decay", beta=betas(1), l2_inside=coupled,
+          classes="RAdam EXAdam", class_only=True),
     # RAdam and EXAdam keep the average itself, ADOPT one that started at the first square, Ano none: the same keys.
     row("pytorch_optimizer's RAdam, EXAdam, ADOPT or Ano", "exp_avg_sq", group="fixed_decay step", classes="", without="step",
           refusal="write the same keys, and what the accumulator is differs between them",
@@ -295,7 +300,7 @@ _OTHERS: tuple[Accumulator, ...] = (*_REFUSED, *_FACTORS, *_OTHER_MEANING, *_PLA
 TABLE: tuple[Accumulator, ...] = (
     *_OTHERS,
     row("Adamax", "exp_inf", refusal="keeps a decayed maximum of |g|, which is no average of squares"),
-    row("Adafactor", "row_var col_var", "row_var col_var", "average", classes="", notes=(_FACTORED,)),
+    row("Adafactor", "row_var col_var", "row_var col_var", "average", classes="", notes=(FACTORED,)),
     row("Adafactor", "variance", "variance", "average", group="beta2_decay", classes=""),
     # -- bitsandbytes: decay is decoupled in both its Adam and its AdamW, not in its one-state optimizers -----------------
     row("AdEMAMix (bitsandbytes)", "exp_avg_sq state2", "exp_avg_sq", "ema", beta=betas(1), group="betas t_alpha", class_only=True,
@@ -310,7 +315,8 @@ TABLE: tuple[Accumulator, ...] = (
          classes="Lion Lion8bit Lion32bit PagedLion PagedLion8bit PagedLion32bit SGD8bit SGD32bit LARS8bit LARS32bit PytorchLARS"),
     # -- Adam's family -------------------------------------------------------------------------------------------------
     row("NAdam", "exp_avg_sq mu_product", "exp_avg_sq", "ema", beta=betas(1), l2_inside=coupled),
-    row("SparseAdam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), class_only=True,
+    row("SparseAdam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), class_only=True, notes=(_SPARSE,)),
+    row("SparseAdam", "exp_avg_sq step", "exp_avg_sq", "ema", group="betas maximize", group_without="weight_decay", beta=betas(1), classes="",
          notes=(_SPARSE,)),
     row("Adam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), l2_inside=coupled,
          classes="Adam AdamW RAdam EXAdam FusedAdam DeepSpeedCPUAdam"),
