@@ -331,3 +331,9 @@ def test_the_optimizer_file_of_a_folder_means_the_folder(bert):
 def test_the_folder_above_says_which_checkpoint_to_give(bert):
     with pytest.raises(FileError, match="checkpoint-3"):
         squisher.extract(bert.parent)
+
+
+def test_a_state_of_an_earlier_run_beside_the_other(bert):
+    shutil.copy(bert / "optimizer.pt", bert / "optimizer.bin")  # as FSDP writes it into the same folder
+    with pytest.raises(FileError, match=r"optimizer.pt and optimizer.bin.*earlier run"):
+        squisher.extract(bert)

@@ -120,13 +120,10 @@ def extract(
         named, naming, own = _named(states, found, given, options)
         importance = _assembled(named, naming, replace(found, parameters=own), known, unusable, bias_correction)
         return _with_content(importance, read, options.model or path, None if hash_weights else HASHED_BYTES)
-    for option, value in (("names", names), ("trainable", trainable)):
+    for_files = {"names": names, "trainable": trainable, "beta2": beta2, "optimizer_class": optimizer_class}
+    for option, value in for_files.items():
         if value is not None:
-            raise SquisherError(f"{option} is for files; a live optimizer's names are found by identity in the model.")
-    if beta2 is not None or optimizer_class is not None:
-        raise SquisherError(
-            "beta2 and optimizer_class are for files that do not record them; a live optimizer has its own."
-        )
+            raise SquisherError(f"{option} is for files: a live optimizer and its model tell it themselves.")
     if isinstance(model, (str, os.PathLike)):
         raise SquisherError("A live optimizer needs the live model that it trains, not a path.")
     known = _completed(known)
@@ -134,18 +131,14 @@ def extract(
         return from_tracker(source, model, known, bias_correction=bias_correction, hash_weights=hash_weights)
     several = list(source) if isinstance(source, (list, tuple)) else [source]
     optimizers = [unwrapped(one) for one in several]
-    if not optimizers or None in optimizers:
+    chosen = [one for one in optimizers if one is not None]
+    if not chosen or None in optimizers:
         kind = type(several[0]).__name__ if several else "an empty list"
-        raise SquisherError(
-            f"Cannot extract from {kind}: expected a torch optimizer, a squisher.Tracker, or the path of a checkpoint."
-        )
+        raise SquisherError(f"Cannot extract from {kind}: give a torch optimizer, a squisher.Tracker or a checkpoint.")
     if model is None:
-        raise NamingError(
-            "A live optimizer does not know names: pass the model too, squisher.extract(optimizer, model)."
-        )
+        raise NamingError("A live optimizer has no names: pass the model too, squisher.extract(optimizer, model).")
     if optimizer is not None:
-        optimizers = [_one_of(optimizers, optimizer)]
-    chosen = [o for o in optimizers if o is not None]
+        chosen = [_one_of(chosen, optimizer)]
     return from_optimizers(
         chosen, model, known, bias_correction=bias_correction, allow_coarse=allow_coarse, hash_weights=hash_weights
     )
@@ -178,10 +171,9 @@ def _with_what_is_known(found: Found, model: nn.Module | None, given: Sequence[s
             later=([(label, matching(listed, pattern)) for label, listed in tier] for tier in found.later),
         )
     shapes = {name: c.shape for c in found.parameters for name in (c.live_name, c.name) if name}
-    optimizers = [
-        replace(one, entries=[unblocked(e, shapes.get(e.name or "")) for e in one.entries]) for one in found.optimizers
-    ]
-    return replace(found, optimizers=optimizers)
+    blocks = [[unblocked(e, shapes.get(e.name or "")) for e in one.entries] for one in found.optimizers]
+    joined = [replace(one, entries=entries) for one, entries in zip(found.optimizers, blocks, strict=True)]
+    return replace(found, optimizers=joined)
 
 
 def _knowing(models: Sequence[Source], names: Sequence[str]) -> list[Source]:
@@ -211,11 +203,8 @@ def _usable(optimizers: Sequence[OptimizerState], options: Options) -> tuple[lis
         optimizers = [_one_of(optimizers, options.optimizer)]
     if options.optimizer_class is not None:
         if not rows_of_class(options.optimizer_class):
-            raise ArgumentError(
-                f"{options.optimizer_class!r} is no optimizer that is known (docs/formats.md lists them). Leave it out where the keys of "
-                "the state tell.",
-                "optimizer_class",
-            )
+            what = f"is {options.optimizer_class!r}, which is not known: docs/formats.md lists what is."
+            raise ArgumentError(what, "optimizer_class")
         optimizers = [replace(one, class_name=options.optimizer_class) for one in optimizers]
     usable, refusals = [], []
     for one in optimizers:
@@ -225,11 +214,8 @@ def _usable(optimizers: Sequence[OptimizerState], options: Options) -> tuple[lis
             refusals.append(error)
             continue
         if options.optimizer_class is not None and row not in rows_of_class(options.optimizer_class):
-            raise ArgumentError(
-                f"is {options.optimizer_class!r}, but {one.place or 'the source'} holds the {' and '.join(row.key)} of {row.optimizer}. Leave "
-                "it out where the keys of the state tell.",
-                "optimizer_class",
-            )
+            what = f"is {options.optimizer_class!r}, but the state has the {' and '.join(row.key)} of {row.optimizer}: leave it out."
+            raise ArgumentError(what, "optimizer_class")
         usable.append(one)
     if not usable and refusals:
         raise refusals[0]

@@ -98,7 +98,7 @@ def _check_shape(shape: tuple[int, ...], entry: Entry, expected: Sequence[int] |
         expected, what = tuple(first.shape) if is_tensor(first) else None, "its exp_avg"
     if expected is not None and shape != tuple(expected):
         raise NoAccumulatorError(
-            f"Its {how.key[0]} has the shape {shape}, but {what} has {tuple(expected)}: not a value per weight"
+            f"Its {how.key[0]} has the shape {shape}, {what} {tuple(expected)}: not a value per weight"
         )
     if entry.slice is not None and entry.slice.start + math.prod(entry.slice.shape) > math.prod(shape):
         raise NoAccumulatorError(f"Its {how.key[0]} has the shape {shape}, too small for one value per weight")
@@ -209,9 +209,8 @@ def _pollution(recipes: Mapping[str, Recipe]) -> list[Pollution]:
     for name, recipe in recipes.items():
         for one in recipe.how.pollution:
             found.setdefault(one, []).append(name)
-    return [
-        one if len(names) == len(recipes) else replace(one, parameters=tuple(names)) for one, names in found.items()
-    ]
+    partly = {one: tuple(names) for one, names in found.items() if len(names) < len(recipes)}
+    return [replace(one, parameters=partly[one]) if one in partly else one for one in found]
 
 
 def _optimizer_record(recipes: Mapping[str, Recipe]) -> dict[str, Any]:
@@ -232,9 +231,8 @@ def _optimizer_record(recipes: Mapping[str, Recipe]) -> dict[str, Any]:
     records = list(distinct.values())
     common = {k: v for k, v in records[0][0].items() if all(r.get(k) == v for r, _ in records)}
     if len(records) > 1:
-        common["groups"] = [
-            {**{k: v for k, v in record.items() if k not in common}, "parameters": names} for record, names in records
-        ]
+        own = [({k: v for k, v in record.items() if k not in common}, names) for record, names in records]
+        common["groups"] = [{**record, "parameters": names} for record, names in own]
     return common
 
 

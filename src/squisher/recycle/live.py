@@ -84,9 +84,7 @@ def from_optimizers(
     _refuse_strangers(strangers, len(named))
     names = [name for name, _, _ in named]
     if len(set(names)) < len(names):
-        raise NamingError(
-            f"{next(n for n in names if names.count(n) > 1)!r} is in two optimizers; extract them one by one."
-        )
+        raise NamingError(f"{next(n for n in names if names.count(n) > 1)!r} is in two optimizers: extract each alone.")
     return _assembled(named, parameters, facts, {}, bias_correction=bias_correction, hash_weights=hash_weights)
 
 
@@ -120,18 +118,14 @@ def from_tracker(
     if not named:
         left = next(((n, a.note) for n, a in tracker.absent().items() if a.reason is Reason.NO_RULE), None)
         if left is not None:
-            raise NoAccumulatorError(
-                f"The tracker could observe none of the parameters; {left[0]!r}, for example: {left[1]}."
-            )
+            raise NoAccumulatorError(f"The tracker could observe no parameter; {left[0]!r}, for example: {left[1]}.")
         raise NoAccumulatorError(
             "The tracker has observed no step yet: call tracker.observe() before every optimizer step (with per='example', make the "
             "forward and backward passes inside `with tracker.step():`)."
         )
     estimator = getattr(tracker, "estimator", None)
     if estimator is not None and not bias_correction:
-        raise SquisherError(
-            "An average of squares per example is a Fisher, which is always corrected: use bias_correction=True."
-        )
+        raise SquisherError("An average of squares per example is always corrected: use bias_correction=True.")
     found = _assembled(
         named,
         parameters,
@@ -149,13 +143,9 @@ def from_tracker(
 def unwrapped(source: Any) -> torch.optim.Optimizer | None:
     """Return the torch optimizer inside the wrappers of Accelerate, Lightning and others; None if there is none."""
     for _ in range(5):
-        if isinstance(source, torch.optim.Optimizer) and not isinstance(
-            getattr(source, "optimizer", None), torch.optim.Optimizer
-        ):
-            return source
         inner = getattr(source, "optimizer", None)
-        if inner is None:
-            return None
+        if isinstance(source, torch.optim.Optimizer) and not isinstance(inner, torch.optim.Optimizer):
+            return source
         source = inner
     return None
 
@@ -173,14 +163,12 @@ def _assembled(
     names = {name for name, _, _ in named}
     untrained = Absence(Reason.NOT_IN_OPTIMIZER, "not in the optimizer")
     frozen = Absence(Reason.FROZEN, "frozen (requires_grad is False)")
+    others = {p.name: p for p in parameters if p.name not in names}
+    why = {name: untrained if p.parameter.requires_grad else frozen for name, p in others.items()}
     facts = replace(
         facts,
         naming=Naming(Level.RECORDED),
-        absent={
-            p.name: reasons.get(p.live_name) or (untrained if p.parameter.requires_grad else frozen)
-            for p in parameters
-            if p.name not in names
-        },
+        absent={name: reasons.get(p.live_name) or why[name] for name, p in others.items()},
         tied={alias: p.name for p in parameters for alias in p.aliases},
         live_names={p.name: p.live_name for p in parameters},
     )

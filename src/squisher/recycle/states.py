@@ -16,17 +16,7 @@ from .optimizers import TABLE, Accumulator, identify, is_tensor, stored
 if TYPE_CHECKING:
     from .naming.laws import Law
 
-__all__ = [
-    "Candidate",
-    "Entry",
-    "Found",
-    "FusedSlice",
-    "Named",
-    "OptimizerState",
-    "Options",
-    "Source",
-    "check_usable",
-]
+__all__ = ["Candidate", "Entry", "Found", "FusedSlice", "Named", "OptimizerState", "Options", "Source", "check_usable"]
 
 
 EMPTY = (

@@ -34,7 +34,12 @@ def read_accelerate(folder: Path, options: Options) -> Found:
         FileError: A file is missing or damaged.
         NamingError: The model that was given cannot name them.
     """
-    optimizers = [read_one(file) for file in _numbered(folder, r"optimizer(?:_(\d+))?\.bin")]
+    optimizers = []
+    for file in _numbered(folder, r"optimizer(?:_(\d+))?\.bin"):
+        held = read_torch_file(file).optimizers
+        if len(held) != 1:
+            raise FileError(f"{file} holds {len(held)} optimizers, but Accelerate writes one to a file.")
+        optimizers.append(replace(held[0], place=file.name))
     if options.model is not None:
         return Found(optimizers)
     weights = [opened for file in _weight_files(folder) if (opened := open_weights(file)) is not None]
@@ -51,36 +56,19 @@ def read_accelerate(folder: Path, options: Options) -> Found:
     return Found(optimizers, ordered, RunFacts(tied=tied))
 
 
-def read_one(file: Path) -> OptimizerState:
-    """Read the one optimizer in a file.
-
-    Raises:
-        FileError: There is none, or more than one.
-    """
-    found = read_torch_file(file).optimizers
-    if len(found) != 1:
-        raise FileError(f"{file} holds {len(found)} optimizers, but Accelerate writes one to a file.")
-    return replace(found[0], place=file.name)
-
-
 def _numbered(folder: Path, pattern: str) -> list[Path]:
     """Return the files of a folder that a pattern matches, by their number; the first has none."""
-    found = [(int(m[1] or 0), p) for p in folder.iterdir() if p.is_file() and (m := re.fullmatch(pattern, p.name))]
-    files = [path for _, path in sorted(found)]
-    numbers = [number for number, _ in sorted(found)]
-    if numbers != list(range(len(numbers))):
+    found = {int(m[1] or 0): p for p in folder.iterdir() if p.is_file() and (m := re.fullmatch(pattern, p.name))}
+    files = [path for _, path in sorted(found.items())]
+    if sorted(found) != list(range(len(found))):
         raise FileError(f"The folder {folder} has {', '.join(p.name for p in files)}: one between them is missing.")
     return files
 
 
 def _weight_files(folder: Path) -> Iterator[Path]:
-    for pattern in (
-        r"model(?:_(\d+))?\.safetensors",
-        r"model(?:_(\d+))?\.safetensors\.index\.json",
-        r"pytorch_model(?:_(\d+))?\.bin",
-        r"pytorch_model(?:_(\d+))?\.bin\.index\.json",
-    ):
-        yield from sorted(p for p in folder.iterdir() if p.is_file() and re.fullmatch(pattern, p.name))
+    for kind in (r"model(?:_\d+)?\.safetensors", r"pytorch_model(?:_\d+)?\.bin"):
+        for pattern in (kind, rf"{kind}\.index\.json"):
+            yield from sorted(p for p in folder.iterdir() if p.is_file() and re.fullmatch(pattern, p.name))
 
 
 def _models_beside(

@@ -13,17 +13,17 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...errors import FileError
 from ...importance.facts import RunFacts
 from ...names import equal
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import Block, Blocks, LazyTensors, TensorSource
-from ...storage.torch_files import Record, StoredTensor, Verified, read, unpickle
+from ...storage.torch_files import Record, read, unpickle
 from ..naming.candidates import distinct_names, is_buffer, recorded_name
 from ..optimizers import step_of
 from ..states import Candidate, Entry, Found, OptimizerState, Options, Source
+from .torch_file import Unopened, inside
 from .trainer import facts_of, training_args
 
 __all__ = ["Checkpoint", "is_dcp", "read_dcp"]
@@ -177,9 +177,7 @@ def _entries(checkpoint: Checkpoint, saved: _Saved, place: str) -> list[Entry]:
         for member, name in zip(members, names, strict=True):
             key = str(member)  # the planner writes numbers as text
             if key in listed:
-                raise FileError(
-                    f"{checkpoint.folder} is damaged: {member!r} is twice in the groups of {place or 'the optimizer'}."
-                )
+                raise FileError(f"{checkpoint.folder} is damaged: its groups list {member!r} twice.")
             listed.add(key)
             state = {what: checkpoint.value(entry) for what, entry in saved.state.get(key, {}).items()}
             entries.append(Entry(state, group, number, recorded_name(name) if isinstance(name, str) else None))
@@ -247,11 +245,9 @@ def _models(checkpoint: Checkpoint) -> list[Source]:
     for prefix, keys in found.items():
         names = distinct_names([recorded_name(name) for name in keys], list(keys))
         label = f"the weights under {'.'.join(map(str, prefix))!r}" if prefix else "the weights"
-        listed = [
-            Candidate(name, checkpoint.shape(key), live_name=live, weight=checkpoint.tensor(key))
-            for name, (live, key) in zip(names, keys.items(), strict=True)
-        ]
-        models.append((label, listed))
+        tensors = [checkpoint.tensor(key) for key in keys.values()]
+        lists = zip(names, keys, tensors, strict=True)
+        models.append((label, [Candidate(name, one.shape, live_name=live, weight=one) for name, live, one in lists]))
     return models
 
 
@@ -270,10 +266,8 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         record = unpickle(ByteRange.of(folder / ".metadata").read(), name=str(folder / ".metadata"))
-        entries = _attribute(record, "state_dict_metadata", dict)
-        self._entries: dict[str, Record] = {
-            k: v for k, v in entries.items() if isinstance(k, str) and isinstance(v, Record)
-        }
+        entries = _attribute(record, "state_dict_metadata", dict).items()
+        self._entries = {k: v for k, v in entries if isinstance(k, str) and isinstance(v, Record)}
         self._places: dict[tuple[str, tuple[int, ...] | None], Record] = {}
         for index, info in _attribute(record, "storage_data", dict).items():
             if isinstance(index, Record) and isinstance(info, Record):
@@ -282,10 +276,8 @@ class Checkpoint:
                     self._places[name, offset] = info
         self._files: dict[str, ByteRange] = {}
         planned = record.get("planner_data")
-        known = planned if isinstance(planned, dict) else {}
-        self.paths: dict[str, tuple[Any, ...]] = {
-            k: v for k, v in known.items() if k in self._entries and _is_tuple_of(v, (int, str))
-        }
+        known = planned.items() if isinstance(planned, dict) else ()
+        self.paths = {k: v for k, v in known if k in self._entries and _is_tuple_of(v, (int, str))}
         self.in_order = len(self.paths) == len(self._entries)
         for key in self._entries:
             self.paths.setdefault(key, _path_of(key, self._entries))
@@ -301,24 +293,22 @@ class Checkpoint:
     def dtype(self, key: str) -> torch.dtype:
         """Return the dtype of a tensor."""
         properties = self._entries[key].get("properties")
-        if isinstance(properties, Record):
-            said = properties.state[0] if isinstance(properties.state, tuple) and properties.state else None
-            said = said or properties.get("dtype")
-            if isinstance(said, torch.dtype):
-                return said
-        raise self._damaged(f"{key!r} has no dtype")
+        state = properties.state if isinstance(properties, Record) else None
+        said = (state[0] if isinstance(state, tuple) and state else None) or inside(properties, "dtype")
+        if not isinstance(said, torch.dtype):
+            raise self._damaged(f"{key!r} has no dtype")
+        return said
 
     def tensor(self, key: str) -> Blocks:
         """Return a tensor, read when asked for; its blocks are checked to be there and to cover it."""
         shape, dtype = self.shape(key), self.dtype(key)
         blocks: dict[tuple[int, ...], Block] = {}
         for chunk in self._entries[key].get("chunks") or ():
-            offsets = self._sizes(chunk.get("offsets") if isinstance(chunk, Record) else None, key)
-            sizes = self._sizes(chunk.get("sizes") if isinstance(chunk, Record) else None, key)
+            offsets, sizes = (self._sizes(inside(chunk, name), key) for name in ("offsets", "sizes"))
             if not len(offsets) == len(sizes) == len(shape):
                 raise self._damaged(f"{key!r} has {len(shape)} dimensions, one of its blocks {len(sizes)}")
             if 0 not in sizes:  # a rank that got nothing
-                blocks[offsets] = Block(shape, offsets, sizes, _Blob(self._span(key, offsets), sizes, dtype))
+                blocks[offsets] = Block(shape, offsets, sizes, Unopened(self._span(key, offsets), sizes, dtype))
         tensor = Blocks(shape, dtype, list(blocks.values()))
         if tensor.gap:
             raise self._damaged(f"{key!r} cannot be put together: {tensor.gap}")
@@ -334,22 +324,16 @@ class Checkpoint:
             raise self._damaged(f"nothing says where the block of {key!r} at {offset} is")
         if info.get("transform_descriptors"):
             names = ", ".join(map(str, info.get("transform_descriptors")))
-            raise FileError(
-                f"The shards in {self.folder} are compressed or transformed ({names}), which is not read. {_COMMON}"
-            )
+            raise FileError(f"The shards in {self.folder} are compressed ({names}), which is not read. {_COMMON}")
         name, start, length = info.get("relative_path"), info.get("offset"), info.get("length")
         if not isinstance(name, str) or not isinstance(start, int) or not isinstance(length, int):
             raise self._damaged(f"the place of {key!r} is no file and range")
         if name.endswith(".safetensors"):
-            raise FileError(
-                f"The shards in {self.folder} are safetensors files, which are not read as shards. {_COMMON}"
-            )
+            raise FileError(f"The safetensors files in {self.folder} are not read as shards. {_COMMON}")
         if name not in self._files:
             inside = PurePosixPath(name)
             if inside.is_absolute() or ".." in inside.parts or "\\" in name:
-                raise FileError(
-                    f"{self.folder}/.metadata points to a file outside of its folder ({name!r}); it is not followed."
-                )
+                raise FileError(f"{self.folder}/.metadata points to a file outside of its folder: {name!r}.")
             if not (self.folder / inside).is_file():
                 raise FileError(
                     f"The distributed checkpoint {self.folder} lacks the file {name}, which holds a block of {key!r}. Every "
@@ -367,43 +351,14 @@ class Checkpoint:
         return FileError(f"The distributed checkpoint {self.folder} is incomplete or damaged: {what}. Get it again.")
 
 
-class _Blob:
-    """One block of a tensor: a torch file inside a shard, opened when its values are asked for."""
-
-    def __init__(self, span: ByteRange, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.span, self.shape, self.dtype = span, shape, dtype
-        self._stored: Verified | None = None
-
-    def load(self) -> Tensor:
-        """Read the whole block."""
-        return self._opened().load()
-
-    def read_flat(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop` in flat order."""
-        return self._opened().read_flat(start, stop)
-
-    def _opened(self) -> Verified:
-        if self._stored is None:
-            value = read(self.span)
-            if not isinstance(value, StoredTensor) or value.shape != self.shape or value.dtype != self.dtype:
-                found = f"{value.shape}, {value.dtype}" if isinstance(value, StoredTensor) else type(value).__name__
-                raise FileError(
-                    f"{self.span.label} should hold a tensor of {self.shape}, {self.dtype}, but holds {found}."
-                )
-            self._stored = Verified(value)
-        return self._stored
-
-
 def _is_tuple_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
     return isinstance(value, tuple) and all(isinstance(one, kinds) for one in value)
 
 
 def _attribute(record: Any, name: str, kind: type) -> Any:
-    value = record.get(name) if isinstance(record, Record) else None
+    value = inside(record, name)
     if not isinstance(value, kind):
-        raise FileError(
-            f"A .metadata file was expected to be what torch.distributed.checkpoint writes, but it has no {name}. Get it again."
-        )
+        raise FileError(f"The .metadata is not what torch.distributed.checkpoint writes: it has no {name}.")
     return value
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import struct
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ...errors import FileError, SquisherError
+from ...errors import FileError, require
 from ...storage.byte_range import ByteRange
 from ...storage.hdf5_probe import probe
 from ...storage.tensors import FileTensor
@@ -41,10 +40,7 @@ def open_hdf5(span: ByteRange) -> Iterator[Any]:
         SquisherError: h5py is not installed.
         FileError: It is damaged.
     """
-    try:
-        h5py = importlib.import_module("h5py")
-    except ImportError as error:
-        raise SquisherError("Keras files need h5py to be read: pip install 'torch-squisher[keras]'.") from error
+    h5py = require("h5py", "keras", "Reading a Keras file")
     _check_heaps(span)
     probe(span)
     with span.open() as raw:
@@ -70,9 +66,7 @@ def attribute(node: Any, name: str, default: Any = None) -> Any:
         return default
     place = node.attrs.get_id(name)
     if math.prod(place.shape) * max(place.dtype.itemsize, 1) > 1 << 24:
-        raise FileError(
-            f"The attribute {name!r} in an HDF5 file claims {place.shape} values: the file is damaged. Get it again."
-        )
+        raise FileError(f"An HDF5 file is damaged: its attribute {name!r} claims {place.shape} values.")
     return node.attrs.get(name, default)
 
 

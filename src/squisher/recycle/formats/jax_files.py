@@ -6,7 +6,6 @@ lists, numbers, text, and its extension for arrays. Of an Orbax checkpoint `_MET
 
 from __future__ import annotations
 
-import importlib
 import math
 import struct
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from ...errors import FileError, SquisherError
+from ...errors import FileError, require
 from ...storage.byte_range import ByteRange
 from ...storage.json_files import read_object
 from ...storage.tensors import FileTensor, Joined, Slice
@@ -226,7 +225,7 @@ class StoreTensor:
 
     @cached_property
     def _array(self) -> Any:
-        tensorstore = _tensorstore()
+        tensorstore = require("tensorstore", "jax", "Reading an Orbax checkpoint")
         base = f"file://{self.folder.resolve()}/"
         store = {"driver": "ocdbt", "base": base, "path": f"{self.name}/"} if self.ocdbt else f"{base}{self.name}/"
         spec = {"driver": "zarr3" if self.zarr3 else "zarr", "kvstore": store}
@@ -248,14 +247,12 @@ def read_orbax(path: Path) -> dict[str, Any]:
         FileError: It is damaged, unfinished, or holds several steps.
         SquisherError: tensorstore is not installed.
     """
-    _tensorstore()
+    require("tensorstore", "jax", "Reading an Orbax checkpoint")
     items = _items(path)
     if not items:
         steps = _steps(path)
         if len(steps) != 1:
-            raise FileError(
-                f"{path} holds {len(steps)} steps ({', '.join(s.name for s in steps[:5])}): give the folder of one."
-            )
+            raise FileError(f"{path} holds the steps {', '.join(s.name for s in steps[:5])}: give the folder of one.")
         items = _items(steps[0])
     tree: dict[str, Any] = {}
     for item in items:
@@ -302,15 +299,6 @@ def _tree(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise FileError(f"{file} cannot be read: {_first_line(error)}") from error
     return tree
-
-
-def _tensorstore() -> Any:
-    try:
-        return importlib.import_module("tensorstore")
-    except ImportError as error:
-        raise SquisherError(
-            "Orbax checkpoints need tensorstore to be read: pip install 'torch-squisher[jax]'."
-        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import FileError, NoAccumulatorError
 from ...importance.facts import Pollution, RunFacts, Spoiler
@@ -83,9 +83,7 @@ def read_keras(path: Path, options: Options) -> Found:
         if "optimizer_weights" in file:
             return _legacy(span, file)
         if "optimizer" not in file or "vars" not in file["optimizer"]:
-            raise FileError(
-                f"{path} holds weights but no optimizer state. Save the whole compiled model: model.save('model.keras')."
-            )
+            raise FileError(f"{path} holds no optimizer state. Save the whole model: model.save('model.keras').")
         return _numbered(span, file, config)
 
 
@@ -159,11 +157,8 @@ def _layout(name: str, tensors: Sequence[Any], settings: Mapping[str, Any], span
         place = each.index(_KEPT.get(name, "velocity"))
         chosen = main[place :: len(each)]
         shapes = [tensor.shape for tensor in chosen]
-        fits = all(
-            rest[k + j].shape == shapes[j]
-            for k in (*range(0, start, count), *range(end, len(rest), count))
-            for j in range(count)
-        )
+        beside = (*range(0, start, count), *range(end, len(rest), count))
+        fits = all(rest[k + j].shape == shapes[j] for k in beside for j in range(count))
         if name != "Adafactor":
             fits = fits and all(tensor.shape == shapes[k // len(each)] for k, tensor in enumerate(main))
         if fits:
@@ -186,84 +181,65 @@ def _legacy(span: ByteRange, file: Any) -> Found:
     name, settings = str(saved.get("class_name")).rpartition(">")[2], saved.get("config") or {}
     _refuse(name, span)
     recorded = [_text(n) for n in attribute(file["optimizer_weights"], "weight_names", ())]
-    if recorded and all(name.endswith(":0") for name in recorded):  # tf.keras 2
-        slots = _slots_of(span, file, recorded, name)
-        group = _group(name, settings)
-        pairs = zip(slots.tensors, slots.names, strict=True)
-        entries = [Entry(_state(name, source, slots.steps), group, 0, path) for source, path in pairs]
-        models = [("the layers of the file", slots.candidates)] if slots.candidates else []
-        return Found(
-            [OptimizerState(entries, name, "optimizer_weights")], models, _facts(settings), hint=_HINT, vouched=True
-        )
+    older = bool(recorded) and all(one.endswith(":0") for one in recorded)  # tf.keras 2
+    slots = _slots_2(span, recorded, name) if older else _slots_3(span, file, recorded, name)
+    counts = [one for one in recorded if re.fullmatch(r"(?:.*/)?iter(?:ations?)?(?::0)?", one)]
+    steps, group = _steps(_one_count(span, file, counts), settings), _group(name, settings)
+    entries = []
+    for path, full in slots:
+        source = tensor_at(span, file, f"optimizer_weights/{full}")
+        entries.append(Entry(_state(name, source, steps), group, 0, path))
+    candidates = _trained_variables(file) if older else []
+    models = [("the layers of the file", candidates)] if candidates else []
+    state = OptimizerState(entries, name, "optimizer_weights")
+    return Found([state], models, _facts(settings), hint=_HINT, vouched=older)
+
+
+def _slots_3(span: ByteRange, file: Any, recorded: Sequence[str], class_name: str) -> list[tuple[str | None, str]]:
+    """Return the squared-gradient weights that Keras 3 names: the path of each one's variable, and its own.
+
+    Raises:
+        FileError: There are none, or names are not distinct.
+    """
     weights = file.get("model_weights", {})
     paths = [_text(path) for layer in weights for path in attribute(weights[layer], "weight_names", ())]
     by_stem = {path.replace("/", "_"): path for path in paths}
-    suffix = "_" + _KEPT.get(str(name), "velocity")
-    found, counts = {}, []
+    kept = _KEPT.get(class_name, "velocity")
+    found: dict[str | None, str] = {}
     for full in recorded:
         stem = full.partition("/")[2] or full
-        if stem in ("iteration", "iter"):
-            counts.append(full)
-        elif stem.endswith(suffix):
-            path = by_stem.get(stem.removesuffix(suffix), stem.removesuffix(suffix))
-            found[path] = tensor_at(span, file, f"optimizer_weights/{full}")
+        if stem.endswith(f"_{kept}"):
+            stem = stem.removesuffix(f"_{kept}")
+            found[by_stem.get(stem, stem)] = full
     if not found or len(by_stem) != len(paths):
-        raise FileError(
-            f"{span.label} records no {suffix[1:]} of the Keras optimizer {name}, or its names are not distinct."
-        )
-    group, steps = _group(str(name), settings), _steps(_one_count(span, file, counts), settings)
-    entries = [Entry(_state(str(name), source, steps), group, 0, path) for path, source in found.items()]
-    return Found([OptimizerState(entries, str(name), "optimizer_weights")], (), _facts(settings), hint=_HINT)
+        raise FileError(f"{span.label} records no {kept} of {class_name}, or its names are not distinct.")
+    return list(found.items())
 
 
-class _Slots(NamedTuple):
-    """The squared-gradient weights of an optimizer.
-
-    Attributes:
-        tensors: One for each trained variable, in the optimizer's order.
-        names: Their variables' paths; None where the file only numbers them.
-        steps: The iteration.
-        candidates: The variables that the layers train, in their order.
-    """
-
-    tensors: list[Any]
-    names: list[str | None]
-    steps: int | None
-    candidates: list[Candidate]
-
-
-def _slots_of(span: ByteRange, file: Any, recorded: Sequence[str], class_name: str) -> _Slots:
-    """Find the squared-gradient weights of an optimizer.
+def _slots_2(span: ByteRange, recorded: Sequence[str], class_name: str) -> list[tuple[str | None, str]]:
+    """Return the squared-gradient weights that tf.keras 2 names, in the optimizer's order; without a path where they are numbered.
 
     Raises:
         FileError: There are none, or a name appears twice.
     """
     slots = "|".join(_SLOTS.get(class_name, ("v",)))
     found: dict[str, tuple[str | None, str]] = {}
-    counts: list[str] = []
     for full in recorded:
         name = full.removesuffix(":0")
         newer = re.fullmatch(rf"\w+/(?:{slots})/(?P<path>.+)", name)
         older = re.fullmatch(rf"\w+/(?P<path>.+)/(?:{slots})", name)
         numbered = re.fullmatch(rf"(?:\w+/)*(?:{slots})_(?P<number>\d+)", name)
-        if name.rpartition("/")[2] in ("iteration", "iterations", "iter"):
-            counts.append(full)
-        elif match := newer or older or numbered:
+        if match := newer or older or numbered:
             path = None if match is numbered else match["path"]
             key = match["number"] if path is None else path
             if key in found:
-                raise FileError(
-                    f"{span.label} records the squared gradient of {key!r} twice: it is damaged. Get it again."
-                )
+                raise FileError(f"{span.label} is damaged: it records the squared gradient of {key!r} twice.")
             found[key] = (path, full)
     if not found:
         raise FileError(f"{span.label} records no squared gradient of the tf.keras optimizer {class_name}.")
-    ordered = list(found.values())
-    if all(path is None for path, _ in ordered):
-        ordered = [found[str(k)] for k in range(len(found)) if str(k) in found]
-    tensors = [tensor_at(span, file, f"optimizer_weights/{full}") for _, full in ordered]
-    steps = _one_count(span, file, counts)
-    return _Slots(tensors, [path for path, _ in ordered], steps, _trained_variables(file))
+    if all(path is None for path, _ in found.values()):
+        return [found[number] for number in sorted(found, key=int)]
+    return list(found.values())
 
 
 def _one_count(span: ByteRange, file: Any, names: Sequence[str]) -> int | None:
@@ -311,11 +287,8 @@ def _state(name: str, source: Any, steps: int | None) -> dict[str, Any]:
 
 def _group(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings under the names that the table of accumulators knows; decay is decoupled in every Keras optimizer."""
-    group: dict[str, Any] = {
-        "weight_decay": settings.get("weight_decay"),
-        "eps": settings.get("epsilon"),
-        "decoupled_weight_decay": True,
-    }
+    group: dict[str, Any] = {"weight_decay": settings.get("weight_decay"), "eps": settings.get("epsilon")}
+    group["decoupled_weight_decay"] = True
     if name == "Adagrad":
         if "initial_accumulator_value" not in settings:
             raise NoAccumulatorError(
@@ -336,11 +309,8 @@ def _group(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _facts(settings: Mapping[str, Any]) -> RunFacts:
     if not settings:
         return RunFacts()
-    said = [
-        Pollution.clipping(settings[key], key)
-        for key in ("clipnorm", "global_clipnorm", "clipvalue")
-        if isinstance(settings.get(key), (int, float))
-    ]
+    limits = {key: settings.get(key) for key in ("clipnorm", "global_clipnorm", "clipvalue")}
+    said = [Pollution.clipping(limit, key) for key, limit in limits.items() if isinstance(limit, (int, float))]
     clipped = bool(said)
     every = settings.get("gradient_accumulation_steps")
     if isinstance(every, int) and every > 1:

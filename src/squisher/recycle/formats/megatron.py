@@ -52,9 +52,7 @@ def read_megatron(path: Path, options: Options) -> Found:
         match = _STATE.fullmatch(key)
         if match and checkpoint.is_tensor(key):
             if match["key"] in state.setdefault(match["name"], {}):
-                raise FileError(
-                    f"{checkpoint.folder} holds {match['key']} of {match['name']!r} in two chained optimizers."
-                )
+                raise FileError(f"{checkpoint.folder} holds a state of {match['name']!r} in two chained optimizers.")
             state[match["name"]][match["key"]] = checkpoint.tensor(key)
     if not state:
         raise FileError(

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,8 @@ def model_candidates(
     in_order = beside is not None and beside.in_module_order
     described = (path / "config.json").is_file()
     if not described and not in_order:
-        what = (
-            "has neither config.json nor weights" if beside is None else "is sorted by name, so its order says nothing"
-        )
-        raise NamingError(
-            f"{path} cannot name an optimizer's parameters: it {what}. Give a folder with config.json, or a torch weight file."
-        )
+        what = "is sorted by name, so its order says nothing" if beside else "has neither config.json nor weights"
+        raise NamingError(f"{path} cannot name parameters: it {what}. Give a folder with config.json, or a torch file.")
     model: Any = None
     try:
         model = meta_model(path) if described else None
@@ -235,9 +232,7 @@ TABLES: Mapping[str, Table] = {
         _NANOTRON + r"(?P<rest>mlp\.down_proj|input_layernorm|post_attention_layernorm)\.(?P<kind>\w+)": _to(_LLAMA + "{rest}.{kind}"),
     },
 }  # fmt: skip
-_WRAPPED = re.compile(
-    r"^(?:sequential\.|model\.(?=transformer\.))"
-)  # GPT-NeoX without a pipeline; OLMo under its trainer
+_WRAPPED = re.compile(r"^(?:sequential\.|model\.(?=transformer\.))")  # GPT-NeoX without a pipeline; OLMo's trainer
 
 
 def in_hugging_face_names(found: Found, weights: Mapping[str, tuple[int, ...]]) -> Found | None:
@@ -251,19 +246,15 @@ def in_hugging_face_names(found: Found, weights: Mapping[str, tuple[int, ...]]) 
         NamingError: The names are known, but the weights are those of another model.
     """
     recorded = clean_names([entry.name or "" for one in found.optimizers for entry in one.entries])
-    answers = {
-        writer: {name: _filled(_WRAPPED.sub("", name), table) for name in recorded} for writer, table in TABLES.items()
-    }
-    writer = next((writer for writer, names in answers.items() if all(names.values())), None)
-    if writer is None:
+    bare = [_WRAPPED.sub("", name) for name in recorded]
+    tables = ((writer, [_filled(name, table) for name in bare]) for writer, table in TABLES.items())
+    writer, answers = next(((writer, answers) for writer, answers in tables if all(answers)), ("", []))
+    if not writer:
         return None
     optimizers, parameters = [], []
+    published = iter(zip(recorded, answers, strict=True))
     for one in found.optimizers:
-        names = clean_names([entry.name or "" for entry in one.entries])
-        candidates = [
-            _candidate(name, entry, answers[writer][name], weights, writer)
-            for name, entry in zip(names, one.entries, strict=True)
-        ]
+        candidates = [_candidate(*next(published), entry, weights, writer) for entry in one.entries]
         entries = [replace(entry, name=c.name) for entry, c in zip(one.entries, candidates, strict=True)]
         optimizers.append(replace(one, entries=entries))
         parameters += candidates
@@ -276,7 +267,7 @@ def _filled(name: str, table: Table) -> list[str]:
 
 
 def _candidate(
-    recorded: str, entry: Entry, names: Sequence[str], weights: Mapping[str, tuple[int, ...]], writer: str
+    recorded: str, names: Sequence[str], entry: Entry, weights: Mapping[str, tuple[int, ...]], writer: str
 ) -> Candidate:
     """Return the parameter under its published name, or with the published tensors that are its slices."""
     alternatives = [one.split("|") for one in names]
@@ -296,8 +287,6 @@ def _candidate(
         )
     if len(names) == 1:
         return Candidate(names[0], shape, live_name=recorded)
-    slices, start = [], 0
-    for name, own in zip(names, shapes, strict=True):
-        slices.append(FusedSlice(name, start, own))
-        start += math.prod(own)
-    return Candidate(recorded, shape, live_name=recorded, slices=tuple(slices))
+    starts = accumulate((math.prod(own) for own in shapes), initial=0)
+    slices = tuple(FusedSlice(*one) for one in zip(names, starts, shapes, strict=False))
+    return Candidate(recorded, shape, live_name=recorded, slices=slices)

@@ -55,18 +55,13 @@ def read_nanotron(path: Path, options: Options) -> Found:
     for (stage, tensor, rank), entries in ranks.items():
         for entry in entries:
             if entry.name is None:
-                raise FileError(
-                    f"{folder} holds a state of stage {stage} without names: it is damaged, or not nanotron's."
-                )
+                raise FileError(f"{folder} holds a state without names: it is damaged, or not nanotron's.")
             held.setdefault((stage, entry.name), {}).setdefault(tensor, {})[rank] = entry
     known: dict[str, list[Entry]] = {}
     for (_, name), by_tensor in held.items():
-        shards = {
-            tensor: _whole(folder, name, by_rank, sharding, weights, tensor) for tensor, by_rank in by_tensor.items()
-        }
-        known.setdefault(name, []).append(
-            _uncut(folder, name, shards, weights, copies) if cut > 1 else next(iter(shards.values()))
-        )
+        shards = {tensor: _whole(folder, name, one, sharding, weights, tensor) for tensor, one in by_tensor.items()}
+        whole = _uncut(folder, name, shards, weights, copies) if cut > 1 else next(iter(shards.values()))
+        known.setdefault(name, []).append(whole)
     # Tied embeddings are in the first and in the last stage, under one name.
     entries = [copies.one(name, states) for name, states in known.items()]
     if options.model is not None and not options.named:
@@ -92,9 +87,7 @@ def _ranks(folder: Path) -> tuple[dict[tuple[int, int, int | None], list[Entry]]
         sizes.add((int(match["pps"]), int(match["tps"]), int(match["dps"]) if match["dps"] else None))
         tree = read(file)
         if not is_optimizer(tree):
-            raise FileError(
-                f"{file} holds no optimizer state: it is damaged, or not what nanotron writes. Get it again."
-            )
+            raise FileError(f"{file} holds no optimizer state: it is damaged, or not what nanotron writes.")
         rank = None if match["dp"] is None else int(match["dp"])
         found[int(match["pp"]), int(match["tp"]), rank] = list(optimizer_state(tree, file.name).entries)
     if len(sizes) != 1:
@@ -124,10 +117,8 @@ class _Sharding(NamedTuple):
     def of(cls, folder: Path) -> _Sharding:
         try:
             configs = read_object(folder / _CONFIG)["configs"]
-            offsets = {
-                name: {int(rank): (int(a), int(b)) for rank, (a, b) in ranges.items()}
-                for name, ranges in configs["param_name_to_dp_rank_offsets"].items()
-            }
+            said = configs["param_name_to_dp_rank_offsets"].items()
+            offsets = {n: {int(rank): (int(a), int(b)) for rank, (a, b) in runs.items()} for n, runs in said}
             shapes = {name: tuple(int(n) for n in shape) for name, shape in configs["orig_param_shapes"].items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileError(
@@ -236,9 +227,7 @@ def _whole(
         for rank, (start, end) in ordered:
             shard = shards[rank].state.get(key)
             if not isinstance(shard, StoredTensor) or shard.dtype != value.dtype or shard.shape != (end - start,):
-                raise FileError(
-                    f"Rank {rank} in {folder} does not hold the {end - start} elements of {name!r} that it should."
-                )
+                raise FileError(f"Rank {rank} in {folder} does not hold its {end - start} elements of {name!r}.")
             runs.append(Slice(Verified(shard), 0, end - start))
         state[key] = Joined(shape, value.dtype, runs)
     return Entry(state, first.group, first.group_number, name)

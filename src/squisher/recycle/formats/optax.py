@@ -53,9 +53,7 @@ def read_optax(path: Path, options: Options) -> Found:
     """
     tree: Tree = read_orbax(path) if path.is_dir() else read_msgpack(path)
     notes: dict[Pollution, None] = {}
-    states = [
-        s for place, node, settings in _walk(tree, (), {}) for s in _states(place, node, settings, tree, notes, options)
-    ]
+    states = [one for place in _walk(tree, (), {}) for one in _states(*place, tree, notes, options)]
     if states:
         return Found(states, (), RunFacts(pollution=tuple(notes)))
     moments = [".".join(place) for place, node, _ in _walk(tree, (), {}) if {"mu", "trace"} & node.keys()]
@@ -91,11 +89,7 @@ def _states(
 ) -> Iterator[OptimizerState]:
     """Yield the states that a dictionary holds, and collect notes about them."""
     known = {key: _number(value) for key, value in settings.items()}
-    group: dict[str, Any] = {
-        "eps": known.get("eps"),
-        "weight_decay": known.get("weight_decay"),
-        "decoupled_weight_decay": True,
-    }
+    group: dict[str, Any] = {key: known.get(key) for key in ("eps", "weight_decay")} | {"decoupled_weight_decay": True}
     step, named = _number(node.get("count")), "/".join(place)
     if _holds(node, "nu") and {"hessian_fn_state", "key"} & node.keys():
         raise NoAccumulatorError(
@@ -119,9 +113,8 @@ def _states(
             entries.append(Entry({key: value, "step": step, **first}, group, 0, name))
         yield from _one(entries, "adam (optax)" if key == "exp_avg_sq" else "rmsprop (optax)", named)
     if _holds(node, "sum_of_squares"):
-        entries = [
-            Entry({"sum": value, "step": None}, group, 0, name) for name, value in _leaves(node["sum_of_squares"])
-        ]
+        sums = _leaves(node["sum_of_squares"])
+        entries = [Entry({"sum": value, "step": None}, group, 0, name) for name, value in sums]
         yield from _one(entries, "adagrad (optax)", named)
     if {"v_row", "v_col", "v"} <= node.keys():
         yield from _one(list(_factored(node, {**group, "decay_rate": None}, step, tree)), "adafactor (optax)", named)

@@ -13,7 +13,7 @@ from ...storage.torch_files import Record, StoredTensor, Verified, read
 from ..naming.candidates import distinct_names
 from ..optimizers import step_of
 from ..states import Candidate, Found, Options, Source
-from .torch_file import find_optimizers, mesh_size, optimizer_state
+from .torch_file import find_optimizers, inside, mesh_size, optimizer_state
 
 __all__ = ["is_rank_folder", "read_ranks"]
 
@@ -39,15 +39,11 @@ def read_ranks(path: Path, options: Options) -> Found:
         if find_optimizers(trees[0]):
             found.append((trees, files))
     if len(found) != 1:
-        raise FileError(
-            f"{path} holds files of several ranks, {len(found) or 'none'} of them optimizer states; give the file or folder of one."
-        )
+        raise FileError(f"{path} holds {len(found) or 'no'} optimizer states of several ranks: give one.")
     trees, files = found[0]
     states = [find_optimizers(tree) for tree in trees]
     if len({len(state) for state in states}) > 1:
-        raise FileError(
-            f"The files of the ranks in {path} do not hold the same optimizers: they do not belong together."
-        )
+        raise FileError(f"The ranks in {path} do not hold the same optimizers: they do not belong together.")
     optimizers = []
     for same in zip(*states, strict=True):
         joined = _joined([value for _, value in same], list(files), path)
@@ -68,9 +64,7 @@ def _sets(path: Path) -> list[dict[int, Path]]:
 def _joined(values: Sequence[Any], ranks: Sequence[int], path: Path) -> dict[str, Any]:
     """Return the state dict of one optimizer, with a tensor for what the ranks have shards of."""
     if not all(isinstance(value, dict) for value in values):
-        raise FileError(
-            f"The files of the ranks in {path} hold pickled optimizers, whose parameters cannot be matched. Save state dicts."
-        )
+        raise FileError(f"The ranks in {path} hold pickled optimizers, which cannot be joined. Save state dicts.")
     first = values[0]
     state = {}
     for member, tensors in first["state"].items():
@@ -78,9 +72,7 @@ def _joined(values: Sequence[Any], ranks: Sequence[int], path: Path) -> dict[str
         if not all(isinstance(other, dict) and set(other) == set(tensors) for other in others):
             raise _strangers(path)
         if len({step_of(other, {}) for other in others}) > 1:
-            raise FileError(
-                f"{path} mixes the files of several steps: the ranks count differently for parameter {member}."
-            )
+            raise FileError(f"{path} mixes the files of several steps: the ranks count parameter {member} differently.")
         state[member] = {key: _tensor([other[key] for other in others], ranks, path) for key in tensors}
     if any(set(value["state"]) != set(state) for value in values):
         raise _strangers(path)
@@ -101,13 +93,10 @@ def _tensor(shards: Sequence[Any], ranks: Sequence[int], path: Path) -> Any:
         if isinstance(first, StoredTensor) and len(first.shape):
             raise _strangers(path)
         return first
-    shape, spec = first.get("shape"), first.get("_spec")
-    placements = spec.get("placements") if isinstance(spec, Record) else None
-    world = mesh_size(spec.get("mesh")) if isinstance(spec, Record) else None
+    shape, placements = first.get("shape"), inside(first, "_spec", "placements")
+    world = mesh_size(inside(first, "_spec", "mesh"))
     if world is not None and list(ranks) != list(range(world)):
-        raise FileError(
-            f"{path} holds the files of the ranks {', '.join(map(str, ranks))}, but the state was sharded over {world}."
-        )
+        raise FileError(f"{path} has the ranks {', '.join(map(str, ranks))}, but the state was sharded over {world}.")
     split = placements[0] if isinstance(placements, (tuple, list)) and len(placements) == 1 else None
     if not isinstance(split, Record) or not split.name.endswith(".Shard") or not isinstance(shape, tuple):
         raise FileError(
@@ -117,15 +106,12 @@ def _tensor(shards: Sequence[Any], ranks: Sequence[int], path: Path) -> Any:
     blocks: list[Block] = []
     place = 0
     for rank, shard in zip(ranks, shards, strict=True):
-        local = shard.get("_local_tensor") if isinstance(shard, Record) else None
-        written_by = _written_by(shard)
-        if written_by not in (None, rank):
+        local, written_by = inside(shard, "_local_tensor"), inside(shard, "_spec", "mesh", "_rank")
+        if isinstance(written_by, int) and written_by != rank:
             raise FileError(f"{path} is mixed up: the file of rank {rank} was written by rank {written_by}.")
         fits = isinstance(local, StoredTensor) and local.dtype == first.get("dtype") and len(local.shape) == len(shape)
         if local is None or not fits or not isinstance(dimension, int) or not 0 <= dimension < len(shape):
-            raise FileError(
-                f"The ranks in {path} do not agree about the shape or type of a state: they do not belong together."
-            )
+            raise FileError(f"The ranks in {path} do not belong together: a state differs in shape or type.")
         offsets = [place if d == dimension else 0 for d in range(len(shape))]
         blocks.append(Block(shape, offsets, local.shape, Verified(local)))
         place += local.shape[dimension]
@@ -135,14 +121,6 @@ def _tensor(shards: Sequence[Any], ranks: Sequence[int], path: Path) -> Any:
     return whole
 
 
-def _written_by(shard: Any) -> int | None:
-    """Return the rank that a shard records."""
-    spec = shard.get("_spec") if isinstance(shard, Record) else None
-    mesh = spec.get("mesh") if isinstance(spec, Record) else None
-    rank = mesh.get("_rank") if isinstance(mesh, Record) else None
-    return rank if isinstance(rank, int) else None
-
-
 def _models(tree: Any) -> list[Source]:
     """Return the dictionaries of named weights, sharded or whole, in module order."""
     models: list[Source] = []
@@ -150,16 +128,9 @@ def _models(tree: Any) -> list[Source]:
     for place, value in named:
         if not isinstance(value, dict) or len(value) < 2 or not all(isinstance(name, str) for name in value):
             continue
-        shapes: dict[str, tuple[int, ...]] = {}
-        for name, weight in value.items():
-            shape = weight.get("shape") if isinstance(weight, Record) else getattr(weight, "shape", None)
-            if isinstance(shape, tuple):
-                shapes[name] = shape
-        if len(shapes) == len(value):
-            names = distinct_names(list(shapes))
-            listed = [
-                Candidate(name, shape, live_name=live)
-                for name, (live, shape) in zip(names, shapes.items(), strict=True)
-            ]
+        shapes: list[Any] = [inside(w, "shape") or getattr(w, "shape", None) for w in value.values()]
+        if all(isinstance(shape, tuple) for shape in shapes):
+            lists = zip(distinct_names(list(value)), shapes, value, strict=True)
+            listed = [Candidate(name, shape, live_name=live) for name, shape, live in lists]
             models.append((f"the weights under {place!r}" if place else "the weights", listed))
     return models

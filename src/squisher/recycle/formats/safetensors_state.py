@@ -92,19 +92,12 @@ def _olmo(tensors: Tensors, file: Path) -> dict[str, Any] | None:
         for key in path[:-1]:
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
-                raise FileError(
-                    f"{file} is damaged: {'.'.join(map(str, path))} is inside something that is no dictionary."
-                )
+                raise FileError(f"{file} is damaged: {path} is inside something that is no dictionary.")
         node[path[-1]] = value
     groups = tree.get("param_groups")
-    if (
-        not isinstance(tree.get("state"), dict)
-        or not isinstance(groups, list)
-        or not all(isinstance(g, dict) for g in groups)
-    ):
-        raise FileError(
-            f"{file} is a state dict without an optimizer's 'state' and 'param_groups'. Give optim.safetensors, not the weights."
-        )
+    listed = isinstance(groups, list) and all(isinstance(group, dict) for group in groups)
+    if not listed or not isinstance(tree.get("state"), dict):
+        raise FileError(f"{file} has no 'state' and 'param_groups'. Give optim.safetensors, not the weights.")
     return tree
 
 
@@ -147,9 +140,7 @@ def _mlx_entry(name: str, state: dict[str, Any], steps: int, kind: str) -> Entry
         return Entry({**state, "step": steps}, {**group, "relative_step": None}, 0, name)
     if kind not in _MLX:
         raise NoAccumulatorError(f"MLX's {kind} keeps no average of the squared gradient. Train with Adam or AdamW.")
-    group |= (
-        {"initial_accumulator_value": 0.0} if kind == "Adagrad" else {key: None for key in ("betas", "alpha", "rho")}
-    )
+    group |= {"initial_accumulator_value": 0.0} if kind == "Adagrad" else dict.fromkeys(("betas", "alpha", "rho"))
     return Entry({**{_MLX[kind].get(key, key): value for key, value in state.items()}, "step": steps}, group, 0, name)
 
 

@@ -17,12 +17,14 @@ from ...importance.facts import Pollution, RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.json_files import parse_json
 from ...storage.torch_files import read, zip_entries
+from ..optimizers import is_tensor
 from ..states import Candidate, Found, OptimizerState, Options, Source
 from .torch_file import candidates_of, find_optimizers, optimizer_state
 
 __all__ = ["is_sb3", "read_sb3"]
 
 _LARGEST = 1 << 28  # bytes of settings
+_HINT = "Give the names in the optimizer's order with --names FILE (names=[...]), and which optimizer with --optimizer K (optimizer=K)."
 
 
 def is_sb3(path: Path) -> bool:
@@ -43,10 +45,7 @@ def read_sb3(path: Path, options: Options) -> Found:
     policy = read(entries["policy.pth"])
     if not isinstance(policy, dict):
         raise FileError(f"policy.pth in {path} holds no weights by name.")
-    weights = {
-        name: tensor for name, tensor in policy.items() if isinstance(name, str) and hasattr(tensor, "read_flat")
-    }
-    candidates, tied = candidates_of(weights)
+    candidates, tied = candidates_of({n: t for n, t in policy.items() if isinstance(n, str) and is_tensor(t)})
     trained = [c for c in candidates if not re.search(r"_target(\.|$)", c.name.partition(".")[0])]
     settings = _settings(entries)
     optimizers = []
@@ -66,14 +65,9 @@ def read_sb3(path: Path, options: Options) -> Found:
                 )
             optimizers.append(_with_class(replace(state, models=models), settings))
     if not optimizers:
-        raise FileError(
-            f"{path} holds a policy but no optimizer: it was saved with exclude=['policy.optimizer'] or the like."
-        )
-    hint = (
-        "Give the names in the optimizer's order with --names FILE (names=[...]) and say which optimizer is meant with "
-        "--optimizer K (optimizer=K)."
-    )
-    return Found(optimizers, [("policy.pth", trained)], replace(_facts(settings), tied=tied), hint=hint, vouched=True)
+        raise FileError(f"{path} holds a policy but no optimizer: was it saved with exclude=['policy.optimizer']?")
+    facts = replace(_facts(settings), tied=tied)
+    return Found(optimizers, [("policy.pth", trained)], facts, hint=_HINT, vouched=True)
 
 
 def _has_targets(state: OptimizerState, every: list[Candidate], trained: list[Candidate]) -> bool:
@@ -90,12 +84,9 @@ def _own(
     """Return what names an optimizer's parameters: the policy, one of its modules, or a variable beside it (`ent_coef_optimizer`)."""
     if variable is not None:
         loose = read(entries["pytorch_variables.pth"]) if "pytorch_variables.pth" in entries else {}
-        found = {
-            name: tensor
-            for name, tensor in (loose.items() if isinstance(loose, dict) else ())
-            if hasattr(tensor, "read_flat") and str(name).endswith(variable)
-        }
-        return [("pytorch_variables.pth", [Candidate(str(n), tuple(t.shape)) for n, t in found.items()])]
+        tensors = [(str(n), t) for n, t in loose.items() if is_tensor(t)] if isinstance(loose, dict) else []
+        found = [Candidate(name, tuple(tensor.shape)) for name, tensor in tensors if name.endswith(variable)]
+        return [("pytorch_variables.pth", found)]
     if module == "policy":
         return [("policy.pth", trained)]
     return [(f"{module} in policy.pth", [c for c in trained if c.name.startswith(f"{module}.")])]

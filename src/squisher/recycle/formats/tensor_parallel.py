@@ -26,9 +26,8 @@ from ..states import Entry
 
 __all__ = ["Copies", "Part", "cut_by_name", "one_of_each_rank", "put_together", "whole_shape"]
 
-_MOST_APART = (
-    0.25  # of the mean of two copies; they part by rounding, while parts of a cut tensor have nothing in common
-)
+# Of the mean of two copies; they part by rounding, while parts of a cut tensor have nothing in common.
+_MOST_APART = 0.25
 _COMPARED, _RUNS = 4096, 16  # elements of two copies, in runs from beginning to end
 _CUT = {  # dimension along which Megatron's layers cut a parameter; None for copies
     r"(?:.*\.)?(?:word_embeddings\.weight|final_linear\.weight|(?:query_key_value|dense_h_to_4h|linear1)\.(?:weight|bias))": 0,
@@ -138,11 +137,8 @@ def put_together(
             raise FileError(
                 f"The tensor-parallel ranks in {folder} do not all hold {key} of {name!r} with the shape {local}: they do not belong together."
             )
-        blocks = [
-            Block(shape, part.offsets, part.sizes, _rows(_source(one), part))
-            for one, (_, parts) in zip(held, shards, strict=True)
-            for part in parts
-        ]
+        placed = [(_source(one), part) for one, (_, parts) in zip(held, shards, strict=True) for part in parts]
+        blocks = [Block(shape, part.offsets, part.sizes, _rows(source, part)) for source, part in placed]
         whole = Blocks(shape, value.dtype, blocks)
         if whole.gap:
             raise FileError(f"The shards of {name!r} in {folder} do not make the whole, {tuple(shape)}: {whole.gap}.")
@@ -224,9 +220,8 @@ def whole_shape(local: tuple[int, ...], dimension: int | None, size: int) -> tup
 def _refuse_fused(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse layers of which every rank holds a part of several matrices, one after the other: their rows are not in one order."""
     for name, shape in shapes.items():
-        partner = re.sub(
-            r"linear1\.weight$", "linear2.weight", re.sub(r"dense_h_to_4h\.weight$", "dense_4h_to_h.weight", name)
-        )
+        partner = re.sub(r"dense_h_to_4h\.weight$", "dense_4h_to_h.weight", name)
+        partner = re.sub(r"linear1\.weight$", "linear2.weight", partner)
         queries = name.endswith("query_key_value.weight") and shape[0] != 3 * shape[1]
         gated = partner != name and partner in shapes and shapes[partner][1] != shape[0]
         if queries or gated:

@@ -3,38 +3,45 @@
 from __future__ import annotations
 
 import itertools
-import os
+import math
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ...errors import FileError, SquisherWarning
 from ...importance.facts import RunFacts
 from ...storage.byte_range import ByteRange
 from ...storage.tensors import LazyTensors, TensorSource, tied_names
-from ...storage.torch_files import Record, StoredTensor, find_weights, is_in_backward, is_optimizer, read, walk
+from ...storage.torch_files import (
+    Record,
+    StoredTensor,
+    Verified,
+    find_weights,
+    is_in_backward,
+    is_optimizer,
+    read,
+    walk,
+)
 from ..naming.candidates import clean_names, distinct_names, is_buffer
 from ..optimizers import is_tensor
 from ..optimizers.encoded import decoded
 from ..states import Candidate, Entry, Found, OptimizerState, Options, Source
 
 __all__ = [
-    "candidates_of",
-    "find_optimizers",
-    "mesh_size",
-    "optimizer_state",
-    "read_lightning",
-    "read_torch_file",
-    "read_torch_folder",
+    "Unopened", "candidates_of", "find_optimizers", "inside", "mesh_size", "optimizer_state", "read_lightning", "read_torch_file", "read_torch_folder",
     "torch_files",
-]
+]  # fmt: skip
 
 _MOST = 12  # torch files of one folder that are looked into
 
 
-def read_torch_file(path: str | os.PathLike[str] | ByteRange, options: Options | None = None) -> Found:
+def read_torch_file(path: Path, options: Options | None = None) -> Found:
     """Read the optimizer states in a torch file, and the weights beside them, which keep the module's order.
 
     Raises:
@@ -45,11 +52,8 @@ def read_torch_file(path: str | os.PathLike[str] | ByteRange, options: Options |
     optimizers = [optimizer_state(value, place) for place, value in states]
     weights = list(find_weights(tree))
     if not optimizers:
-        shown = path.path if isinstance(path, ByteRange) else os.fspath(path)
-        what = "holds weights but no optimizer state: give the file or folder that was saved with the optimizer" if weights else (
-            "holds no optimizer state (a dictionary with 'state' and 'param_groups')"
-        )  # fmt: skip
-        raise FileError(f"{shown} {what}.")
+        what = "weights but no optimizer state" if weights else "no optimizer state ('state', 'param_groups')"
+        raise FileError(f"{path} holds {what}: give the file or folder that was saved with the optimizer.")
     models, tied = [], {}
     for place, weights_dict in weights:
         candidates, aliases = candidates_of(weights_dict)
@@ -72,13 +76,12 @@ def _together(
     weights: Sequence[tuple[str, Mapping[str, TensorSource]]], optimizers: Sequence[OptimizerState]
 ) -> list[list[Source]]:
     """Return several networks as the one model that an optimizer steps (an actor and its critic), in an order that fits."""
+    kept = [[e.shape for e in one.entries] for one in optimizers]
     for order in itertools.permutations(weights) if 2 <= len(weights) <= 4 else ():
         candidates, _ = candidates_of(_in_one(order))
         shapes = [c.shape for c in candidates]
-        kept = [[e.shape for e in one.entries] for one in optimizers]
-        if any(
-            [k or s for k, s in zip(one, shapes, strict=False)] == shapes and len(one) == len(shapes) for one in kept
-        ):
+        fitting = [one for one in kept if len(one) == len(shapes)]
+        if any([k or s for k, s in zip(one, shapes, strict=True)] == shapes for one in fitting):
             return [[(f"the weights under {' and '.join(repr(place) for place, _ in order)}", candidates)]]
     return []
 
@@ -99,9 +102,7 @@ def read_lightning(path: Path, options: Options) -> Found:
         return read_torch_file(path, options)  # `.ckpt` is a popular ending
     optimizers = [optimizer_state(state, f"optimizer_states.{place}") for place, state in find_optimizers(states)]
     if not optimizers:
-        raise FileError(
-            f"{path} holds weights but no optimizer state: it was saved with save_weights_only=True, or after training."
-        )
+        raise FileError(f"{path} holds weights but no optimizer state: was it saved with save_weights_only=True?")
     if options.model is not None:
         return Found(optimizers)
     candidates, tied = candidates_of({n: t for n, t in weights.items() if isinstance(n, str) and is_tensor(t)})
@@ -147,21 +148,16 @@ def read_torch_folder(folder: Path, options: Options) -> Found:
                 models.append((f"the order of {file.name}", candidates))
                 tied.update(aliases)
     chosen = [file for file in states if file in usual] or list(states)
-    unread = (
-        f" {', '.join(file.name for file in broken)} cannot be read: {next(iter(broken.values()))}" if broken else ""
-    )
+    unread = "".join(f" {file.name} cannot be read: {error}" for file, error in broken.items())
     if len(chosen) == 1 and not broken.keys() & {*usual}:
         if broken:
             warnings.warn(f"The state is {chosen[0].name}'s.{unread}", SquisherWarning, stacklevel=2)
         found = states[chosen[0]]
-        return replace(
-            found, models=[*found.models, *models], facts=replace(found.facts, tied={**tied, **found.facts.tied})
-        )
+        facts = replace(found.facts, tied={**tied, **found.facts.tied})
+        return replace(found, models=[*found.models, *models], facts=facts)
     what = f"The folder {folder} holds {len(files)} torch files ({', '.join(file.name for file in files[:6])})"
     if not chosen:
-        raise FileError(
-            f"{what}, none of which holds an optimizer state. Give the file or folder that was saved with the optimizer.{unread}"
-        )
+        raise FileError(f"{what}, none of which has an optimizer state. Give what was saved with it.{unread}")
     raise FileError(
         f"{what}; {', '.join(file.name for file in chosen)} {'holds' if len(chosen) == 1 else 'hold'} an optimizer state: give the one "
         f"that is meant, and the file with the weights, if that is another one, with --model FILE.{unread}"
@@ -179,10 +175,8 @@ def candidates_of(weights: Mapping[str, TensorSource]) -> tuple[list[Candidate],
     A buffer that looks like a parameter stays; fitting the shapes to the optimizer's then decides.
     """
     tied = tied_names(LazyTensors(weights))
-    parameters = {
-        n for n, t in weights.items() if (t.dtype.is_floating_point or t.dtype.is_complex) and not is_buffer(n, weights)
-    }
-    names = [name for name in weights if name in parameters and name not in tied]
+    numbers = [n for n, t in weights.items() if t.dtype.is_floating_point or t.dtype.is_complex]
+    names = [name for name in numbers if name not in tied and not is_buffer(name, weights)]
     cleaned = dict(zip(names, distinct_names(names), strict=True))
     candidates = [Candidate(cleaned[n], tuple(weights[n].shape), live_name=n, weight=weights[n]) for n in names]
     aliases = {clean_names([a])[0]: cleaned[n] for a, n in tied.items() if n in cleaned}
@@ -227,9 +221,8 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
             entries.append(Entry(_without_shards(kept), settings, number, said))
             listed.add(member)
     # A pickled optimizer keeps the states of groups that were taken from it; a state dict has one place for each.
-    strangers = (
-        [k for k, v in state.items() if isinstance(v, dict) and v and k not in listed] if class_name is None else []
-    )
+    unlisted = {} if class_name else {k: v for k, v in state.items() if k not in listed}
+    strangers = [k for k, v in unlisted.items() if isinstance(v, dict) and any(map(is_tensor, v.values()))]
     if strangers or len(listed) < len(entries):
         what = f"has a state for {strangers[0]!r}, which no group lists" if strangers else "lists a parameter twice"
         raise FileError(f"The optimizer state{at} {what}: it is damaged, or mixed from several. Get it again.")
@@ -252,13 +245,11 @@ def _with_network_names(optimizer: OptimizerState, tree: Any) -> OptimizerState:
         if not isinstance(weights, dict) or not all(isinstance(w, StoredTensor) for w in weights.values()):
             return optimizer
         names += [(number, f"{network}.{c.name}", c.shape) for c in candidates_of(weights)[0]]
-    entries = optimizer.entries
-    fits = len(names) == len(entries) and all(
-        number == entry.group_number and shape == (entry.shape or shape)
-        for (number, _, shape), entry in zip(names, entries, strict=True)
-    )
-    named = [replace(entry, name=name) for (_, name, _), entry in zip(names, entries, strict=False)]
-    return replace(optimizer, entries=named) if fits else optimizer
+    pairs = list(zip(names, optimizer.entries, strict=False))
+    fits = all(n == entry.group_number and shape == (entry.shape or shape) for (n, _, shape), entry in pairs)
+    if not fits or len(names) != len(optimizer.entries):
+        return optimizer
+    return _named(optimizer, [name for _, name, _ in names])
 
 
 def _with_shared_names(
@@ -276,9 +267,7 @@ def _with_shared_names(
     found = [names.get(m.place) if isinstance(m, StoredTensor) and m.numel else None for m in members]
     if len(found) != len(optimizer.entries) or None in found or len(set(found)) != len(found):
         return optimizer
-    return replace(
-        optimizer, entries=[replace(entry, name=name) for entry, name in zip(optimizer.entries, found, strict=True)]
-    )
+    return _named(optimizer, found)
 
 
 def _with_group_names(optimizer: OptimizerState, models: Sequence[Source]) -> OptimizerState:
@@ -293,6 +282,10 @@ def _with_group_names(optimizer: OptimizerState, models: Sequence[Source]) -> Op
     known = [{name for c in candidates for name in (c.name, c.live_name)} for _, candidates in models]
     if known and not any(set(names) <= one for one in known):
         return optimizer
+    return _named(optimizer, names)
+
+
+def _named(optimizer: OptimizerState, names: Sequence[Any]) -> OptimizerState:
     entries = [replace(entry, name=name) for entry, name in zip(optimizer.entries, names, strict=True)]
     return replace(optimizer, entries=entries)
 
@@ -306,22 +299,19 @@ def _in_backward(content: dict[str, Any], place: str) -> OptimizerState:
     return OptimizerState(entries, None, place)
 
 
-_SHARDED = ("DTensor", "ShardedTensor")
-
-
 def _without_shards(state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state with sharded tensors replaced by the tensors themselves, where a rank has all of them.
 
     Raises:
         FileError: A rank has only its shard.
     """
-    return {key: _local(v) if isinstance(v, Record) and v.name.endswith(_SHARDED) else v for key, v in state.items()}
+    sharded = ("DTensor", "ShardedTensor")
+    return {key: _local(v) if isinstance(v, Record) and v.name.endswith(sharded) else v for key, v in state.items()}
 
 
 def _local(value: Record) -> Any:
-    spec, local = value.get("_spec"), value.get("_local_tensor")
-    placements = spec.get("placements") if isinstance(spec, Record) else None
-    world = mesh_size(spec.get("mesh")) if isinstance(spec, Record) else None
+    placements, local = inside(value, "_spec", "placements"), value.get("_local_tensor")
+    world = mesh_size(inside(value, "_spec", "mesh"))
     listed = list(placements) if isinstance(placements, (tuple, list)) else []
     replicated = bool(listed) and all(isinstance(p, Record) and p.name.endswith(".Replicate") for p in listed)
     if (replicated or world == 1) and getattr(local, "shape", None) == value.get("shape"):
@@ -334,15 +324,55 @@ def _local(value: Record) -> Any:
     )
 
 
+def inside(value: Any, *names: str) -> Any:
+    """Return what stands under names, each in the record before it; None where one is missing."""
+    for name in names:
+        value = value.get(name) if isinstance(value, Record) else None
+    return value
+
+
 def mesh_size(mesh: Any) -> int | None:
     """Return how many ranks a device mesh has, as the versions of torch wrote it down."""
-    if not isinstance(mesh, Record):
-        return None
-    ranks = mesh.get("_flatten_rank_map")
+    ranks = inside(mesh, "_flatten_rank_map")
     if isinstance(ranks, (tuple, list)):
         return len(ranks)
-    for name in ("mesh", "_mesh", "_rank_map"):
-        numel = getattr(mesh.get(name), "numel", None)
-        if isinstance(numel, int):
-            return numel
-    return None
+    sizes = [getattr(inside(mesh, name), "numel", None) for name in ("mesh", "_mesh", "_rank_map")]
+    return next((size for size in sizes if isinstance(size, int)), None)
+
+
+class Unopened:
+    """A torch file, or a byte range that is one, with a single tensor in it: opened when something is asked for.
+
+    Args:
+        place: The file.
+        shape: The tensor's; it may be stored flat, and (by DeepSpeed) in a dictionary.
+        dtype: The tensor's, where it is known.
+    """
+
+    def __init__(self, place: Path | ByteRange, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> None:
+        self.place, self.shape, self._said = place, shape, dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Data type of the stored values."""
+        return self._said or self._stored.dtype
+
+    def load(self) -> Tensor:
+        """Read the whole tensor."""
+        return self._stored.load().reshape(self.shape)
+
+    def read_flat(self, start: int, stop: int) -> Tensor:
+        """Read elements `start` to `stop` in flat order."""
+        return self._stored.read_flat(start, stop)
+
+    @cached_property
+    def _stored(self) -> Verified:
+        value = read(self.place)
+        value = value.get("param") if isinstance(value, dict) else value
+        flat = (self.shape, (math.prod(self.shape),))
+        if not isinstance(value, StoredTensor) or value.shape not in flat or self._said not in (None, value.dtype):
+            found = f"{value.shape}, {value.dtype}" if isinstance(value, StoredTensor) else type(value).__name__
+            said = f"{self.shape}, {self._said}" if self._said else f"{self.shape}"
+            where = self.place.label if isinstance(self.place, ByteRange) else self.place
+            raise FileError(f"{where} holds {found}, but should hold a tensor of {said}: mixed files, or damaged.")
+        return Verified(value)

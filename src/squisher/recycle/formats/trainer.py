@@ -20,7 +20,7 @@ from ..naming.hugging_face import MissingPackage, adapted_model, adapter_orders,
 from ..optimizers import step_of
 from ..states import Candidate, Found, OptimizerState, Options, Source
 from .model_source import laws_of, model_candidates, pinned, sorted_by_name, with_model
-from .torch_file import candidates_of, read_torch_file
+from .torch_file import candidates_of, inside, read_torch_file
 
 __all__ = [
     "facts_of",
@@ -79,6 +79,8 @@ def read_trainer(folder: Path, options: Options) -> Found:
     file = optimizer_file(folder)
     if file is None:
         raise FileError(f"The folder {folder} holds no optimizer.pt.")
+    if file.name == "optimizer.pt" and (folder / "optimizer.bin").is_file():
+        raise FileError(f"{folder} holds optimizer.pt and optimizer.bin: remove the one of an earlier run.")
     state = read_torch_file(file)
     if len(state.optimizers) != 1 or state.models:  # a script's file, with weights or several optimizers in it
         return with_model(state, options)
@@ -124,10 +126,12 @@ def _is_adapter(folder: Path) -> bool:
     return (folder / "adapter_config.json").is_file()
 
 
-def _tiers(
-    optimizer: OptimizerState, folder: Path, options: Options, weights: Weights | None
-) -> Iterator[tuple[list[Source], Candidates]]:
-    """Yield where names may come from, with the whole model: plain assumptions before those that need evidence of what was frozen."""
+Tier = tuple[list[Source], Candidates]
+"""Where names may come from, and the whole model."""
+
+
+def _tiers(optimizer: OptimizerState, folder: Path, options: Options, weights: Weights | None) -> Iterator[Tier]:
+    """Yield where names may come from: plain assumptions before those that need evidence of what was frozen."""
     if _is_adapter(folder):
         yield from _adapter_proposals(folder, options, weights)
         return
@@ -141,7 +145,7 @@ def _tiers(
                 raise
             missing = error  # transformers is not installed, but the weights may keep the order
         else:
-            modules, before = _sentence_modules(folder), _before(folder, options)
+            modules, (_, before) = _sentence_modules(folder), _other_weights(folder, options, farthest=False)
             lists = [[*one.parameters, *modules] for one in (trained, every)]
             lists = [with_earlier(one, before) for one in lists] if before else lists
             trained, every = trained._replace(parameters=lists[0]), every._replace(parameters=lists[1])
@@ -164,23 +168,10 @@ def _tiers(
         yield by_shape, Candidates(list(by_shape[0][1]), {})
 
 
-def _evidence(
-    label: str, model: Candidates, folder: Path, options: Options, weights: Weights | None
-) -> Iterator[tuple[list[Source], Candidates]]:
+def _evidence(label: str, model: Candidates, folder: Path, options: Options, weights: Weights | None) -> Iterator[Tier]:
     """Yield the parameters that differ from the base model, or from the checkpoint of the run that is farthest away."""
-    number, others = _checkpoints(folder)
-    others = {n: path for n, path in others.items() if n != number and not path.is_symlink()}
-    if weights is None or (options.base_model is None and (number is None or not others)):
-        return
-    if options.base_model is not None:
-        other, name = options.base_model, "the base model"
-        before = open_weights(other)
-        if before is None:
-            raise FileError(f"{other} holds no weights to compare with.")
-    else:
-        other = max((abs(n - (number or 0)), path.name, path) for n, path in others.items())[2]
-        before, name = _weights_if_whole(other), other.name
-    for candidates in by_evidence(model.parameters, weights, before) if before is not None else ():
+    name, before = _other_weights(folder, options, farthest=True)
+    for candidates in by_evidence(model.parameters, weights, before) if weights and before else ():
         yield [(f"{label}, trained where the weights differ from {name}", candidates)], model
 
 
@@ -200,36 +191,35 @@ def _sentence_modules(folder: Path) -> list[Candidate]:
     return found
 
 
-def _before(folder: Path, options: Options) -> Weights | None:
-    """Return the weights that training started from, or the weights of the last checkpoint before this one."""
+def _other_weights(folder: Path, options: Options, farthest: bool) -> tuple[str, Weights | None]:
+    """Return the weights of another moment of the run, and their name: those that training started from, if they were given.
+
+    Args:
+        folder: The checkpoint.
+        options: What the user said.
+        farthest: Take the checkpoint beside it that is farthest away; otherwise the last one before it.
+    """
     if options.base_model is not None:
-        return open_weights(options.base_model)
-    number, others = _checkpoints(folder)
-    earlier = [n for n in others if number is not None and n < number]
-    return _weights_if_whole(others[max(earlier)]) if earlier else None
-
-
-def _checkpoints(folder: Path) -> tuple[int | None, dict[int, Path]]:
-    """Return the number of a `checkpoint-N` folder, and the folders of all checkpoints of its run by number."""
+        given = open_weights(options.base_model)
+        if given is None:
+            raise FileError(f"{options.base_model} holds no weights to compare with.")
+        return "the base model", given
     folder = folder.absolute()
-    found = {
-        path: re.fullmatch(r"checkpoint-(\d+)", path.name) for path in (folder, *folder.parent.glob("checkpoint-*"))
-    }
-    numbers = {path: int(match[1]) for path, match in found.items() if match and path.is_dir()}
-    return numbers.get(folder), {number: path for path, number in numbers.items()}
-
-
-def _weights_if_whole(checkpoint: Path) -> Weights | None:
-    """Return the weights of another checkpoint, which may be half written: then it is no evidence."""
+    beside = [path for path in folder.parent.glob("checkpoint-*") if path.is_dir() and not path.is_symlink()]
+    numbers = {p: int(match[1]) for p in [folder, *beside] if (match := re.fullmatch(r"checkpoint-(\d+)", p.name))}
+    away = {path: numbers[folder] - number for path, number in sorted(numbers.items())} if folder in numbers else {}
+    earlier = {path: distance for path, distance in away.items() if distance > 0}
+    if not any(away.values() if farthest else earlier.values()):
+        return "", None
+    by_distance = max(away, key=lambda path: (abs(away[path]), path.name))
+    other = by_distance if farthest else min(earlier, key=lambda path: earlier[path])
     try:
-        return open_weights(checkpoint)
-    except FileError:
-        return None
+        return other.name, open_weights(other)
+    except FileError:  # half written: no evidence
+        return "", None
 
 
-def _adapter_proposals(
-    folder: Path, options: Options, weights: Weights | None
-) -> Iterator[tuple[list[Source], Candidates]]:
+def _adapter_proposals(folder: Path, options: Options, weights: Weights | None) -> Iterator[Tier]:
     """Yield the parameters of the adapted base model, or, where that is not at hand, the orders that the adapter's file allows."""
     if weights is None:
         raise FileError(f"The folder {folder} has an adapter_config.json but no adapter_model.safetensors.")
@@ -339,9 +329,8 @@ def facts_of(folder: Path, args: Record | None, steps: int | None) -> tuple[RunF
         elif reduction is not None:
             loss_reduction, unit = reduction
     total = state.get("global_step")
-    skipped = (
-        folder / "scaler.pt"
-    ).is_file()  # by the loss scaler: the Trainer counts such steps, the optimizer does not
+    # The loss scaler may have skipped some: the Trainer counts such steps, the optimizer does not.
+    skipped = (folder / "scaler.pt").is_file()
     if isinstance(total, int) and steps is not None and steps != total and not (skipped and steps < total):
         note = f"The optimizer counts {steps} steps, but trainer_state.json says {total}: the files may be of two checkpoints."
         pollution.append(Pollution(Spoiler.STEPS_DISAGREE, {"optimizer": steps, "trainer": total}, note))
@@ -366,15 +355,14 @@ def _batch_size(folder: Path, args: Record, state: dict[str, Any]) -> int | None
     if isinstance(used, int) and not args.get("auto_find_batch_size") and configured not in (None, used):
         return None
     local = used if isinstance(used, int) else configured if not args.get("auto_find_batch_size") else None
-    config = args.get("accelerator_config")
-    split = isinstance(config, Record) and config.get("split_batches")  # one batch is then shared among the processes
+    # Processes that share a batch: parts of one that is split, or tensor parallelism (first as tp_size).
+    shared = inside(args, "accelerator_config", "split_batches") or args.get("parallelism_config")
     if (
-        not isinstance(accumulation, int)
-        or local is None
-        or processes is None
-        or args.get("parallelism_config")
-        or args.get("tp_size", 0) not in (0, 1)  # before that, the ranks that share a batch were counted here
-        or split
+        shared
+        or args.get("tp_size", 0) not in (0, 1)
+        or not isinstance(accumulation, int)
+        or not local
+        or not processes
     ):
         return None
     size = local * accumulation * processes
@@ -394,16 +382,13 @@ def _averages(folder: Path) -> bool:
 
 def _processes(folder: Path, args: Record) -> int | None:
     """Return how many processes trained, if the folder proves it: each saves the state of its random numbers."""
-    numbers = sorted(
-        int(m[1]) for p in folder.glob("rng_state_*.pth") if (m := re.fullmatch(r"rng_state_(\d+)\.pth", p.name))
-    )
+    matches = [re.fullmatch(r"rng_state_(\d+)\.pth", p.name) for p in folder.glob("rng_state_*.pth")]
+    numbers = sorted(int(match[1]) for match in matches if match)
     alone = (folder / "rng_state.pth").is_file()
     if alone == bool(numbers) or numbers != list(range(len(numbers))):
         return None
     count = 1 if alone else len(numbers)
-    recorded = args.get("distributed_state")
-    said = recorded.get("num_processes") if isinstance(recorded, Record) else None
-    return count if said in (None, count) else None
+    return count if inside(args, "distributed_state", "num_processes") in (None, count) else None
 
 
 def _reduction(folder: Path, args: Record) -> tuple[str, str] | None:

@@ -6,24 +6,19 @@ a file for every kind of state.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from ...errors import FileError
 from ...importance.facts import Pollution, RunFacts
-from ...storage.torch_files import Record, StoredTensor, Verified, read
+from ...storage.torch_files import Record, read
 from ..optimizers import step_of
 from ..states import Entry, Found, OptimizerState, Options
 from .tensor_parallel import Copies, cut_by_name, one_of_each_rank, whole_shape
-from .torch_file import read_torch_file
+from .torch_file import Unopened, read_torch_file
 from .trainer import facts_of, training_args
 from .zero_flat import neox_parameters, parameters
 from .zero_run import MODEL_FILE, Run
@@ -89,9 +84,7 @@ def _stage(
         return run, *parameters(run, files)
     older = neox_parameters(folder, files, run.content)
     if older is None:
-        raise FileError(
-            f"The model states in {folder} list no parameters (param_shapes): a version of DeepSpeed too old to be read."
-        )
+        raise FileError(f"The model states in {folder} list no parameters (param_shapes): DeepSpeed was too old.")
     return run, older, []
 
 
@@ -105,9 +98,8 @@ def _trainer_facts(source: Path, steps: int | None) -> RunFacts:
 
 
 def _is_tag(folder: Path) -> bool:
-    return _is_universal(folder) or any(
-        _OPTIMIZER_FILE.fullmatch(file.name) or MODEL_FILE.fullmatch(file.name) for file in folder.iterdir()
-    )
+    names = [file.name for file in folder.iterdir()]
+    return _is_universal(folder) or any(_OPTIMIZER_FILE.fullmatch(n) or MODEL_FILE.fullmatch(n) for n in names)
 
 
 def _tags(folder: Path) -> list[Path]:
@@ -129,19 +121,13 @@ def _tag_folder(path: Path) -> Path:
     tag, tags = _latest(path), _tags(path)
     if tag is not None:
         if tag in ("", ".", "..") or "/" in tag or "\\" in tag or not (path / tag).is_dir():
-            raise FileError(
-                f"The file `latest` in {path} names the checkpoint {tag!r}, which is not there. Give its folder itself."
-            )
+            raise FileError(f"`latest` in {path} names the checkpoint {tag!r}, which is not there. Give its folder.")
         if not _is_tag(path / tag):
-            raise FileError(
-                f"{path / tag} holds no DeepSpeed optimizer states: saving was interrupted, or they were deleted."
-            )
+            raise FileError(f"{path / tag} holds no DeepSpeed optimizer states: was saving interrupted?")
         return path / tag
     plain = [tag for tag in tags if not _is_universal(tag)] or tags
     if len(plain) != 1:
-        raise FileError(
-            f"{path} holds several checkpoints ({', '.join(t.name for t in plain[:6])}) and no file `latest`: give one."
-        )
+        raise FileError(f"{path} holds {', '.join(t.name for t in plain[:6])} and no file `latest`: give one.")
     return plain[0]
 
 
@@ -162,9 +148,7 @@ def _stage_files(folder: Path) -> dict[int, dict[int, Path]]:
         files[rank] = file
     missing = next((number for number in range(len(stages)) if number not in stages), None)
     if missing is not None:
-        raise FileError(
-            f"{folder} lacks the optimizer states of the model-parallel rank {missing:02d}. Get all of its files."
-        )
+        raise FileError(f"{folder} lacks the states of the model-parallel rank {missing:02d}. Get all of its files.")
     return {number: dict(sorted(files.items())) for number, files in sorted(stages.items())}
 
 
@@ -238,14 +222,10 @@ def _universal(folder: Path, source: Path) -> Found:
             "would make, for which DeepSpeed's converter is wrong. Give the checkpoint that it was converted from."
         )
     if not run.shapes:
-        raise FileError(
-            f"The model states in {folder} list no parameters (param_shapes), so the universal files cannot be checked."
-        )
+        raise FileError(f"The model states in {folder} list no parameters (param_shapes) to check with.")
     strangers = {p.name for p in (folder / "zero").iterdir() if (p / "exp_avg_sq.pt").is_file()} - set(run.trained)
     if strangers:
-        raise FileError(
-            f"{folder}/zero holds a state for {sorted(strangers)[0]!r}, which the model states do not list: mixed files?"
-        )
+        raise FileError(f"{folder}/zero has a state for {min(strangers)!r}, which the model states do not list.")
     saved = _optimizer_in(content)
     entries = []
     for name, number, settings, step in _members(run, saved):
@@ -275,11 +255,8 @@ def _optimizer_in(saved: Any) -> Mapping[str, Any]:
 def _members(run: Run, saved: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any] | None, Any]]:
     """Yield every parameter with its group, the group's settings and a step, where the common file has them."""
     groups = saved.get("param_groups") or []
-    flat = [
-        (number, member)
-        for number, group in enumerate(groups)
-        for member in (group.get("params") if isinstance(group, dict) else None) or ()
-    ]
+    listed = [(group.get("params") if isinstance(group, dict) else None) or () for group in groups]
+    flat = [(number, member) for number, members in enumerate(listed) for member in members]
     states = saved.get("state")
     for k, shapes in enumerate(run.shapes):
         number, settings, step = 0, None, None
@@ -289,9 +266,7 @@ def _members(run: Run, saved: Mapping[str, Any]) -> Iterator[tuple[str, int, Map
             state = states.get(member) if isinstance(states, dict) else None
             step = state.get("step") if isinstance(state, dict) else None
         elif groups:
-            raise FileError(
-                f"{run.folder} lists {len(run.shapes)} groups of parameters, but its optimizer has {len(flat)}."
-            )
+            raise FileError(f"{run.folder} lists {len(run.shapes)} groups, but its optimizer has {len(flat)}.")
         for name in shapes:
             yield name, number, settings, step
 
@@ -299,51 +274,14 @@ def _members(run: Run, saved: Mapping[str, Any]) -> Iterator[tuple[str, int, Map
 def _universal_state(folder: Path, name: str, shape: tuple[int, ...]) -> dict[str, Any]:
     inside = folder / name
     if "/" in name or "\\" in name or name in (".", "..") or not inside.is_dir():
-        raise FileError(
-            f"The universal checkpoint {folder} lacks the folder of {name!r}: it was not converted to the end, or not copied whole."
-        )
+        raise FileError(f"{folder} lacks the folder of {name!r}: it was not converted to the end, or not copied whole.")
     state: dict[str, Any] = {}
     for file in sorted(inside.glob("*.pt")):
         if file.stem == "step":
-            state["step"] = _unwrapped(read(file))
+            step = read(file)
+            state["step"] = step.get("param") if isinstance(step, dict) else step
         elif file.stem != "fp32":
-            state[file.stem] = _File(file, shape)
+            state[file.stem] = Unopened(file, shape)
     if not state:
-        raise FileError(
-            f"{inside} holds weights but no optimizer state: it was not converted to the end, or not copied whole."
-        )
+        raise FileError(f"{inside} holds no optimizer state: it was not converted to the end, or not copied whole.")
     return state
-
-
-def _unwrapped(value: Any) -> Any:
-    return value.get("param") if isinstance(value, dict) else value
-
-
-class _File:
-    """One state of one parameter in its file: flat from stage 3, shaped from the others."""
-
-    def __init__(self, path: Path, shape: tuple[int, ...]) -> None:
-        self.path, self.shape = path, shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Data type of the stored values."""
-        return self._stored.dtype
-
-    def load(self) -> Tensor:
-        """Read the whole tensor."""
-        return self._stored.load().reshape(self.shape)
-
-    def read_flat(self, start: int, stop: int) -> Tensor:
-        """Read elements `start` to `stop` in flat order."""
-        return self._stored.read_flat(start, stop)
-
-    @cached_property
-    def _stored(self) -> Verified:
-        value = _unwrapped(read(self.path))
-        if not isinstance(value, StoredTensor) or value.shape not in (self.shape, (math.prod(self.shape),)):
-            found = f"a tensor of {value.shape}" if isinstance(value, StoredTensor) else f"a {type(value).__name__}"
-            raise FileError(
-                f"{self.path} holds {found}, but the parameter has the shape {self.shape}: mixed files, or damaged."
-            )
-        return Verified(value)

@@ -65,12 +65,13 @@ class _Rank:
         """Return a flat state; the same object for all parameters in it, so that it is verified once."""
         return self.verified.setdefault((k, key), Verified(self.states[k][key]))
 
-    def length(self, k: int) -> int:
-        """Return the number of elements of a flat state, as stored."""
-        lengths = {v.shape[0] for v in self.states[k].values() if isinstance(v, StoredTensor) and len(v.shape) == 1}
-        if len(lengths) > 1:
-            raise FileError(f"The flat states of group {k} differ in length ({lengths}): the checkpoint is damaged.")
-        return lengths.pop() if lengths else 0
+
+def _length(state: Mapping[str, Any]) -> int:
+    """Return the number of elements of the flat tensors of a state, as stored."""
+    lengths = {v.shape[0] for v in state.values() if isinstance(v, StoredTensor) and len(v.shape) == 1}
+    if len(lengths) > 1:
+        raise FileError(f"The flat states of a group differ in length ({lengths}): the checkpoint is damaged.")
+    return lengths.pop() if lengths else 0
 
 
 def _ranks(folder: Path, files: Mapping[int, Path]) -> list[_Rank]:
@@ -82,22 +83,16 @@ def _ranks(folder: Path, files: Mapping[int, Path]) -> list[_Rank]:
         content = read(file)
         saved = content.get("optimizer_state_dict") if isinstance(content, dict) else None
         if not isinstance(saved, dict):
-            raise FileError(
-                f"{file} holds no optimizer_state_dict: it is damaged, or not what DeepSpeed writes. Get it again."
-            )
+            raise FileError(f"{file} holds no optimizer_state_dict: it is damaged, or not what DeepSpeed writes.")
         versions.add(str(content.get("ds_version", saved.get("ds_version"))))
         if saved.get("ds_zero_partition_groups"):
-            raise FileError(
-                f"{file} holds experts that are partitioned over other ranks than the rest, which is not read."
-            )
-        counts = saved.get("partition_count")
-        world = max(
-            [world, *(n for n in (counts if isinstance(counts, (list, tuple)) else [counts]) if isinstance(n, int))]
-        )
+            raise FileError(f"{file} holds experts, partitioned over other ranks than the rest: not read.")
+        said = saved.get("partition_count")
+        counts = {n for n in (said if isinstance(said, (list, tuple)) else [said]) if isinstance(n, int)}
+        if len(counts) > 1:
+            raise FileError(f"{file} has groups of {said} partitions (experts?); only equal ones are read.")
+        world = max([world, *counts])
         ranks.append(_rank(saved, file))
-        different = counts if isinstance(counts, (list, tuple)) else []
-        if len(set(different)) > 1:
-            raise FileError(f"{file} has groups of {different} partitions (experts?); only equal ones are read.")
     missing = [rank for rank in range(world) if rank not in files]
     if missing:
         raise FileError(
@@ -138,23 +133,14 @@ def _check_alike(folder: Path, ranks: Sequence[_Rank]) -> None:
     """Refuse ranks with other groups or other step counts than the first."""
     first = ranks[0]
     for number, rank in enumerate(ranks):
-        same = (
-            len(rank.states) == len(first.states)
-            and rank.stage == first.stage
-            and list(rank.groups) == list(first.groups)
-        )
-        if not same or any(set(a) != set(b) for a, b in zip(rank.states, first.states, strict=True)):
-            raise FileError(
-                f"{folder} mixes the files of several runs: ranks 0 and {number} do not have the same groups."
-            )
-        for k, (ours, theirs) in enumerate(zip(rank.states, first.states, strict=True)):
-            steps = [
-                step_of(state, one.settings[one.groups[k]] if one.settings else {})
-                for state, one in ((ours, rank), (theirs, first))
-            ]
+        kept = [(one.stage, list(one.groups), [set(state) for state in one.states]) for one in (rank, first)]
+        if kept[0] != kept[1]:
+            raise FileError(f"{folder} mixes the files of several runs: ranks 0 and {number} have different groups.")
+        for k, group in enumerate(first.groups):
+            steps = [step_of(one.states[k], one.settings[group] if one.settings else {}) for one in (rank, first)]
             if steps[0] != steps[1]:
                 raise FileError(
-                    f"{folder} mixes the files of several steps: rank {number} is at step {steps[0]}, rank 0 at step {steps[1]}."
+                    f"{folder} mixes steps: rank {number} is at step {steps[0]}, rank 0 at step {steps[1]}."
                 )
 
 
@@ -183,13 +169,11 @@ def _entry(
 def _stages_1_and_2(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list[Pollution]]:
     """Return the parameters of stages 1 and 2: a group is one buffer in equal shards; alignment leaves gaps after parameters."""
     if len(run.shapes) != len(ranks[0].states):
-        raise FileError(
-            f"{run.folder} lists {len(run.shapes)} groups of parameters, but its ranks hold {len(ranks[0].states)} states."
-        )
+        raise FileError(f"{run.folder} lists {len(run.shapes)} groups, but ranks hold {len(ranks[0].states)} states.")
     entries = []
     agree = True
     for k, shapes in enumerate(run.shapes):
-        ends = list(accumulate(rank.length(k) for rank in ranks))
+        ends = list(accumulate(_length(rank.states[k]) for rank in ranks))
         starts = [0, *ends[:-1]]
         gaps = _gaps(ranks[0].saved.get("param_alignment_paddings"), k, len(shapes))
         used = sum(math.prod(shape) for shape in shapes.values()) + sum(gaps)
@@ -214,14 +198,9 @@ def _stages_1_and_2(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list
 def _gaps(saved: Any, k: int, count: int) -> list[int]:
     """Return how many elements are left empty after each parameter."""
     gaps = saved[k] if isinstance(saved, (list, tuple)) and k < len(saved) else [0] * count
-    if (
-        not isinstance(gaps, (list, tuple))
-        or len(gaps) != count
-        or not all(isinstance(n, int) and n >= 0 for n in gaps)
-    ):
-        raise FileError(
-            f"DeepSpeed's alignment of group {k} does not fit its {count} parameters: the checkpoint is damaged."
-        )
+    known = isinstance(gaps, (list, tuple)) and all(isinstance(n, int) and n >= 0 for n in gaps)
+    if not known or len(gaps) != count:
+        raise FileError(f"DeepSpeed's alignment of group {k} does not fit its {count} parameters: it is damaged.")
     return list(gaps)
 
 
@@ -254,8 +233,8 @@ def _stage_3(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list[Pollut
     world = len(ranks)
     entries = []
     k, place = 0, 0
-    lengths = [ranks[0].length(number) for number in range(len(ranks[0].states))]
-    if any(rank.length(number) != lengths[number] for rank in ranks for number in range(len(lengths))):
+    lengths = [_length(state) for state in ranks[0].states]
+    if any([_length(state) for state in rank.states] != lengths for rank in ranks):
         raise FileError(f"The ranks in {run.folder} hold states of different length: the files do not belong together.")
     for name, shape in run.trained.items():
         numel = math.prod(shape)
@@ -263,16 +242,12 @@ def _stage_3(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list[Pollut
         if k < len(lengths) and place == lengths[k] and ranks[0].states[k]:
             k, place = k + 1, 0
         if k >= len(lengths) or (ranks[0].states[k] and place + share > lengths[k]):
-            raise FileError(
-                f"The flat states in {run.folder} end inside {name!r}: the files do not belong together, or one is damaged."
-            )
+            raise FileError(f"The flat states in {run.folder} end inside {name!r}: damaged, or mixed files.")
         taken = [max(0, min(share, numel - rank * share)) for rank in range(world)]
         entries.append(_entry(run, ranks, k, name, shape, [(place, place + n) for n in taken]))
         place += share
     if ranks[0].states[k] and (k, place) != (len(lengths) - 1, lengths[k]):
-        raise FileError(
-            f"The flat states in {run.folder} hold more than its parameters: the files do not belong together."
-        )
+        raise FileError(f"The flat states in {run.folder} hold more than its parameters: mixed files?")
     return entries, []
 
 
@@ -310,85 +285,43 @@ def neox_parameters(folder: Path, files: Mapping[int, Path], model_states: Mappi
     names = dict(zip(shapes, clean_names(list(shapes)), strict=True))
     taken, skipped = model_states.get("global_steps"), model_states.get("skipped_steps")
     # Steps that were skipped for an overflow did not change the average.
-    steps = taken - skipped if isinstance(taken, int) and isinstance(skipped, int) else None
+    steps = {"step": taken - skipped} if isinstance(taken, int) and isinstance(skipped, int) else {}
     entries = []
     for number, members in enumerate(_neox_groups(folder, ranks, shapes)):
-        shards = _neox_shards(folder, ranks, number)
-        entries += [
-            Entry(_neox_state(shards, place, shapes[name], steps), {"betas": (None, None)}, number, names[name])
-            for name, place in members.items()
-        ]
+        buffers = _neox_buffers(folder, [rank[number] for rank in ranks])
+        ends = list(accumulate(math.prod(shapes[name]) for name in members))
+        for name, start, end in zip(members, [0, *ends], ends, strict=False):
+            state = {key: Joined(shapes[name], flat.dtype, [Slice(flat, start, end)]) for key, flat in buffers.items()}
+            entries.append(Entry({**steps, **state}, {"betas": (None, None)}, number, names[name]))
     return entries
 
 
 def _neox_groups(
     folder: Path, ranks: Sequence[Sequence[Intervals]], shapes: Mapping[str, tuple[int, ...]]
-) -> list[dict[str, int]]:
-    """Return, for each group, where each of its parameters begins in the flat buffer."""
-    found = [sum(_numel(one) for rank in ranks for one in rank[k]) for k in range(len(ranks[0]))]
-    divisions = {
-        1: [list(shapes)],
-        2: [[n for n in shapes if len(shapes[n]) > 1], [n for n in shapes if len(shapes[n]) < 2]],
-    }
-    division = divisions.get(len(found), [])
+) -> list[list[str]]:
+    """Return the parameters of each group, in the order of its flat buffer."""
+    found = [sum(_length(one) for rank in ranks for one in rank[k]) for k in range(len(ranks[0]))]
+    matrices = [name for name, shape in shapes.items() if len(shape) > 1]
+    rest = [name for name, shape in shapes.items() if len(shape) < 2]
+    division = {1: [list(shapes)], 2: [matrices, rest]}.get(len(found), [])
     needed = [sum(math.prod(shapes[name]) for name in members) for members in division]
     if found != needed:
         raise FileError(
             f"The groups in {folder} hold {found} elements, but matrices and the rest, as GPT-NeoX divides them, are {needed}: the files "
             "do not belong together, or the parameters were grouped in another way, which is not written down."
         )
-    places = []
-    for members in division:
-        place, begins = 0, {}
-        for name in members:
-            begins[name] = place
-            place += math.prod(shapes[name])
-        places.append(begins)
-    return places
+    return division
 
 
-def _numel(state: Mapping[str, Any]) -> int:
-    lengths = {v.shape[0] for v in state.values() if isinstance(v, StoredTensor) and len(v.shape) == 1}
-    if len(lengths) != 1:
-        raise FileError(f"The flat states of an interval differ in length ({lengths}): the checkpoint is damaged.")
-    return lengths.pop()
-
-
-def _neox_shards(
-    folder: Path, ranks: Sequence[Sequence[Intervals]], number: int
-) -> dict[str, list[tuple[int, Verified]]]:
-    """Return the flat buffer of a group by key: where each shard begins, and the shard."""
-    counts = {len(rank[number]) for rank in ranks}
-    if len(counts) != 1:
-        raise FileError(
-            f"The ranks in {folder} have different numbers of intervals ({counts}): they do not belong together."
-        )
-    shards: dict[str, list[tuple[int, Verified]]] = {}
-    place = 0
-    for interval in range(counts.pop()):
-        for rank in ranks:
-            state = rank[number][interval]
-            if shards and set(shards) != {
-                key for key, value in state.items() if isinstance(value, StoredTensor) and value.shape
-            }:
-                raise FileError(f"The ranks in {folder} do not keep the same states: they do not belong together.")
-            for key, value in state.items():
-                if isinstance(value, StoredTensor) and value.shape:
-                    shards.setdefault(key, []).append((place, Verified(value)))
-            place += _numel(state)
-    return shards
-
-
-def _neox_state(
-    shards: Mapping[str, list[tuple[int, Verified]]], place: int, shape: tuple[int, ...], steps: int | None
-) -> dict[str, Any]:
-    end = place + math.prod(shape)
-    state: dict[str, Any] = {} if steps is None else {"step": steps}
-    for key, flat in shards.items():
-        runs = []
-        for begin, shard in flat:
-            start, stop = max(place, begin), min(end, begin + shard.shape[0])
-            if start < stop:
-                runs.append(Slice(shard, start - begin, stop - begin))
-        state[key] = Joined(shape, flat[0][1].dtype, runs)
-    return state
+def _neox_buffers(folder: Path, ranks: Sequence[Intervals]) -> dict[str, Joined]:
+    """Return the flat buffer of a group by key: interval by interval, and rank by rank."""
+    states = [rank[k] for k in range(len(ranks[0])) for rank in ranks if len(rank) == len(ranks[0])]
+    keys = [{k for k, v in state.items() if isinstance(v, StoredTensor) and v.shape} for state in states]
+    if len(states) != len(ranks) * len(ranks[0]) or any(own != keys[0] for own in keys):
+        raise FileError(f"The ranks in {folder} do not keep the same states: they do not belong together.")
+    lengths = [_length(state) for state in states]
+    buffers = {}
+    for key in keys[0] if keys else ():
+        slices = [Slice(Verified(state[key]), 0, length) for state, length in zip(states, lengths, strict=True)]
+        buffers[key] = Joined((sum(lengths),), states[0][key].dtype, slices)
+    return buffers

@@ -19,10 +19,9 @@ __all__ = ["MODEL_FILE", "Run"]
 
 MODEL_FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_\d+-model_(\d+)-model_states\.pt")
-_OTHERS = {  # files of layouts in which a parameter is more than its data-parallel partitions
-    r"layer_.*expert_.*": "the experts of a mixture, which have partitions of their own",
-    r"expp_rank_.*": "the experts of a mixture, which have partitions of their own",
-}
+_EXPERTS = re.compile(
+    r"layer_.*expert_.*|expp_rank_.*"
+)  # files in which a parameter is more than its data-parallel partitions
 # Not Muon: some of its groups are Adam's, as the keys of their states show.
 _CLASSES = {"lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad"}
 
@@ -45,19 +44,20 @@ class Run:
 
     def __init__(self, folder: Path, stage: int = 0, stages: int = 1) -> None:
         self.folder = folder
-        _refuse_other_layouts(folder)
+        experts = next((file.name for file in sorted(folder.iterdir()) if _EXPERTS.fullmatch(file.name)), None)
+        if experts is not None:
+            raise FileError(
+                f"The DeepSpeed checkpoint {folder} holds the experts of a mixture, which have partitions of their own ({experts}); only "
+                "data-parallel ZeRO is read. Convert it with DeepSpeed to one without, or use squisher.Tracker during training."
+            )
         files = {file: int(m["mp"]) for file in sorted(folder.iterdir()) if (m := MODEL_FILE.fullmatch(file.name))}
         main = next((file for file, number in files.items() if number == stage), None)
         if main is None:
-            raise FileError(
-                f"The DeepSpeed checkpoint {folder} lacks its model states (mp_rank_{stage:02d}_model_states.pt). Get it again."
-            )
+            raise FileError(f"{folder} lacks its model states (mp_rank_{stage:02d}_model_states.pt). Get it again.")
         self.content: dict[str, Any] = _content(main)
         steps = {_content(file).get("global_steps") for file in files}
         if len(steps) > 1:
-            raise FileError(
-                f"{folder} mixes the files of several checkpoints: its model states are of the steps {_list(steps)}."
-            )
+            raise FileError(f"{folder} mixes several checkpoints: its model states are of the steps {_list(steps)}.")
         _refuse_parallel(folder, self.content, stages)
         self.config: dict[str, Any] = _dictionary(self.content.get("ds_config"))
         self.shapes = list(self._groups())
@@ -71,11 +71,8 @@ class Run:
         listed = self.content.get("frozen_param_shapes")
         if listed is not None:
             return _shapes(listed)
-        others = {
-            *self.trained,
-            *_dictionary(self.content.get("shared_params")),
-            *(self.content.get("buffer_names") or ()),
-        }
+        shared, buffers = _dictionary(self.content.get("shared_params")), self.content.get("buffer_names") or ()
+        others = {*self.trained, *shared, *buffers}
         weights = _dictionary(self.content.get("module"))
         floating = {n: w for n, w in weights.items() if isinstance(w, StoredTensor) and w.dtype.is_floating_point}
         return {name: w.shape for name, w in floating.items() if self.shapes and name not in others and w.numel}
@@ -114,11 +111,8 @@ class Run:
     def in_registration_order(self) -> bool:
         """Return whether every group lists its parameters in the order of the weights, as without round-robin gradients."""
         places = {name: place for place, name in enumerate(_dictionary(self.content.get("module")))}
-        for group in self.shapes:
-            order = [places.get(name, -1) for name in group]
-            if order != sorted(order) or -1 in order:
-                return False
-        return True
+        orders = [[places.get(name, -1) for name in group] for group in self.shapes]
+        return all(order == sorted(order) and -1 not in order for order in orders)
 
     @property
     def class_name(self) -> str | None:
@@ -153,9 +147,8 @@ class Run:
     def models(self) -> list[Source]:
         """Return all parameters with their shapes, as what names them."""
         shapes = {**self.trained, **self.frozen}
-        return [
-            ("DeepSpeed's list of parameters", [Candidate(self.names[n], s, live_name=n) for n, s in shapes.items()])
-        ]
+        listed = [Candidate(self.names[name], shape, live_name=name) for name, shape in shapes.items()]
+        return [("DeepSpeed's list of parameters", listed)]
 
     def facts(self, facts: RunFacts) -> RunFacts:
         """Return what the checkpoint proves about its run.
@@ -205,21 +198,9 @@ class Run:
         for group in listed if isinstance(listed, list) else [listed]:
             shapes = _shapes(group)
             if seen & set(shapes):
-                raise FileError(
-                    f"{self.folder} is damaged: its list of parameters names {sorted(seen & set(shapes))[0]!r} twice."
-                )
+                raise FileError(f"{self.folder} is damaged: it lists {min(seen & set(shapes))!r} twice.")
             seen |= set(shapes)
             yield shapes
-
-
-def _refuse_other_layouts(folder: Path) -> None:
-    for file in sorted(folder.iterdir()):
-        for pattern, what in _OTHERS.items():
-            if re.fullmatch(pattern, file.name):
-                raise FileError(
-                    f"The DeepSpeed checkpoint {folder} holds {what} ({file.name}); only data-parallel ZeRO is read. Convert it "
-                    "with DeepSpeed to one without, or use squisher.Tracker during training."
-                )
 
 
 def _refuse_parallel(folder: Path, content: Mapping[str, Any], stages: int) -> None:
@@ -236,23 +217,16 @@ def _refuse_parallel(folder: Path, content: Mapping[str, Any], stages: int) -> N
 def _content(file: Path) -> dict[str, Any]:
     content = read(file)
     if not isinstance(content, dict):
-        raise FileError(
-            f"{file} was expected to be the dictionary that DeepSpeed writes, but it is something else. Get it again."
-        )
+        raise FileError(f"{file} is not the dictionary that DeepSpeed writes. Get it again.")
     return content
 
 
 def _shapes(listed: Any) -> dict[str, tuple[int, ...]]:
-    out = {}
     for name, shape in _dictionary(listed).items():
-        if (
-            not isinstance(name, str)
-            or not isinstance(shape, (tuple, list))
-            or not all(isinstance(n, int) for n in shape)
-        ):
+        sizes = isinstance(shape, (tuple, list)) and all(isinstance(n, int) for n in shape)
+        if not sizes or not isinstance(name, str):
             raise FileError(f"DeepSpeed's list of parameters is damaged at {name!r}. Get the checkpoint again.")
-        out[name] = tuple(shape)
-    return out
+    return {name: tuple(shape) for name, shape in _dictionary(listed).items()}
 
 
 def _dictionary(value: Any) -> dict[Any, Any]:

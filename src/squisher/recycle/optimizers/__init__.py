@@ -21,20 +21,9 @@ from ...storage.tensors import TensorSource
 from .table import FACTORED, TABLE, TRACK, Accumulator, Group, number, says_decoupled
 
 __all__ = [
-    "GIVEN_BETA2",
-    "TABLE",
-    "Accumulator",
-    "Factored",
-    "Reading",
-    "identify",
-    "is_tensor",
-    "loaded",
-    "optimizer_name",
-    "reading",
-    "rows_of_class",
-    "step_of",
-    "stored",
-]
+    "GIVEN_BETA2", "TABLE", "Accumulator", "Factored", "Reading", "identify", "is_tensor", "loaded", "optimizer_name", "reading",
+    "rows_of_class", "step_of", "stored",
+]  # fmt: skip
 
 GIVEN_BETA2 = "beta2 given by the user"
 """A group's key for the decay that the user said, for sources that do not record it."""
@@ -136,9 +125,7 @@ def reading(
     offset, factor = 0.0, 1.0
     if step is not None and bias_correction and row.meaning in ("ema", "sum"):
         if step < 1:
-            raise NoAccumulatorError(
-                f"The optimizer has taken no step (its count is {step}), so there is nothing to recycle yet."
-            )
+            raise NoAccumulatorError(f"The optimizer has taken no step (its count is {step}): train first.")
         offset = row.start(group) if row.start else 0.0
         if row.meaning == "ema":
             left = -math.expm1(step * math.log(beta2)) if beta2 else 1.0  # 1 − β₂ᵗ, without cancellation near one
@@ -224,14 +211,10 @@ def stored(keys: Sequence[str], state: Mapping[str, Any], group: Group) -> Any:
             what = value if isinstance(value, str) else f"a {type(value).__name__}, not a tensor"
             raise NoAccumulatorError(f"Its {key} is {what}")
         if value.dtype.is_complex:
-            raise NoAccumulatorError(
-                f"Its {key} is complex: squares of real and imaginary parts, not one value per weight"
-            )
+            raise NoAccumulatorError(f"Its {key} is complex: squares of two parts, not one value per weight")
         if not value.dtype.is_floating_point or value.dtype.itemsize < 2:
             kind = str(value.dtype).removeprefix("torch.")
-            raise NoAccumulatorError(
-                f"Its {key} is of the type {kind}: codes of a quantisation that is not known", TRACK
-            )
+            raise NoAccumulatorError(f"Its {key} has the type {kind}: codes of a quantisation that is not known", TRACK)
     if len(keys) == 1:
         return state[keys[0]]
     row, column = (state[key] for key in keys)

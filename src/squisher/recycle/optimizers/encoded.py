@@ -209,9 +209,7 @@ def _one_state(entries: Sequence[Entry], class_name: str) -> str:
     for entry in entries:
         source = _bitsandbytes(entry.state, "1")
         if not is_tensor(entry.state["state1"]):
-            raise FileError(
-                "A bitsandbytes state holds something that is no tensor: the file is damaged. Get it again."
-            )
+            raise FileError("A bitsandbytes state holds what is no tensor: the file is damaged. Get it again.")
         for start in range(0, _numel(source) if is_tensor(source) else 0, CHUNK):
             chunk = _flat(source, start, min(start + CHUNK, _numel(source)))
             if (chunk < 0).any():
@@ -312,22 +310,19 @@ def unblocked(entry: Entry, shape: Sequence[int] | None) -> Entry:
     state: Mapping[str, Any] = entry.state
     if shape is None or key is None or "block_0" not in state or _attribute(config, "drop_weighting_factor_on_gsquare"):
         return entry
-    blocks: dict[str, Any] = {
-        name: one.get("adagrad") for name, one in state.items() if name.startswith("block_") and isinstance(one, dict)
-    }
+    inner = {name: one for name, one in state.items() if name.startswith("block_") and isinstance(one, dict)}
+    blocks: dict[str, Any] = {name: one.get("adagrad") for name, one in inner.items()}
     limit: Any = entry.group.get("max_preconditioner_dim")
     target = _attribute(entry.group.get("distributed_config"), "target_parameter_dimensionality")
     known = isinstance(limit, (int, float)) and isinstance(target, (int, float))
     if not known or not all(isinstance(one, (Tensor, StoredTensor)) for one in blocks.values()):
         return entry  # of another version, or spread over ranks
     view = _merged(tuple(shape), limit, target)
-    starts = [range(0, n, n if limit == math.inf else int(limit)) for n in view]
+    most = [n if limit == math.inf else int(limit) for n in view]
     wanted = {}
-    for number, offsets in enumerate(product(*starts)):
-        wanted[f"block_{number}"] = (
-            offsets,
-            tuple(min(one.step, n - o) for one, n, o in zip(starts, view, offsets, strict=True)),
-        )
+    for number, offsets in enumerate(product(*[range(0, n, m) for n, m in zip(view, most, strict=True)])):
+        sizes = tuple(min(m, n - o) for m, n, o in zip(most, view, offsets, strict=True))
+        wanted[f"block_{number}"] = (offsets, sizes)
     found = {name: tuple(one.shape) for name, one in blocks.items()}
     if found != {name: sizes for name, (_, sizes) in wanted.items()}:
         raise FileError(
@@ -338,11 +333,8 @@ def unblocked(entry: Entry, shape: Sequence[int] | None) -> Entry:
     parts = [Block(view, offsets, sizes, _source(blocks[name])) for name, (offsets, sizes) in wanted.items()]
     whole = Joined(shape, dtype, [Slice(Blocks(view, dtype, parts), 0, math.prod(shape))])
     decay = entry.group.get("weight_decay_type")
-    group = {
-        **entry.group,
-        "grafting_beta2": _attribute(config, "beta2"),
-        "decoupled": "L2" not in str(decay.args if isinstance(decay, Record) else decay),
-    }
+    decoupled = "L2" not in str(decay.args if isinstance(decay, Record) else decay)
+    group = {**entry.group, "grafting_beta2": _attribute(config, "beta2"), "decoupled": decoupled}
     return replace(entry, state={key: whole, "step": state.get("step")}, group=group)
 
 

@@ -24,9 +24,7 @@ TRACK = (
     "Train with Adam or AdamW, or keep the average yourself: tracker = squisher.Tracker(model), tracker.observe() before "
     "every step, squisher.extract(tracker, model)."
 )
-_MUON = (
-    f"Most models have an AdamW beside it for the other parameters: if it was saved elsewhere, give that file. {TRACK}"
-)
+_MUON = f"Most models have an AdamW beside it for the other parameters: if saved elsewhere, give that file. {TRACK}"
 
 
 @dataclass(frozen=True)
@@ -139,24 +137,18 @@ _ONES = Pollution(
     note="Its average started at one; what is left of that is subtracted, which costs digits while few steps have been taken.",
 )
 _EXTRAPOLATED = Pollution(
-    Spoiler.OTHER_WEIGHTS, note="Its gradients are taken at the extrapolated weights y, not at the averaged ones."
+    Spoiler.OTHER_WEIGHTS, note="Its gradients are taken at extrapolated weights, not at the averaged ones."
 )
 _CLIPS = Pollution(
     Spoiler.CLIPPING,
     note="The optimizer itself clips the gradients at max_grad_norm before it squares them (pytorch_optimizer: if told so).",
 )
-_SPARSE = Pollution(
-    Spoiler.SPARSE, note="Rows without a gradient do not decay, and their own step counts are not kept."
-)
+_SPARSE = Pollution(Spoiler.SPARSE, note="Rows without a gradient do not decay, and their step counts are not kept.")
 _OWN = Pollution(
     Spoiler.UNCERTAIN,
     note="The class is not known: m and v are taken for Adam's by their names, and the count t for the steps taken, which some "
     "scripts begin at one.",
 )
-
-
-def _pytorch_optimizer_lamb(group: Group) -> bool:
-    return "weight_decouple" in group and not group["weight_decouple"]
 
 
 _REFUSED: tuple[Accumulator, ...] = (
@@ -239,7 +231,7 @@ _OTHER_MEANING: tuple[Accumulator, ...] = (
     row("ScheduleFree", "z exp_avg_sq", "exp_avg_sq", "ema", group="weight_lr_power", beta=betas(1),
           classes="AdamWScheduleFree RAdamScheduleFree ScheduleFreeAdamW ScheduleFreeRAdam AdamWScheduleFreeReference AdamWScheduleFreeClosure",
           notes=(_EXTRAPOLATED,)),
-    row("Lamb", "exp_avg_sq", "exp_avg_sq", "ema", group="betas grad_averaging max_grad_norm", beta=betas(1), l2_inside=_pytorch_optimizer_lamb,
+    row("Lamb", "exp_avg_sq", "exp_avg_sq", "ema", group="betas grad_averaging max_grad_norm", beta=betas(1), l2_inside=lambda group: not group.get("weight_decouple", True),
           classes="Lamb", notes=(_CLIPS,)),
     row("NovoGrad", "exp_avg_sq", group="grad_averaging", refusal="keeps one value per tensor, not one per weight", classes="NvNovoGrad FusedNovoGrad"),
     # Its blocks were put together (`encoded.unblocked`).
@@ -262,10 +254,9 @@ _OTHER_MEANING: tuple[Accumulator, ...] = (
 )  # fmt: skip
 
 
-def _plain(optimizer: str, keys: str = "", group: str = "") -> Accumulator:
-    return row(
-        optimizer, f"exp_avg_sq {keys}", "exp_avg_sq", "ema", group=f"betas {group}", beta=betas(1), l2_inside=coupled
-    )
+def _plain(optimizer: str, keys: str = "", group: str = "", **more: Any) -> Accumulator:
+    more |= {"group": f"betas {group}", "beta": betas(1), "l2_inside": coupled}
+    return row(optimizer, f"exp_avg_sq {keys}", "exp_avg_sq", "ema", **more)
 
 
 _PLAIN: tuple[Accumulator, ...] = (
@@ -286,8 +277,7 @@ _PLAIN: tuple[Accumulator, ...] = (
     _plain("APOLLO", group="scale_type"),
     _plain("GrokFastAdamW", group="grokfast"),
     _plain("AdamC or AdamS", group="ams_bound fixed_decay"),
-    row("RAdam or EXAdam (pytorch_optimizer)", "exp_avg_sq", "exp_avg_sq", "ema", group="betas fixed_decay", beta=betas(1), l2_inside=coupled,
-          classes="RAdam EXAdam", class_only=True),
+    _plain("RAdam or EXAdam (pytorch_optimizer)", group="fixed_decay", classes="RAdam EXAdam", class_only=True),
     # RAdam and EXAdam keep the average itself, ADOPT one that started at the first square, Ano none: the same keys.
     row("pytorch_optimizer's RAdam, EXAdam, ADOPT or Ano", "exp_avg_sq", group="fixed_decay step", classes="", without="step",
           refusal="write the same keys, and what the accumulator is differs between them",
