@@ -269,3 +269,26 @@ def test_frozen_weights_are_not_hashed():
     found = squisher.extract(optimizer, model, hash_weights=True)
     assert set(found.provenance.model["content"]) == {"1.weight", "1.bias"}
     assert set(found.provenance.absent) == {"0.weight", "0.bias"}
+
+
+def test_a_class_that_is_not_known_is_said():
+    class Adamlike(torch.optim.Adam):
+        pass
+
+    model = nn.Linear(3, 2)
+    for kind, said in ((torch.optim.Adam, []), (Adamlike, ["uncertain"])):
+        optimizer = kind(model.parameters())
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        assert [one.code for one in squisher.extract(optimizer, model).provenance.pollution] == said
+
+
+def test_a_state_that_is_spread_over_ranks_is_refused_by_name():
+    class ZeroRedundancyOptimizer(torch.optim.Optimizer):  # as torch's: its own state is empty
+        pass
+
+    model = nn.Linear(3, 2)
+    with pytest.raises(NoAccumulatorError, match="one rank alone.*consolidate_state_dict"):
+        squisher.extract(ZeroRedundancyOptimizer(model.parameters(), {}), model)
+    with pytest.raises(NoAccumulatorError, match="no state: it has taken no step"):
+        squisher.extract(torch.optim.Adam(model.parameters()), model)

@@ -177,3 +177,10 @@ def test_mlx_itself(tmp_path, kind):
         weights = np.ones(5) / 5 if decay is None else decay**ages * (1 - decay) / (1 - decay**5)
         expected = torch.tensor(np.tensordot(weights, squares, 1), dtype=torch.float32)
         torch.testing.assert_close(tensor, expected, rtol=1e-5, atol=0)
+
+
+def test_two_states_in_one_folder_are_a_question(tmp_path):
+    for name in ("exp_avg_sq.safetensors", "optimizer.safetensors"):
+        save_file({"w": torch.ones(3)}, tmp_path / name)
+    with pytest.raises(FileError, match=r"exp_avg_sq.safetensors and optimizer.safetensors: give the one"):
+        squisher.extract(tmp_path, bias_correction=False)

@@ -16,7 +16,7 @@ from ..importance.weights import HASHED_BYTES, content_of
 from ..names import LiveParameter, live_parameters
 from .assembly import assemble
 from .optimizers.encoded import check_precision, decoded, unblocked
-from .states import Entry, Named
+from .states import Entry, Named, OptimizerState, check_usable
 
 __all__ = ["Tracked", "from_optimizers", "from_tracker", "unwrapped"]
 
@@ -80,6 +80,8 @@ def from_optimizers(
         class_name = type(optimizer).__name__
         entries = decoded(entries, class_name)
         check_precision(entries, allow_coarse)
+        if not any(entry.state for entry in entries) and entries and len(optimizers) == 1:
+            check_usable(OptimizerState(entries, class_name))
         named += [(entry.name or "", entry, class_name) for entry in entries]
     _refuse_strangers(strangers, len(named))
     names = [name for name, _, _ in named]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import NoAccumulatorError
 from ..importance.facts import RunFacts
 from ..storage.tensors import TensorSource
-from .optimizers import TABLE, Accumulator, identify, is_tensor, stored
+from .optimizers import TABLE, Accumulator, identify, is_tensor, rows_of_class, stored
 
 if TYPE_CHECKING:
     from .naming.laws import Law
@@ -201,7 +201,8 @@ def check_usable(optimizer: OptimizerState) -> Accumulator:
             row = identify(entry.state, entry.group, optimizer.class_name)
         except NoAccumulatorError as error:
             # Without a state, only a class or a group can say which optimizer keeps none (plain SGD).
-            known = optimizer.class_name is not None or any(row.matches((), entry.group) for row in TABLE if row.group)
+            named = any(row.meaning == "none" for row in rows_of_class(optimizer.class_name))
+            known = named or any(row.matches((), entry.group) for row in TABLE if row.group)
             refusal = refusal or (error if entry.state or known else None)
         else:
             if entry.state:

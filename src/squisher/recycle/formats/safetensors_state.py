@@ -51,7 +51,10 @@ def read_safetensors_state(path: Path, options: Options) -> Found:
         FileError: It is damaged, or holds no optimizer state.
         NoAccumulatorError: MLX's file leaves open whether it holds an average of the squared gradient.
     """
-    file = next(path / name for name in _IN_FOLDER if (path / name).is_file()) if path.is_dir() else path
+    files = [path / name for name in _IN_FOLDER if (path / name).is_file()] if path.is_dir() else [path]
+    if len(files) > 1:
+        raise FileError(f"{path} holds {' and '.join(one.name for one in files)}: give the one that is meant.")
+    file = files[0]
     lazy = open_safetensors(file)
     tensors = {name: lazy.source(name) for name in lazy}
     tree = _olmo(tensors, file)

@@ -147,7 +147,7 @@ def _beta2(row: Accumulator, group: Group, class_name: str | None, needed: bool)
     given = group.get(GIVEN_BETA2)
     if given is not None and 0 <= beta2 < 1 and not math.isclose(beta2, given, rel_tol=1e-6):
         raise ArgumentError(f"is {given}, but the source records {beta2}: leave it out.", "beta2")
-    if math.isnan(beta2) and given is not None:
+    if given is not None and not 0 <= beta2 < 1:
         beta2 = number(given)
     if 0 <= beta2 < 1:
         return beta2
@@ -172,6 +172,11 @@ def _pollution(
         verb = "holds" if certain else "may hold (Adam and AdamW cannot be told apart in this file)"
         note = f"It {verb} the L2 weight decay {decay:g}: the squares of g + {decay:g}·θ."
         found.append(Pollution(Spoiler.L2, {"weight_decay": decay}, note))
+    if class_name and row.optimizer in ("Adam", "RMSprop", "Adagrad") and not rows_of_class(class_name.split()[0]):
+        note = (
+            f"The class {class_name} is not known: its {row.key[0]} is taken for that of {row.optimizer} by the keys."
+        )
+        found.append(Pollution(Spoiler.UNCERTAIN, note=note))
     if "gnorm_vec" in state:
         note = "The gradients were clipped at a percentile of their recent norms, tensor by tensor."
         found.append(Pollution(Spoiler.CLIPPING, note=note))

@@ -309,7 +309,7 @@ TABLE: tuple[Accumulator, ...] = (
     row("SparseAdam", "exp_avg_sq step", "exp_avg_sq", "ema", group="betas maximize", group_without="weight_decay", beta=betas(1), classes="",
          notes=(_SPARSE,)),
     row("Adam", "exp_avg_sq", "exp_avg_sq", "ema", group="betas", beta=betas(1), l2_inside=coupled,
-         classes="Adam AdamW RAdam EXAdam FusedAdam DeepSpeedCPUAdam"),
+         classes="Adam AdamW RAdam EXAdam FusedAdam DeepSpeedCPUAdam Tracker"),
     # -- squared-gradient averages without a first moment --------------------------------------------------------------
     row("Adadelta", "square_avg acc_delta", "square_avg", "ema", beta=value("rho"), l2_inside=True),
     row("RMSprop", "square_avg", "square_avg", "ema", group="alpha", beta=value("alpha"), l2_inside=True),
@@ -323,5 +323,7 @@ TABLE: tuple[Accumulator, ...] = (
     row("Dion, Muon or Lion (dion)", "momentum", group="algorithm", without="variance", refusal=MOMENTUM, classes=""),
     row("SGD", "momentum_buffer", refusal=MOMENTUM, classes="SGD LARS Lars"),
     row("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient"),
+    row("ZeroRedundancyOptimizer", "", class_only=True, refusal="keeps the state of a parameter on one rank alone",
+         advice="Call consolidate_state_dict() on every rank, save state_dict() on the first, and extract from that file."),
     row("Lion", "exp_avg", refusal=MOMENTUM, classes="Lion DistributedLion"),
 )  # fmt: skip
