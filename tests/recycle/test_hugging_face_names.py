@@ -214,6 +214,9 @@ def test_rotary_pairs_of_nanotron_go_half_a_head_apart(tmp_path, interleaved):
         squisher.extract(tmp_path, model=weights)
     config = {"num_attention_heads": HEADS, "num_key_value_heads": GROUPS, "hidden_size": D}
     config |= {} if interleaved is None else {"rope_interleaved": interleaved}
+    (tmp_path / "model_config.json").write_text(json.dumps(config | {"hidden_size": 2 * D}))
+    with pytest.raises(FileError, match="another model"):
+        squisher.extract(tmp_path, model=weights)
     (tmp_path / "model_config.json").write_text(json.dumps(config))
     imp = squisher.extract(tmp_path, model=weights, bias_correction=False)
     assert set(imp) == set(published)

@@ -98,7 +98,7 @@ def _check_shape(shape: tuple[int, ...], entry: Entry, expected: Sequence[int] |
         expected, what = tuple(first.shape) if is_tensor(first) else None, "its exp_avg"
     if expected is not None and shape != tuple(expected):
         raise NoAccumulatorError(
-            f"Its {how.key[0]} has the shape {shape}, {what} {tuple(expected)}: not a value per weight"
+            f"Its {how.key[0]} has the shape {shape}, {what} {(*expected,)}: not a value per weight"
         )
     if entry.slice is not None and entry.slice.start + math.prod(entry.slice.shape) > math.prod(shape):
         raise NoAccumulatorError(f"Its {how.key[0]} has the shape {shape}, too small for one value per weight")

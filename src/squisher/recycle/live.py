@@ -125,16 +125,12 @@ def from_tracker(
             "The tracker has observed no step yet: call tracker.observe() before every optimizer step (with per='example', make the "
             "forward and backward passes inside `with tracker.step():`)."
         )
+    facts = replace(facts, after_clipping=tracker.after_clipping)
     estimator = getattr(tracker, "estimator", None)
     if estimator is not None and not bias_correction:
         raise SquisherError("An average of squares per example is always corrected: use bias_correction=True.")
     found = _assembled(
-        named,
-        parameters,
-        replace(facts, after_clipping=tracker.after_clipping),
-        tracker.absent(),
-        bias_correction=bias_correction,
-        hash_weights=hash_weights,
+        named, parameters, facts, tracker.absent(), bias_correction=bias_correction, hash_weights=hash_weights
     )
     if estimator is None:
         return found

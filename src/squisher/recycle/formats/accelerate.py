@@ -52,7 +52,9 @@ def read_accelerate(folder: Path, options: Options) -> Found:
             tied.update(aliases)
     if not options.named:
         by_name = [one for one in weights if not one.in_module_order]
-        optimizers = [replace(one, models=_models_beside(one, ordered, by_name, options)) for one in optimizers]
+        pattern = options.trainable
+        beside = [(label, matching(listed, pattern)) for label, listed in ordered] if pattern is not None else ordered
+        optimizers = [replace(one, models=_models_beside(one, beside, by_name)) for one in optimizers]
     return Found(optimizers, ordered, RunFacts(tied=tied))
 
 
@@ -71,12 +73,8 @@ def _weight_files(folder: Path) -> Iterator[Path]:
             yield from sorted(p for p in folder.iterdir() if p.is_file() and re.fullmatch(pattern, p.name))
 
 
-def _models_beside(
-    optimizer: OptimizerState, ordered: list[Source], by_name: Sequence[Weights], options: Options
-) -> list[Source]:
+def _models_beside(optimizer: OptimizerState, ordered: Sequence[Source], by_name: Sequence[Weights]) -> list[Source]:
     """Return every model beside an optimizer that may name its parameters."""
-    if options.trainable is not None:
-        ordered = [(label, matching(candidates, options.trainable)) for label, candidates in ordered]
     models = [*ordered, *pinned(optimizer, by_name)]
     if not models and by_name and not all(entry.name is not None for entry in optimizer.entries):
         raise sorted_by_name(by_name[0], optimizer.place)

@@ -197,12 +197,7 @@ def _uncut(folder: Path, name: str, shards: Mapping[int, Entry], weights: _Weigh
 
 
 def _whole(
-    folder: Path,
-    name: str,
-    shards: Mapping[int | None, Entry],
-    sharding: _Sharding | None,
-    weights: _Weights,
-    tensor: int,
+    folder: Path, name: str, shards: dict[int | None, Entry], sharding: _Sharding | None, weights: _Weights, tensor: int
 ) -> Entry:
     """Return what one tensor-parallel rank has of a parameter, joined from the shards of all data-parallel ranks."""
     if sharding is None:
@@ -249,32 +244,33 @@ def _with_rotary_halves(file: Path, entries: list[Entry]) -> list[Entry]:
     Raises:
         FileError: The file that says so is missing or damaged.
     """
-    fused = [".attn.qkv_proj." in (entry.name or "") for entry in entries]
-    if not any(fused):
+    fused = {entry.name: entry for entry in entries if ".attn.qkv_proj." in (entry.name or "")}
+    if not fused:
         return entries
     try:
         config = read_object(file)
         heads = int(config["num_attention_heads"])
-        half = int(config["hidden_size"]) // heads // 2
-        rotated = heads + int(config.get("num_key_value_heads") or heads)
+        half, keys = int(config["hidden_size"]) // heads // 2, int(config.get("num_key_value_heads") or heads)
     except (FileError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise FileError(
             f"{file} does not say how nanotron pairs the channels of a head (rope_interleaved, num_attention_heads, hidden_size), so "
             "queries and keys cannot be put into the order of Hugging Face's weights. Get it, or leave --model out."
         ) from error
+    rows = 2 * half * (heads + 2 * keys)
+    strange = next((name for name, entry in fused.items() if entry.shape and entry.shape[0] != rows), None)
+    if strange is not None:
+        raise FileError(f"{file} is of another model: by it {strange!r} would have {rows} rows.")
     if not config.get("rope_interleaved", True):
         return entries
-    order = [2 * half * head + 2 * i + j for head in range(rotated) for j in range(2) for i in range(half)]
-    return [
-        replace(entry, state={key: _rows(value, order) for key, value in entry.state.items()}) if is_fused else entry
-        for entry, is_fused in zip(entries, fused, strict=True)
-    ]
+    order = [2 * half * head + 2 * i + j for head in range(heads + keys) for j in range(2) for i in range(half)]
+    states = [{k: _rows(v, order) if e.name in fused else v for k, v in e.state.items()} for e in entries]
+    return [replace(entry, state=state) for entry, state in zip(entries, states, strict=True)]
 
 
 def _rows(value: Any, order: Sequence[int]) -> Any:
     """Return a tensor with its first rows in another order, and the rest as they are."""
     shape = getattr(value, "shape", ())
-    if not shape or len(order) > shape[0]:
+    if not shape:
         return value
     source, width = (Verified(value) if isinstance(value, StoredTensor) else value), math.prod(shape[1:])
     rows = [Slice(source, row * width, (row + 1) * width) for row in order]

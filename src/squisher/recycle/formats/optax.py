@@ -121,12 +121,7 @@ def _states(
 
 
 def _check_moments(
-    momenta: Mapping[str, Any],
-    squares: Mapping[str, Any],
-    counted: bool,
-    beta2: float | None,
-    options: Options,
-    place: str,
+    momenta: Tree, squares: Tree, counted: bool, beta2: float | None, options: Options, place: str
 ) -> None:
     """Refuse a `nu` that cannot be an average of squared gradients, by its signs and against `mu`.
 

@@ -262,7 +262,7 @@ def _recorded_base(folder: Path) -> Path | None:
 # The losses of these heads are means over the tokens that carry a label, and over examples.
 _TOKEN_MEAN = re.compile(r"For(CausalLM|ConditionalGeneration|MaskedLM|TokenClassification|Seq2SeqLM)$|LMHeadModel$")
 _EXAMPLE_MEAN = re.compile(
-    r"For(Sequence|Image|Video|Audio)Classification$|For(MultipleChoice|QuestionAnswering|NextSentencePrediction)$"
+    r"For((Sequence|Image|Video|Audio)Classification|MultipleChoice|QuestionAnswering|NextSentencePrediction)$"
 )
 _TASKS = {
     "CAUSAL_LM": ("token_mean", "token"),

@@ -216,7 +216,9 @@ def _universal(folder: Path, source: Path) -> Found:
         )
     common = folder / "zero" / "optimizer_state.pt"
     content = read(common) if common.is_file() else {}
-    if not run.config and _zero_stage(content) != 3 and not run.in_registration_order:
+    stage = content.get("zero_stage") if isinstance(content, dict) else None
+    stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
+    if not run.config and stage != 3 and not run.in_registration_order:
         raise FileError(
             f"The files in {folder} do not say how it was trained, and their order of parameters is one that round_robin_gradients "
             "would make, for which DeepSpeed's converter is wrong. Give the checkpoint that it was converted from."
@@ -235,12 +237,6 @@ def _universal(folder: Path, source: Path) -> Found:
         entries.append(Entry(state, run.group(settings), number, run.names[name]))
     facts = run.facts(_trainer_facts(source, next((step_of(entry.state, entry.group) for entry in entries), None)))
     return Found([OptimizerState(entries, run.class_name, folder.name)], run.models(), facts, assume_mean=False)
-
-
-def _zero_stage(saved: Any) -> int | None:
-    stage = saved.get("zero_stage") if isinstance(saved, dict) else None
-    stage = stage.args[0] if isinstance(stage, Record) and stage.args else stage
-    return stage if isinstance(stage, int) else None
 
 
 def _optimizer_in(saved: Any) -> Mapping[str, Any]:

@@ -173,9 +173,7 @@ def _pollution(
         note = f"It {verb} the L2 weight decay {decay:g}: the squares of g + {decay:g}·θ."
         found.append(Pollution(Spoiler.L2, {"weight_decay": decay}, note))
     if class_name and row.optimizer in ("Adam", "RMSprop", "Adagrad") and not rows_of_class(class_name.split()[0]):
-        note = (
-            f"The class {class_name} is not known: its {row.key[0]} is taken for that of {row.optimizer} by the keys."
-        )
+        note = f"The class {class_name} is not known: its {row.key[0]} is taken for {row.optimizer}'s by the keys."
         found.append(Pollution(Spoiler.UNCERTAIN, note=note))
     if "gnorm_vec" in state:
         note = "The gradients were clipped at a percentile of their recent norms, tensor by tensor."
@@ -296,9 +294,10 @@ class Factored:
         return torch.where(mean > 0, row / mean, torch.zeros_like(row)), column
 
 
-def _ways(
-    key: str, row: tuple[int, ...], column: tuple[int, ...], group: Mapping[str, Any]
-) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
+Shape = tuple[int, ...]
+
+
+def _ways(key: str, row: Shape, column: Shape, group: Group) -> list[tuple[Shape, tuple[int, int]]]:
     """Return the ways to join two factors of these shapes: the shape of the product, and the axis of each factor alone."""
     if len(row) != len(column) or not row:
         return []
@@ -318,10 +317,8 @@ def _ways(
     return ways
 
 
-def _kept_axes(
-    row: tuple[int, ...], column: tuple[int, ...], last_two: bool
-) -> list[tuple[tuple[int, ...], tuple[int, int]]]:
-    shape: tuple[int, ...] = tuple(max(r, c) for r, c in zip(row, column, strict=True))
+def _kept_axes(row: Shape, column: Shape, last_two: bool) -> list[tuple[Shape, tuple[int, int]]]:
+    shape: Shape = tuple(max(r, c) for r, c in zip(row, column, strict=True))
     if last_two:
         axes = (len(shape) - 2, len(shape) - 1)
     else:

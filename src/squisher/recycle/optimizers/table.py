@@ -136,9 +136,7 @@ _ONES = Pollution(
     Spoiler.START,
     note="Its average started at one; what is left of that is subtracted, which costs digits while few steps have been taken.",
 )
-_EXTRAPOLATED = Pollution(
-    Spoiler.OTHER_WEIGHTS, note="Its gradients are taken at extrapolated weights, not at the averaged ones."
-)
+_EXTRAPOLATED = Pollution(Spoiler.OTHER_WEIGHTS, note="Its gradients are taken at extrapolated weights.")
 _CLIPS = Pollution(
     Spoiler.CLIPPING,
     note="The optimizer itself clips the gradients at max_grad_norm before it squares them (pytorch_optimizer: if told so).",
