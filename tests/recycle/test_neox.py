@@ -73,6 +73,12 @@ def test_pythia_with_other_groups_or_ranks_is_refused(tmp_path):
     neox(tmp_path / "global_step12", 2, 1)
     last = tmp_path / "global_step12" / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
     content = torch.load(last, weights_only=False)
+    groups = content["optimizer_state_dict"].pop("base_optimizer_state")
+    content["optimizer_state_dict"]["base_optimizer_state"] = groups[:1]
+    torch.save(content, last)
+    with pytest.raises(FileError, match="rank 1 lists other parameters or groups"):
+        extract(tmp_path / "global_step12")
+    content["optimizer_state_dict"]["base_optimizer_state"] = groups
     content["param_shapes"]["2.norm.weight"] = torch.Size((1, 3))
     for rank in range(2):
         torch.save(content, last.with_name(f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"))

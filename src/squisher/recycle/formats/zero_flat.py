@@ -191,7 +191,7 @@ def _stages_1_and_2(run: Run, ranks: Sequence[_Rank]) -> tuple[list[Entry], list
             f"DeepSpeed's table of slices in {run.folder} contradicts its list of parameters, which only round-robin gradients would explain: "
             "files of ranks were exchanged, or are of several runs. Get all of its files again."
         )
-    note = "DeepSpeed's table of slices says otherwise than its list of parameters, which was followed: round-robin gradients make it wrong."
+    note = "DeepSpeed's table of slices says otherwise than its list of parameters, which was followed: round-robin gradients make such tables wrong."
     return entries, [] if agree else [Pollution(Spoiler.UNCERTAIN, note=note)]
 
 
@@ -278,8 +278,9 @@ def neox_parameters(folder: Path, files: Mapping[int, Path], model_states: Mappi
             raise FileError(
                 f"{folder} lacks optimizer states: it has those of {len(files)} ranks of {saved.get('partition_count')}. Get all of its files."
             )
-        if shapes and {n: tuple(s) for n, s in listed.items()} != shapes:
-            raise FileError(f"{folder} mixes the files of several runs: rank {rank} lists other parameters.")
+        other = shapes and {n: tuple(s) for n, s in listed.items()} != shapes
+        if other or (ranks and len(groups) != len(ranks[0])):
+            raise FileError(f"{folder} mixes the files of several runs: rank {rank} lists other parameters or groups.")
         shapes = {name: tuple(shape) for name, shape in listed.items()}
         ranks.append(groups)
     names = dict(zip(shapes, clean_names(list(shapes)), strict=True))
@@ -321,7 +322,7 @@ def _neox_buffers(folder: Path, ranks: Sequence[Intervals]) -> dict[str, Joined]
         raise FileError(f"The ranks in {folder} do not keep the same states: they do not belong together.")
     lengths = [_length(state) for state in states]
     buffers = {}
-    for key in keys[0] if keys else ():
+    for key in [key for key in states[0] if key in keys[0]] if keys else ():
         slices = [Slice(Verified(state[key]), 0, length) for state, length in zip(states, lengths, strict=True)]
         buffers[key] = Joined((sum(lengths),), states[0][key].dtype, slices)
     return buffers
