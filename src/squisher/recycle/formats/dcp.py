@@ -358,7 +358,7 @@ def _is_tuple_of(value: Any, kinds: type | tuple[type, ...]) -> bool:
 def _attribute(record: Any, name: str, kind: type) -> Any:
     value = inside(record, name)
     if not isinstance(value, kind):
-        raise FileError(f"The .metadata is not what torch.distributed.checkpoint writes: it has no {name}.")
+        raise FileError(f"A .metadata file is damaged, or not torch's: it has no {name}. Get it again.")
     return value
 
 

@@ -66,7 +66,7 @@ def attribute(node: Any, name: str, default: Any = None) -> Any:
         return default
     place = node.attrs.get_id(name)
     if math.prod(place.shape) * max(place.dtype.itemsize, 1) > 1 << 24:
-        raise FileError(f"An HDF5 file is damaged: its attribute {name!r} claims {place.shape} values.")
+        raise FileError(f"An HDF5 file is damaged: its attribute {name!r} claims {place.shape} values. Get it again.")
     return node.attrs.get(name, default)
 
 

@@ -233,7 +233,7 @@ def _slots_2(span: ByteRange, recorded: Sequence[str], class_name: str) -> list[
             path = None if match is numbered else match["path"]
             key = match["number"] if path is None else path
             if key in found:
-                raise FileError(f"{span.label} is damaged: it records the squared gradient of {key!r} twice.")
+                raise FileError(f"{span.label} is damaged: the squared gradient of {key!r} is there twice.")
             found[key] = (path, full)
     if not found:
         raise FileError(f"{span.label} records no squared gradient of the tf.keras optimizer {class_name}.")

@@ -87,7 +87,7 @@ def _ranks(folder: Path) -> tuple[dict[tuple[int, int, int | None], list[Entry]]
         sizes.add((int(match["pps"]), int(match["tps"]), int(match["dps"]) if match["dps"] else None))
         tree = read(file)
         if not is_optimizer(tree):
-            raise FileError(f"{file} holds no optimizer state: it is damaged, or not what nanotron writes.")
+            raise FileError(f"{file} holds no optimizer state: it is damaged, or not nanotron's. Get it again.")
         rank = None if match["dp"] is None else int(match["dp"])
         found[int(match["pp"]), int(match["tp"]), rank] = list(optimizer_state(tree, file.name).entries)
     if len(sizes) != 1:

@@ -83,7 +83,7 @@ def _ranks(folder: Path, files: Mapping[int, Path]) -> list[_Rank]:
         content = read(file)
         saved = content.get("optimizer_state_dict") if isinstance(content, dict) else None
         if not isinstance(saved, dict):
-            raise FileError(f"{file} holds no optimizer_state_dict: it is damaged, or not what DeepSpeed writes.")
+            raise FileError(f"{file} holds no optimizer_state_dict: it is damaged, or not DeepSpeed's. Get it again.")
         versions.add(str(content.get("ds_version", saved.get("ds_version"))))
         if saved.get("ds_zero_partition_groups"):
             raise FileError(f"{file} holds experts, partitioned over other ranks than the rest: not read.")

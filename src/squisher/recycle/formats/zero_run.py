@@ -19,9 +19,7 @@ __all__ = ["MODEL_FILE", "Run"]
 
 MODEL_FILE = re.compile(r"(?:bf16_|fp16_)?(?:zero_pp_rank_(?P<dp>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _LAYER_FILE = re.compile(r"layer_\d+-model_(\d+)-model_states\.pt")
-_EXPERTS = re.compile(
-    r"layer_.*expert_.*|expp_rank_.*"
-)  # files in which a parameter is more than its data-parallel partitions
+_EXPERTS = re.compile(r"layer_.*expert_.*|expp_rank_.*")  # these have partitions of their own
 # Not Muon: some of its groups are Adam's, as the keys of their states show.
 _CLASSES = {"lion": "Lion", "sgd": "SGD", "adagrad": "Adagrad"}
 
