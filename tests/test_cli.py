@@ -1,6 +1,7 @@
 """The command line as a user meets it."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -115,6 +116,8 @@ def test_the_same_input_gives_the_same_bytes(checkpoint, tmp_path):
         ),
         (["inspect", "nothing.safetensors"], "There is no file nothing.safetensors", 1),
         (["inspect", "empty.safetensors"], "not a safetensors file", 1),
+        (["merge", "fishr", "a", "b", "--out", "c"], "squisher: The method is average", 2),
+        (["fisher", ".", "--data", "nothing.jsonl", "--out", "a.safetensors"], "Cannot read nothing.jsonl", 1),
     ],
 )
 def test_errors_are_one_paragraph_and_leave_nothing(checkpoint, tmp_path, arguments, words, status):
@@ -141,6 +144,13 @@ def test_wrong_usage_is_status_2_with_a_suggestion():
     assert "extract" in done.stderr
     assert run("extract", "x").returncode == 2
     assert run("extract", "x", "--out", "y", "--batch-size", "many").returncode == 2
+
+
+def test_in_a_pipe_no_other_library_draws_a_bar(monkeypatch):
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "")
+    monkeypatch.delenv("HF_HUB_DISABLE_PROGRESS_BARS")
+    run("--version")
+    assert os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] == "1"
 
 
 def test_version_and_help_without_torch():

@@ -11,6 +11,7 @@ import torch
 import squisher
 from squisher import merge
 from squisher.errors import SquisherError
+from squisher.importance.weights import content_of
 from tests.commands import run
 
 
@@ -111,6 +112,7 @@ def test_it_gives_what_merge_fisher_gives(models, tmp_path, shared, options):
         (lambda t: t.replace("weight: 2.0\n", "weight: 2.0\n      #").replace("#      importance", "#"), "no importance for"),
         (lambda t: t.replace("importance-of-c", "nothing"), "There is no file"),
         (lambda t: t.replace("parameters: {}", "parameters: {normalize: l1}"), "normalize is mean, l2 or none"),
+        (lambda t: t.replace("parameters: {}", "parameters: {floor: '+1.0'}"), "floor is relative or a number, not '+1.0'"),
         (lambda t: t.replace("merge_method", "method"), "is not a mergekit configuration"),
         (lambda t: "merge_method: squisher_fisher\nslices:\n  - sources:\n      - model: x\n        layer_range: [0, 1]\n",
          "does not take slices"),
@@ -137,6 +139,21 @@ def test_importances_of_another_model_are_refused(models, tmp_path):
     done = squisher_mergekit("config.yml", "out", tmp_path)
     assert done.returncode == 1
     assert "their names differ" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.formats
+def test_importances_in_the_wrong_order_are_refused(models, tmp_path):
+    for name in "ab":
+        content = content_of(weights(models / name))
+        squisher.load(models / name).with_provenance(model={"content": content}).save(tmp_path / f"{name}.safetensors")
+    text = CONFIG.format(root=models, shared="")
+    text = text.replace("{weight: 1.0}", f"{{importance: {tmp_path}/b.safetensors}}")
+    text = text.replace("{weight: 0.25}", f"{{importance: {tmp_path}/a.safetensors}}")
+    (tmp_path / "config.yml").write_text(text)
+    done = squisher_mergekit("config.yml", "out", tmp_path)
+    assert done.returncode == 1
+    assert "wrong models" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

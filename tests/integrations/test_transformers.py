@@ -47,6 +47,20 @@ def test_every_checkpoint_gets_its_file_even_if_the_optimizer_is_not_saved(tmp_p
     assert not (tmp_path / "squisher.safetensors").exists()
 
 
+def test_the_checkpoint_of_a_trial_gets_the_file(tmp_path):
+    from transformers import Trainer
+
+    class Search(Trainer):
+        def _get_output_dir(self, trial):  # what a search over hyperparameters makes it return
+            return str(tmp_path / "run-3")
+
+    run = trainer(llama(), tmp_path, kind=Search)
+    SquisherCallback().attach(run)
+    run.train()
+    assert {f.relative_to(tmp_path).parts[0] for f in tmp_path.rglob("squisher.safetensors")} == {"run-3"}
+    assert (tmp_path / "run-3" / "checkpoint-4" / "squisher.safetensors").exists()
+
+
 def test_at_the_end_only(tmp_path):
     run = trainer(llama(), tmp_path)
     SquisherCallback(at_end_only=True).attach(run)
@@ -340,6 +354,9 @@ def test_what_cannot_work_is_said_before_training(tmp_path):
     EWCCallback(ewc_of(llama())).attach(run)
     with pytest.raises(SquisherError, match="another model"):
         run.train()
+    searching = types.SimpleNamespace(is_hyper_param_search=True)
+    with pytest.raises(SquisherError, match=r"trial.*attach"):
+        SquisherCallback().on_train_begin(run.args, searching, None)
     with pytest.raises(SquisherError, match="SquisherCallback.*already"):
         SquisherCallback().attach(run)
     with pytest.raises(SquisherError, match="EWC.*dict"):

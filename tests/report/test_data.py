@@ -227,7 +227,9 @@ def test_scales_that_differ_and_models_that_do_not_fit_are_sentences(weights):
 
 
 def test_zeros_everywhere_and_empty_tensors():
-    item = collect([Subject("x", squisher.Importance({"z": torch.zeros(4), "e": torch.zeros(0)}))])["importances"][0]
+    data = collect([Subject("x", squisher.Importance({"z": torch.zeros(4), "e": torch.zeros(0)}))])
+    item = data["importances"][0]
+    assert "All entries are 0" in data["summary"]
     assert "All values are 0" in item["budget"]["error"]
     assert item["depth"]["share"] == [None, None]
 

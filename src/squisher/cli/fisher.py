@@ -65,6 +65,7 @@ def fisher(
     target = out / FILE_NAME if out.is_dir() else out
     shell.check_target(target, overwrite, model, data, base)
     check_codec(codec)
+    lines = count_rows(data)  # before a model is loaded in vain
     unfinished = target.with_suffix(".unfinished.safetensors")
     with _job(device):
         loaded = load_text_model(model, _own(device), base, shard)
@@ -76,7 +77,6 @@ def fisher(
             max_examples=max_examples,
             labelled=labels == "data",
         )
-        lines = count_rows(data)
         total = lines if max_examples is None else min(lines, max_examples)
         if unfinished.is_file() and ranks.is_alone():
             typer.echo(f"Going on with {unfinished}, where an earlier run was interrupted.", err=True)

@@ -6,11 +6,7 @@ from . import shell
 
 
 @shell.command(shell.LOOK, "squisher inspect squisher.safetensors --plot importance.svg")
-def inspect(
-    file: shell.ImportanceFile,
-    as_json: shell.Json = False,
-    plot: shell.Plot = None,
-) -> None:
+def inspect(file: shell.ImportanceFile, as_json: shell.Json = False, plot: shell.Plot = None) -> None:
     """Show what an importance is, how healthy it is, and how it is distributed."""
     from ..analysis.health import examine
     from ..report import inspect_json, inspect_tables

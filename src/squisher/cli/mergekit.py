@@ -27,7 +27,8 @@ def mergekit(
     """
     from ..integrations.mergekit import run
 
-    run(config, out, context.args)
+    with shell.notes():
+        run(config, out, context.args)
     if as_json:
         shell.print_json({"folder": str(out)})
     else:

@@ -63,15 +63,7 @@ def quantize(
     with shell.notes():
         check_weights([opened], [weights], [str(model)], any_weights)
     with shell.progress_bar("measuring") as progress:
-        found = sensitivity(
-            weights,
-            opened,
-            widths,
-            group,
-            scheme=scheme or fixed,
-            exclude=exclude,
-            progress=progress,
-        )
+        found = sensitivity(weights, opened, widths, group, scheme=scheme or fixed, exclude=exclude, progress=progress)
     plan = allocate(found, bits_per_weight)
     write_plan(plan, to, out)
     if as_json:

@@ -68,6 +68,8 @@ def _main(
 
 def main() -> None:
     """Run the command line; an error that the user can mend is one paragraph, not a traceback."""
+    if not sys.stderr.isatty():  # nothing in a pipe: transformers draws bars of its own
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
     except (SquisherError, OSError) as error:

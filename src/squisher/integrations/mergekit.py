@@ -1,13 +1,15 @@
 """Fisher merging inside mergekit: the method `squisher_fisher`, with the importance of each model beside it or as a parameter.
 
-merge_method: squisher_fisher
-models:
-- model: first
-parameters: {weight: 1.0}
-- model: second
-parameters: {weight: 0.5, importance: second-importance.safetensors}
-parameters: {floor: relative, normalize: none, scale: auto, missing: error}
-dtype: bfloat16
+    merge_method: squisher_fisher
+    models:
+      - model: first
+        parameters: {weight: 1.0}
+      - model: second
+        parameters: {weight: 0.5, importance: second-importance.safetensors}
+    parameters: {floor: relative, normalize: none, scale: auto, missing: error}
+    dtype: bfloat16
+
+`floor`, `normalize`, `scale` and `missing` mean what they mean in `squisher.merge.fisher`.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from ..errors import ArgumentError, FileError, SquisherError
 from ..importance import FILE_NAME, Importance, load, tied_in
+from ..importance.weights import check_weights
 from ..merge import average, fisher
 from ..merge.inputs import graded, matched
 from ..storage.atomic import new_folder
@@ -256,7 +259,9 @@ def _prepared(settings: _Settings) -> _Ready:
     given = zip(settings.models, settings.importances, strict=True)
     importances = [_load(model, importance) for model, importance in given]
     floating = [name for name in models[0] if models[0].dtype(name).is_floating_point]
-    who = [f"the importance of {name}" for name in short_paths([Path(path) for path in settings.models])]
+    labels = short_paths([Path(path) for path in settings.models])
+    check_weights(importances, models, labels)
+    who = [f"the importance of {label}" for label in labels]
     names, averaged = matched(models[0], floating, tied_in(importances), importances, settings.missing, who)
     ready = graded(importances, names, settings.scale, who)
     norms = [1.0 for _ in ready]
@@ -268,6 +273,8 @@ def _prepared(settings: _Settings) -> _Ready:
     if settings.floor == "relative":
         return _Ready(scaled, names, averaged, "relative")
     try:
+        if settings.floor.startswith("+"):  # squisher merge adds it; here it would be a floor like any other
+            raise ValueError
         floors = [float(settings.floor) / norm for norm in norms]
     except ValueError:
         raise SquisherError(f"floor is relative or a number, not {settings.floor!r}.") from None

@@ -36,10 +36,7 @@ class TextModel(NamedTuple):
 
 
 def load_text_model(
-    folder: str | os.PathLike[str],
-    device: str = "cpu",
-    base: str | os.PathLike[str] | None = None,
-    shard: bool = False,
+    folder: str | os.PathLike[str], device: str = "cpu", base: str | os.PathLike[str] | None = None, shard: bool = False
 ) -> TextModel:
     """Load a sequence classifier or a causal language model with its tokenizer; no code of the folder is run.
 
@@ -60,11 +57,7 @@ def load_text_model(
     adapter = is_adapter(path)
     try:
         torch.empty(0, device=device)
-    except (
-        RuntimeError,
-        AssertionError,
-        NotImplementedError,
-    ) as error:  # which of them depends on how torch was built
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # which of them depends on how torch was built
         raise ArgumentError(
             f"torch cannot use the device {device!r}: {str(error).split('. ')[0].rstrip('.')}. Take another one, such as cpu."
         ) from error

@@ -29,6 +29,7 @@ class TrainerWatch:
     Attributes:
         trainer: The Trainer.
         pending: Examples, and tokens with a loss if they are known, of the step under way, on all processes.
+        checkpoint: The last checkpoint that was saved: a search over hyperparameters has a folder for each trial.
         divides: Whether the loss was divided by the items of the whole step; None until that has been seen.
         counts_items: Whether the Trainer gave the loss the number of those items.
     """
@@ -62,6 +63,7 @@ class TrainerWatch:
             )
         self.trainer = trainer
         self.pending: tuple[int, int | None] | None = None
+        self.checkpoint: Path | None = None
         self.divides: bool | None = None
         self.counts_items = False
         self._on_optimizer, self._on_gradients, self._extra_logs = on_optimizer, on_gradients, extra_logs
@@ -147,8 +149,11 @@ class TrainerWatch:
         **kwargs: Any,
     ) -> Any:
         out = original(output_dir, _internal_call, *args, **kwargs)
-        if not (_internal_call and output_dir is not None):  # a checkpoint: callbacks get an event for it
-            self._on_saved(Path(output_dir or self.trainer.args.output_dir))
+        folder = Path(output_dir or self.trainer.args.output_dir)
+        if _internal_call and output_dir is not None:
+            self.checkpoint = folder  # callbacks get an event for it
+        else:
+            self._on_saved(folder)
         return out
 
     def _unscale_gradients(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -61,12 +61,7 @@ class SquisherCallback(Recorder):
     _first = "train()"
 
     def __init__(
-        self,
-        *,
-        at_end_only: bool = False,
-        track: bool = False,
-        loss_reduction: str | None = None,
-        codec: str = "exact",
+        self, *, at_end_only: bool = False, track: bool = False, loss_reduction: str | None = None, codec: str = "exact"
     ) -> None:
         super().__init__(track=track, loss_reduction=loss_reduction, codec=codec)
         self.at_end_only = at_end_only
@@ -136,6 +131,11 @@ class SquisherCallback(Recorder):
                 "at_end_only does not go with load_best_model_at_end: the optimizer's last state is not the state of the best "
                 "model. Leave at_end_only out; every checkpoint then has its own squisher.safetensors."
             )
+        if self._watch is None and state.is_hyper_param_search:
+            raise SquisherError(
+                f"A search over hyperparameters has a folder for each trial, which a Trainer does not show its callbacks: use "
+                f"{type(self).__name__}(...).attach(trainer) instead of trainer.add_callback(...)."
+            )
         if self._needs_attaching and self._watch is None:
             raise SquisherError(
                 f"A Trainer does not show its callbacks the gradients of a step in time: use {type(self).__name__}(...).attach(trainer) "
@@ -165,7 +165,9 @@ class SquisherCallback(Recorder):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Write into the checkpoint that the Trainer has just saved."""
         if not self.at_end_only:
-            self._save(Path(args.output_dir) / f"checkpoint-{state.global_step}", args.should_save)
+            folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+            seen = None if self._watch is None else self._watch.checkpoint
+            self._save(folder if seen is None or seen.name != folder.name else seen, args.should_save)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remember which checkpoint the model is from now, and write into `output_dir` with `at_end_only`."""

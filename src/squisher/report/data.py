@@ -401,12 +401,7 @@ def similarities_between(tasks: Mapping[str, Importance]) -> dict[str, Any]:
     if not alike:
         raise SquisherError("No parameter is in all importances, so tasks cannot be compared.")
     names, matrix = distances({name: embedding(task.restrict(alike.__contains__)) for name, task in tasks.items()})
-    return {
-        "tasks": names,
-        "similarity": (1 - matrix).tolist(),
-        "distance": matrix.tolist(),
-        "left_out": unlike,
-    }
+    return {"tasks": names, "similarity": (1 - matrix).tolist(), "distance": matrix.tolist(), "left_out": unlike}
 
 
 def _sources(values: Mapping[str, Tensor]) -> dict[str, Source]:

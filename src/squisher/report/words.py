@@ -138,7 +138,7 @@ def summary(document: Mapping[str, Any]) -> str:
 
 def answer(depth: Mapping[str, Any], budget: Mapping[str, Any]) -> list[str]:
     """Return where the importance lies, in sentences: the layers that hold the most, and how few entries hold most of it."""
-    known = [(part, k) for k, part in enumerate(depth["share"]) if part]
+    known = [(part, k) for k, part in enumerate(depth["share"]) if part is not None and part > 0]  # of 0 it is NaN
     if not known:
         return ["All entries are 0: nothing matters more than anything else."]
     top = [k for _, k in sorted(known, key=lambda pair: (-pair[0], pair[1]))[:3]]
