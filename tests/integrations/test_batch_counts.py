@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from squisher.integrations.recording import BatchCounts, examples_in, loss_factor, over_processes, tokens_in
+from squisher.integrations.recording import BatchCounts, examples_in, over_processes, tokens_in
 
 
 def test_means_over_steps_and_short_ones():
@@ -77,9 +77,3 @@ def test_tokens_that_carry_a_loss():
     assert tokens_in({"labels": torch.tensor([0.5, 2.0])}, shifted=False) is None
     assert tokens_in({"input_ids": labels}, shifted=False) is None
     assert tokens_in((labels, labels), shifted=False) is None
-
-
-def test_the_factor_of_a_loss_that_ignores_the_number_of_items():
-    assert loss_factor(divides=True, accumulation=4, processes=2) == 1
-    assert loss_factor(divides=False, accumulation=4, processes=2) == 8
-    assert loss_factor(divides=False, accumulation=1, processes=1) == 1

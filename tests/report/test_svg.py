@@ -151,6 +151,16 @@ def test_points_have_their_own_shapes():
     assert shapes == ["circle", "rect", "path"]
 
 
+def test_the_label_of_a_mark_stays_inside_the_chart():
+    marks = [Mark(1.1e-8, "median 1.1e-8"), Mark(8e-7, "mean 8e-7")]
+    words = [
+        t
+        for t in parsed(histogram(-8.0, 0.5, [1, 3, 0, 4], label="v", marks=marks, **WORDS)).iter()
+        if t.text in ("median 1.1e-8", "mean 8e-7")
+    ]
+    assert [t.get("text-anchor") for t in words] == ["start", "end"]
+
+
 def test_a_histogram_shows_shares_and_counts():
     tree = parsed(histogram(-8.0, 0.5, [1, 3, 0, 4], label="v", marks=[Mark(1e-7, EVIL), Mark(0.0, "zero")], **WORDS))
     bars = [mark for mark in tree.iter("rect") if (mark.get("class") or "").startswith("bar")]

@@ -151,8 +151,7 @@ class Report:
         """Return a model card: method, inputs, importances, coefficients; no path, host or date."""
         lines = ["---", "tags:", "- merge", "- squisher", "---", "", "# Merged model", ""]
         lines += [f"Merged with torch-squisher {__version__}, method `{self.method}`.", ""]
-        if self.adapters:
-            lines += [f"{self.adapters}", ""]
+        lines += [self.adapters, ""] if self.adapters else []
         lines += ["| model | coefficient | importance |", "|---|---|---|"]
         for k, name in enumerate(self.models):
             used = self.importances[k] if self.importances else "–"
@@ -328,18 +327,8 @@ class _Settings(NamedTuple):
         if base is None:
             raise ArgumentError(f"{self.method} needs --base: the model that the others started from.")
         if self.method == "ubgm":
-            size = 1.0 if self.base_size is None else self.base_size
-            return ubgm(
-                base,
-                models,
-                base_importance,
-                importances,
-                coefficients,
-                self.sizes,
-                size,
-                delta=self.floor,
-                **weighting,
-            )
+            sizes = self.sizes, 1.0 if self.base_size is None else self.base_size
+            return ubgm(base, models, base_importance, importances, coefficients, *sizes, delta=self.floor, **weighting)
         if self.method == "ota":
             keep = 1.0 if not self.keep else self.keep[0] if len(self.keep) == 1 else self.keep
             return ota(base, models, importances, keep, floor=self.floor, **weighting)
@@ -380,13 +369,8 @@ def _open(
     adapters = [peft.open_adapter(path) for path in models]
     apart = peft.why_not_together(adapters) if method not in _FROM_BASE else f"{method} starts from the base's weights"
     if apart is None:
-        weights: list[Mapping[str, Tensor]] = [a.weights for a in adapters]
-        return (
-            weights,
-            adapters[_first(coefficients)],
-            None,
-            "LoRA adapters, merged factor by factor: they share one start.",
-        )
+        words = "LoRA adapters, merged factor by factor: they share one start."
+        return [a.weights for a in adapters], adapters[_first(coefficients)], None, words
     if method in _WEIGHTED:
         raise SquisherError(
             f"These adapters cannot be merged factor by factor ({apart}), and folded into the base their importances, which are "
@@ -412,9 +396,8 @@ def _first(coefficients: Sequence[float]) -> int:
 def _importance(model: Path, given: Sequence[Path], k: int, option: str = "--importance, once per model") -> Importance:
     if given:
         return open_importance(given[k])
-    folder = model if model.is_dir() else model.parent
-    if safetensors.exists(folder / FILE_NAME) and model.is_dir():
-        return load(folder)
+    if model.is_dir() and safetensors.exists(model / FILE_NAME):
+        return load(model)
     try:
         return extract(model)
     except (FileError, NoAccumulatorError) as error:

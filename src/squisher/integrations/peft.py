@@ -50,6 +50,7 @@ _REFUSED = {  # settings that change what the factors mean; each is off by defau
     "megatron_config": "Megatron layers",
 }
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "mica")  # these initialisations change the base weights themselves
+_SHARED = ("r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "fan_in_fan_out", "bias")
 _ALIKE = 0.5  # cosine; independent starts have 0 within a few hundredths
 
 
@@ -100,16 +101,7 @@ def why_not_together(adapters: Sequence[Adapter]) -> str | None:
     """
     first, names = adapters[0], short_paths([adapter.path for adapter in adapters])
     for other, name_of_other in zip(adapters[1:], names[1:], strict=True):
-        for key in (
-            "r",
-            "lora_alpha",
-            "use_rslora",
-            "use_dora",
-            "rank_pattern",
-            "alpha_pattern",
-            "fan_in_fan_out",
-            "bias",
-        ):
+        for key in _SHARED:
             if (first.config.get(key) or None) != (other.config.get(key) or None):
                 return (
                     f"{names[0]} and {name_of_other} differ in {key} ({first.config.get(key)}, {other.config.get(key)})"

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from .. import __version__
 from ..errors import ArgumentError, FileError
 from ..importance import FILE_NAME, Importance, load
-from ..importance.provenance import Codec
 from ..storage import hub
 from ..storage.json_files import read_object
 from ..storage.tensors import numel_of
@@ -119,6 +118,9 @@ def card_section(importance: Importance, address: hub.Address, size: int) -> str
     estimator = p.estimator or {}
     steps = (p.steps or {}).get("max")
     codec = p.codec
+    exact = (
+        f", rank correlation with the exact values {codec.spearman:.4f}" if codec and codec.spearman is not None else ""
+    )
     facts = {
         "made from": optimizer.get("class") and f"{optimizer['class']}, β₂ {optimizer.get('beta2')}",
         "labels": estimator.get("labels"),
@@ -127,7 +129,7 @@ def card_section(importance: Importance, address: hub.Address, size: int) -> str
         "batch size": p.batch_size and f"{p.batch_size:g}",
         "loss": p.loss_reduction,
         "values": f"{total:,} in {len(importance)} tensors, {size / 1e6:,.1f} MB",
-        "codec": codec and _codec_text(codec),
+        "codec": codec and f"{codec}{exact}",
         "absent": p.absent and f"{len(p.absent)} parameters have none",
     }
     rows = [f"| {name} | {value} |" for name, value in facts.items() if value]
@@ -155,12 +157,6 @@ def card_section(importance: Importance, address: hub.Address, size: int) -> str
             "```",
         ]
     )
-
-
-def _codec_text(codec: Codec) -> str:
-    if codec.spearman is None:
-        return str(codec)
-    return f"{codec}, rank correlation with the exact values {codec.spearman:.4f}"
 
 
 _MOST_ROWS = 200

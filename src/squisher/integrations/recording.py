@@ -28,8 +28,8 @@ from ..storage.codecs import check_codec
 from ..tracker import Tracker
 
 __all__ = [
-    "BatchCounts", "Consolidator", "Events", "Recorder", "Restrainer", "examples_in", "inner_optimizers", "loss_factor", "over_processes",
-    "tokens_in", "under_file_names",
+    "BatchCounts", "Consolidator", "Events", "Recorder", "Restrainer", "examples_in", "inner_optimizers", "over_processes", "tokens_in",
+    "under_file_names",
 ]  # fmt: skip
 
 
@@ -100,11 +100,15 @@ class Recorder(Events):
     def _begin(self, model: nn.Module, optimizers: Any, counted: Any) -> None:
         """Take the model and its optimizers, and go on counting where a checkpoint stopped."""
         self._model, self._optimizers = model, inner_optimizers(optimizers)
-        self._candidates, self._checked = stored_candidates(model), False
+        self._candidates, self._checked = candidates_of_module(model, frozen_too=True).parameters, False
         self.counts = BatchCounts.from_state(counted)
 
     def _new_tracker(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tracker:
-        self.tracker = Tracker(model, optimizer, beta2=beta2_of(optimizer))
+        """Make a tracker with the decay of the optimizer's average; 0.999 if it has none."""
+        betas = optimizer.param_groups[0].get("betas")
+        beta2 = betas[1] if isinstance(betas, (list, tuple)) and len(betas) > 1 else None
+        beta2 = float(beta2) if isinstance(beta2, (int, float)) and 0 < beta2 < 1 else 0.999
+        self.tracker = Tracker(model, optimizer, beta2=beta2)
         return self.tracker
 
     def _observe(self) -> None:
@@ -113,9 +117,16 @@ class Recorder(Events):
 
     def _check_once(self) -> None:
         """Refuse an optimizer that keeps no squared gradient, after its first step and not at the first checkpoint."""
-        if not self._checked and self.tracker is None:
-            check_accumulator(self._optimizers)
-            self._checked = True
+        if self._checked or self.tracker is not None:
+            return
+        for optimizer in self._optimizers:
+            entries = [
+                Entry(optimizer.state.get(p, {}), {key: value for key, value in group.items() if key != "params"})
+                for group in optimizer.param_groups
+                for p in group["params"]
+            ]
+            check_usable(OptimizerState(entries, type(optimizer).__name__))
+        self._checked = True
 
     def _facts(self) -> tuple[RunFacts, float]:
         """Return what is known about the run, and how many times larger gradients were than its loss reduction says."""
@@ -126,11 +137,17 @@ class Recorder(Events):
         raise NotImplementedError
 
     def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
+        """Return what the tracker or the optimizers hold now, copied; without candidates under the names of the running model."""
         if self._model is None:
             raise SquisherError(f"There is no importance yet: call trainer.{self._first} first.")
-        source = self.tracker if self.tracker is not None else self._optimizers
         facts, factor = self._facts()
-        return recorded(source, self._model, facts, candidates, factor)
+        if self.tracker is not None:
+            found = from_tracker(self.tracker, self._model, facts, bias_correction=True, hash_weights=True)
+        else:
+            found = from_optimizers(self._optimizers, self._model, facts, bias_correction=True, hash_weights=True)
+        if factor != 1.0:
+            found = found / factor**2
+        return found if candidates is None else _as_stored(found, self._model, candidates)
 
     def _save(self, path: Path, here: bool) -> None:
         """Write to a file or folder in one process; if it fails there, all processes stop."""
@@ -213,35 +230,6 @@ class Restrainer(Events):
             self._handle = None
 
 
-def recorded(
-    source: Tracker | Sequence[torch.optim.Optimizer],
-    model: nn.Module,
-    facts: RunFacts,
-    candidates: Sequence[Candidate] | None = None,
-    factor: float = 1.0,
-) -> Importance:
-    """Return what a tracker or the optimizers hold now, copied.
-
-    Args:
-        source: A tracker, or unwrapped optimizers.
-        model: The live model.
-        facts: What is known about the run.
-        candidates: The model's parameters under the names of its weight file; None leaves the names of the running model.
-        factor: By which factor gradients were larger than the loss that the facts describe says.
-
-    Raises:
-        NoAccumulatorError: Nothing usable has been accumulated.
-        NamingError: The optimizers' parameters are not the model's.
-    """
-    if isinstance(source, Tracker):
-        found = from_tracker(source, model, facts, bias_correction=True, hash_weights=True)
-    else:
-        found = from_optimizers(source, model, facts, bias_correction=True, hash_weights=True)
-    if factor != 1.0:
-        found = found / factor**2
-    return found if candidates is None else _as_stored(found, model, candidates)
-
-
 def inner_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
     """Return the torch optimizers inside a trainer's wrappers.
 
@@ -255,44 +243,13 @@ def inner_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
     return [one for one in inner if one is not None]
 
 
-def check_accumulator(optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Refuse optimizers that keep no squared gradient, after their first step and not at the first checkpoint.
-
-    Raises:
-        NoAccumulatorError: None of them keeps one.
-    """
-    for optimizer in optimizers:
-        entries = [
-            Entry(optimizer.state.get(p, {}), {key: value for key, value in group.items() if key != "params"})
-            for group in optimizer.param_groups
-            for p in group["params"]
-        ]
-        check_usable(OptimizerState(entries, type(optimizer).__name__))
-
-
-def beta2_of(optimizer: torch.optim.Optimizer) -> float:
-    """Return the decay of the optimizer's average, for a tracker with the same decay; 0.999 if it has none."""
-    betas = optimizer.param_groups[0].get("betas")
-    beta2 = betas[1] if isinstance(betas, (list, tuple)) and len(betas) > 1 else None
-    return float(beta2) if isinstance(beta2, (int, float)) and 0 < beta2 < 1 else 0.999
-
-
-def stored_candidates(model: nn.Module) -> list[Candidate]:
-    """Return every parameter of a model under the names that its weight file will have.
-
-    Raises:
-        NamingError: The library that saves the model does not say.
-    """
-    return candidates_of_module(model, frozen_too=True).parameters
-
-
 def under_file_names(found: Importance, model: nn.Module) -> Importance:
     """Return an importance of a live model under the names that the model's weight file has.
 
     Raises:
         NamingError: The library that saves the model does not say.
     """
-    return _as_stored(found, model, stored_candidates(model))
+    return _as_stored(found, model, candidates_of_module(model, frozen_too=True).parameters)
 
 
 def _as_stored(found: Importance, model: nn.Module, candidates: Sequence[Candidate]) -> Importance:
@@ -441,7 +398,7 @@ def over_processes(
         Both sums, the second None if one of its parts is; None if the first has such a part.
     """
     parts = [
-        (sum(int(n) for n in counts if n is not None), int(None in counts)) for counts in (examples, _ints(tokens))
+        (sum(int(n) for n in counts if n is not None), sum(n is None for n in counts)) for counts in (examples, tokens)
     ]
     sums = torch.tensor(parts, dtype=torch.int64)
     if world() > 1:
@@ -449,22 +406,3 @@ def over_processes(
         sum_in_place([sums])
     (total, unknown), (with_loss, without) = sums.tolist()
     return None if unknown or not total else (total, None if without else with_loss)
-
-
-def _ints(counts: Sequence[Tensor | int | None]) -> list[int | None]:
-    return [None if n is None else int(n) for n in counts]
-
-
-def loss_factor(*, divides: bool, accumulation: int, processes: int) -> int:
-    """Return how many times larger a gradient is than the gradient of the mean over a whole step.
-
-    The Trainer of transformers leaves it to the model to divide by the number of items in all micro-batches of all processes,
-    and undoes the averages over both. A model that takes that number and ignores it (many heads take any argument) divides by
-    its own micro-batch alone, and its gradient is that many times too large.
-
-    Args:
-        divides: Whether the loss was divided by the items of the whole step.
-        accumulation: Number of micro-batches whose gradients were summed and not averaged.
-        processes: Processes over which the average was undone.
-    """
-    return 1 if divides else accumulation * processes

@@ -20,7 +20,7 @@ from ..recycle.naming.candidates import candidates_of_module
 from ..recycle.states import Candidate
 from ..storage.folders import Weights, open_weights
 from ..storage.json_files import parse_json, read_object
-from ..storage.tensors import CHUNK, TensorSource
+from ..storage.tensors import CHUNK
 from .peft import CONFIG, is_adapter
 
 __all__ = ["TextModel", "count_rows", "load_shards", "load_text_model", "text_batches"]
@@ -70,9 +70,7 @@ def load_text_model(
         raise FileError(f"{place} is not the folder of a Hugging Face model: it holds no config.json.")
     try:
         config = transformers.AutoConfig.from_pretrained(place)
-        task, loader = (
-            _task(path, config, transformers) if not adapter else _task_of_adapter(path, config, transformers)
-        )
+        task, loader = _task(path, config, adapter, transformers)
         tokens = path if adapter and (path / "tokenizer_config.json").is_file() else place
         tokenizer = transformers.AutoTokenizer.from_pretrained(tokens)
         if shard:
@@ -90,38 +88,25 @@ def load_text_model(
     if tokenizer.pad_token is None:
         raise SquisherError(f"The tokenizer of {path} has no token to pad with; set its pad_token.")
     if task == "language modelling":
-        tokenizer.padding_side = (
-            "right"  # with padding on the left, absolute positions would depend on the longest example of the batch
-        )
+        # With padding on the left, absolute positions would depend on the longest example of the batch.
+        tokenizer.padding_side = "right"
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
     return TextModel((model if shard else model.to(device)).eval(), tokenizer, task)
 
 
-def _task(path: Path, config: Any, transformers: Any) -> tuple[str, Any]:
-    name = (list(config.architectures or []) or [""])[0]
-    if name.endswith("ForSequenceClassification"):
+def _task(path: Path, config: Any, adapter: bool, transformers: Any) -> tuple[str, Any]:
+    """Return the task and what loads it; an adapter that names a task may turn a bare encoder into a classifier."""
+    given = read_object(path / CONFIG).get("task_type") if adapter else None
+    name = "" if given else (list(config.architectures or []) or [""])[0]
+    if given == "SEQ_CLS" or name.endswith("ForSequenceClassification"):
         return "classification", transformers.AutoModelForSequenceClassification
-    if name.endswith(("ForCausalLM", "LMHeadModel")):
+    if given == "CAUSAL_LM" or name.endswith(("ForCausalLM", "LMHeadModel")):
         return "language modelling", transformers.AutoModelForCausalLM
+    what = f"an adapter for {given}" if given else f"a {name or 'model of no named architecture'}"
     raise SquisherError(
-        f"{path} is a {name or 'model of no named architecture'}; squisher fisher measures sequence classifiers and "
-        "causal language models. Use squisher.fisher(model, batches) in Python for others."
-    )
-
-
-def _task_of_adapter(path: Path, config: Any, transformers: Any) -> tuple[str, Any]:
-    """Return the task that the adapter's configuration names; an adapter may turn a bare encoder into a classifier."""
-    task = read_object(path / CONFIG).get("task_type")
-    if task == "SEQ_CLS":
-        return "classification", transformers.AutoModelForSequenceClassification
-    if task == "CAUSAL_LM":
-        return "language modelling", transformers.AutoModelForCausalLM
-    if task is None:
-        return _task(path, config, transformers)
-    raise SquisherError(
-        f"{path} is an adapter for {task}; squisher fisher measures SEQ_CLS and CAUSAL_LM. Use squisher.fisher(model, batches) "
-        "in Python for others."
+        f"{path} is {what}; squisher fisher measures sequence classifiers (SEQ_CLS) and causal language models (CAUSAL_LM). Use "
+        "squisher.fisher(model, batches) in Python for others."
     )
 
 
@@ -211,32 +196,23 @@ def text_batches(
     for what, number in (("batch_size", batch_size), ("max_length", max_length)):
         if number is not None:
             check_positive(what, number)
-    model, tokenizer, task = text_model
-    device = next(model.parameters()).device
-    limit = max_length or _longest(model, tokenizer)
+    limit = max_length or _longest(text_model.model, text_model.tokenizer)
     rows: list[Mapping[str, Any]] = []
     if not count_rows(file):
         raise FileError(f"{file} has no lines: one JSON object a line is expected, such as {{'text': …, 'label': 0}}.")
-    for count, row in enumerate(_rows(Path(file), task == "classification" and labelled)):
+    for count, row in enumerate(_rows(Path(file), text_model.task == "classification" and labelled)):
         if max_examples is not None and count >= max_examples:
             break
         rows.append(row)
         if len(rows) == batch_size:
-            yield _batch(rows, model, tokenizer, task, limit, labelled, device)
+            yield _batch(rows, text_model, limit, labelled)
             rows = []
     if rows:
-        yield _batch(rows, model, tokenizer, task, limit, labelled, device)
+        yield _batch(rows, text_model, limit, labelled)
 
 
-def _batch(
-    rows: list[Mapping[str, Any]],
-    model: Any,
-    tokenizer: Any,
-    task: str,
-    limit: int,
-    labelled: bool,
-    device: torch.device,
-) -> dict[str, Tensor]:
+def _batch(rows: list[Mapping[str, Any]], text_model: TextModel, limit: int, labelled: bool) -> dict[str, Tensor]:
+    model, tokenizer, task = text_model
     pairs = [row.get("text_pair") for row in rows]
     given = [pairs] if pairs[0] is not None else []
     for row, pair in zip(rows, pairs, strict=True):
@@ -249,12 +225,12 @@ def _batch(
     )
     batch: dict[str, Tensor] = dict(encoded)
     if task == "language modelling":
-        batch.pop(
-            "token_type_ids", None
-        )  # tokenizers without a class of their own make them, and GPT-2 adds what they embed
+        # Tokenizers without a class of their own make these, and GPT-2 adds what they embed.
+        batch.pop("token_type_ids", None)
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     elif labelled:
         batch["labels"] = torch.tensor([_label(row, model.config) for row in rows])
+    device = next(model.parameters()).device
     return {name: tensor.to(device) for name, tensor in batch.items()}
 
 
@@ -353,12 +329,15 @@ def load_shards(folder: Path, config: Any, build: Callable[..., nn.Module], devi
             f"{cut.live_name!r} is one parameter here and {len(cut.slices)} tensors in {weights.label} (experts), and shards are not "
             "written in such slices. Leave --shard out, or use squisher.fisher and torch.distributed.checkpoint in Python."
         )
-    same = [names for names in _names(model).values() if len(names) > 1]
+    same: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        same.setdefault(id(parameter), []).append(name)
     _shard(model)
     model._apply(lambda t: torch.empty_like(t, device=device) if t.is_meta else t.to(device))
-    for first, *others in same:  # each name got a tensor of its own
+    for first, *others in same.values():  # each name got a tensor of its own
         for name in others:
-            _set(model, name, model.get_parameter(first))
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, model.get_parameter(first))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     with torch.no_grad():
         for candidate in stored:
@@ -395,13 +374,6 @@ def _dtype(config: Any, weights: Weights) -> torch.dtype:
     return found[0] if found else torch.get_default_dtype()
 
 
-def _names(model: nn.Module) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    return names
-
-
 def _shard(model: nn.Module) -> None:
     """Shard every element of the outermost lists of modules (the layers) on its own, and the rest together."""
     try:
@@ -418,11 +390,6 @@ def _shard(model: nn.Module) -> None:
     fully_shard(model)
 
 
-def _set(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, last = name.rpartition(".")
-    setattr(model.get_submodule(owner), last, parameter)
-
-
 def _fill(parameter: Any, candidate: Candidate, weights: Weights) -> None:
     """Read this process's rows of a parameter."""
     source = weights.tensors.get(candidate.name)
@@ -433,10 +400,6 @@ def _fill(parameter: Any, candidate: Candidate, weights: Weights) -> None:
     local, shape = parameter.to_local(), parameter.shape
     rows = -(-shape[0] // parameter.device_mesh.size())
     first = min(shape[0], parameter.device_mesh.get_local_rank() * rows) * shape[1:].numel()
-    _read(source, first, first + local.numel(), local.view(-1))
-
-
-def _read(source: TensorSource, start: int, stop: int, out: Tensor) -> None:
-    for low in range(start, stop, CHUNK):
-        high = min(stop, low + CHUNK)
-        out[low - start : high - start].copy_(source.read_flat(low, high))
+    for low in range(0, local.numel(), CHUNK):
+        high = min(local.numel(), low + CHUNK)
+        local.view(-1)[low:high].copy_(source.read_flat(first + low, first + high))

@@ -187,16 +187,8 @@ class _Watched(Tensor):
 
 _MOVES = ("to", "cuda", "cpu", "clone", "detach", "contiguous", "unsqueeze", "expand", "view", "reshape")
 _LOOKS = (
-    "__get__",
-    "dim",
-    "size",
-    "numel",
-    "get_device",
-    "is_floating_point",
-    "record_stream",
-    "__repr__",
-    "__format__",
-)
+    "__get__", "dim", "size", "numel", "get_device", "is_floating_point", "record_stream", "__repr__", "__format__",
+)  # fmt: skip
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ of a Trainer prove about its run (batch size, loss, clipping) is read from them 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from torch import nn
 from ..errors import FileError, SquisherError
 from ..importance import FILE_NAME, Importance, Pollution, RunFacts, Spoiler, load
 from ..recycle.formats.trainer import reduction_of
-from .recording import Consolidator, Recorder, Restrainer, inner_optimizers, loss_factor
+from .recording import Consolidator, Recorder, Restrainer, inner_optimizers
 from .trainer_watch import TrainerWatch, clips
 
 __all__ = [
@@ -330,6 +331,10 @@ def batch_size(args: Any, local_batch: int | None) -> int | None:
 def loss_of(watch: Any, model: Any) -> tuple[str | None, str | None, float]:
     """Return how the loss is reduced, what it is a mean of, and how many times larger gradients are than that implies.
 
+    The Trainer leaves it to the model to divide by the number of items in all micro-batches of all processes, and undoes the
+    averages over both. A model that takes that number and ignores it (many heads take any argument) divides by its own
+    micro-batch alone, and its gradient is that many times too large.
+
     Args:
         watch: A `TrainerWatch` that has seen a step.
         model: The model, or an adapter on it.
@@ -342,11 +347,11 @@ def loss_of(watch: Any, model: Any) -> tuple[str | None, str | None, float]:
         return unknown
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     known = reduction_of(type(base).__name__)
-    accumulation, processes = watch.factors
+    undone = math.prod(watch.factors)
     divides = not watch.counts_items or watch.divides
-    if known is None or (divides is None and accumulation * processes > 1):
+    if known is None or (divides is None and undone > 1):
         return unknown
-    return *known, loss_factor(divides=divides is not False, accumulation=accumulation, processes=processes)
+    return *known, undone if divides is False else 1
 
 
 def pollution(args: Any, *, before_clipping: bool) -> list[Pollution]:

@@ -33,7 +33,9 @@ from ..storage.tensors import chunks_of, numel_of, one_thread
 from .atlas import Place, grid, labels, layers_in_order, place
 from .words import answer, counted, facts, in_words, shape_text, summary
 
-__all__ = ["FRACTIONS", "SHARES", "SPARSITIES", "Subject", "agreement_data", "collect", "depth_of", "joint_counts"]
+__all__ = [
+    "FRACTIONS", "SHARES", "SPARSITIES", "Subject", "agreement_data", "atlas_of", "collect", "depth_of", "joint_counts",
+]  # fmt: skip
 
 FRACTIONS = (0.0001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
 """Of the entries, the largest first: what share of the importance do they hold?"""
@@ -114,7 +116,6 @@ def _one(subject: Subject, progress: Progress | None) -> dict[str, Any]:
     provenance = {key: value for key, value in importance.provenance.to_dict().items() if key not in _HIDDEN}
     if isinstance(provenance.get("model"), dict):
         provenance["model"] = {key: value for key, value in provenance["model"].items() if key != "content"}
-    places = [place(row.name) for row in health.rows]
     totals = health.totals
     depth, budget = depth_of(health), _or_sentence(_budget, importance, totals.numel)
     return {
@@ -128,9 +129,7 @@ def _one(subject: Subject, progress: Progress | None) -> dict[str, Any]:
         "totals": totals.to_dict(),
         "diagnoses": [asdict(diagnosis) for diagnosis in health.diagnoses],
         "parameters": _parameters(health),
-        "atlas": grid(
-            places, "mean", [row.values.mean for row in health.rows], [row.values.numel for row in health.rows]
-        ),
+        "atlas": atlas_of(health),
         "depth": depth,
         "budget": budget,
         "answer": answer(depth, budget),
@@ -149,6 +148,12 @@ def _parameters(health: Health) -> dict[str, list[Any]]:
         **{key: [getattr(v, key) for v in values] for key in ("mean", "median", "p90", "max")},
         "zeros": [v.zeros / v.numel if v.numel else math.nan for v in values],
     }
+
+
+def atlas_of(health: Health) -> dict[str, Any]:
+    """Return the mean importance of each kind of parameter in each layer."""
+    values = [row.values for row in health.rows]
+    return grid([place(row.name) for row in health.rows], "mean", [v.mean for v in values], [v.numel for v in values])
 
 
 def depth_of(health: Health) -> dict[str, list[Any]]:

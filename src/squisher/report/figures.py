@@ -34,7 +34,7 @@ from .charts import (
     share_chart,
     similarity_chart,
 )  # fmt: skip
-from .data import agreement_data, depth_of
+from .data import agreement_data, atlas_of, depth_of
 from .drawing import Axis, px
 from .page import HATCH, chart_style, resource, write
 from .svg import Series, clustered, heat_map
@@ -54,16 +54,10 @@ def plot_importance(importance: Importance, health: Health, path: str | os.PathL
     """
     p, depth = importance.provenance, depth_of(health)
     what = "Fisher" if p.kind == "fisher" else f"Squisher of {(p.optimizer or {}).get('class', 'an optimizer')}"
-    atlas = grid(
-        [place(row.name) for row in health.rows],
-        "mean",
-        [row.values.mean for row in health.rows],
-        [row.values.numel for row in health.rows],
-    )
     panels = [
         Panel("What each layer holds", share_chart(depth)),
         Panel("Distribution of the values", distribution_chart(health.totals.to_dict())[0]),
-        Panel("Layers and kinds of parameters", atlas_chart(atlas, "")),
+        Panel("Layers and kinds of parameters", atlas_chart(atlas_of(health), "")),
         Panel("Depth profile", depth_chart(depth)),
     ]
     write_picture(path, f"{what}: {health.totals.numel:,} values in {len(health.rows):,} parameters", panels)
@@ -105,11 +99,8 @@ def plot_similarities(names: Sequence[str], distances: Tensor, path: str | os.Pa
     """
     order = clustered(distances)
     values = (1 - distances[order][:, order]).tolist()
-    write_picture(
-        path,
-        "Similarity of tasks",
-        [Panel("1 is the same task", similarity_chart([names[k] for k in order], values, ""))],
-    )
+    panel = Panel("1 is the same task", similarity_chart([names[k] for k in order], values, ""))
+    write_picture(path, "Similarity of tasks", [panel])
 
 
 def plot_sparsity(counts: Mapping[str, tuple[int, int]], path: str | os.PathLike[str], what: str) -> None:

@@ -210,11 +210,12 @@ def histogram(
             f'<rect class="bar s0" x="{px(left)}" width="{px(max(0.6, right - left - 0.6))}" y="{px(chart.up(part))}" '
             f'height="{px(base - chart.up(part))}" data-tip="{attribute(tip)}"/>'
         )
-    for k, mark in enumerate(marks):
-        if mark.value > 0:
-            at = chart.across(mark.value)
-            chart.add(f'<line class="mark" x1="{px(at)}" x2="{px(at)}" y1="{px(chart.top)}" y2="{px(base)}"/>')
-            chart.add(text_at(at + 4, chart.top + 10 + 15 * k, mark.label, "start", "key halo"))
+    shown = [(chart.across(mark.value), mark.label) for mark in marks if mark.value > 0]
+    for at, _ in shown:
+        chart.add(f'<line class="mark" x1="{px(at)}" x2="{px(at)}" y1="{px(chart.top)}" y2="{px(base)}"/>')
+    for k, (at, words) in enumerate(shown):  # above all lines, and on the side where there is room
+        side, anchor = (-4, "end") if at + 4 + 6.6 * len(words) > chart.width else (4, "start")
+        chart.add(text_at(at + side, chart.top + 10 + 15 * k, words, anchor, "key halo"))
     return chart.svg()
 
 
