@@ -17,7 +17,7 @@ from . import shell
 def merge(
     method: Annotated[str, typer.Argument(metavar="METHOD", help="average, fisher, ubgm, task-arithmetic or ota.")],
     models: Annotated[
-        list[Path], typer.Argument(metavar="MODEL...", help="Folders of models or LoRA adapters, or weight files.")
+        list[Path], typer.Argument(metavar="MODEL", help="Folders of models or LoRA adapters, or weight files.")
     ],
     out: shell.OutModel,
     importance: Annotated[

@@ -14,7 +14,7 @@ from . import shell
 @shell.command(shell.LOOK, "squisher report sst2/squisher.safetensors trec6/squisher.safetensors --out report.html")
 def report(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Importance files, or checkpoints to extract from.")
+        list[Path], typer.Argument(metavar="FILE", help="Importance files, or checkpoints to extract from.")
     ],
     out: Annotated[
         Path | None, typer.Option("--out", metavar="HTML", help="The page to write; it needs no network.")

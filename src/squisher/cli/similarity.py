@@ -14,7 +14,7 @@ from . import shell
 @shell.command(shell.LOOK, "squisher similarity a.safetensors b.safetensors c.safetensors --plot tasks.svg")
 def similarity(
     files: Annotated[
-        list[Path], typer.Argument(metavar="FILE...", help="Embeddings, importances or checkpoints of tasks.")
+        list[Path], typer.Argument(metavar="FILE", help="Embeddings, importances or checkpoints of tasks.")
     ],
     scale: shell.Scale = "auto",
     by: Annotated[str, typer.Option(help="How importances are summed up first: tensor, row or full.")] = "tensor",
