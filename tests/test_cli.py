@@ -116,7 +116,7 @@ def test_the_same_input_gives_the_same_bytes(checkpoint, tmp_path):
         ),
         (["inspect", "nothing.safetensors"], "There is no file nothing.safetensors", 1),
         (["inspect", "empty.safetensors"], "not a safetensors file", 1),
-        (["merge", "fishr", "a", "b", "--out", "c"], "squisher: The method is average", 2),
+        (["merge", "fishr", "a", "b", "--out", "c"], "squisher: METHOD is average", 2),
         (["fisher", ".", "--data", "nothing.jsonl", "--out", "a.safetensors"], "Cannot read nothing.jsonl", 1),
     ],
 )

@@ -58,7 +58,7 @@ def merge(
     from ..errors import check_choice
     from ..integrations.model_folders import METHODS, merge_folders
 
-    check_choice("The method", method, METHODS)  # an argument, so no option to name
+    check_choice("METHOD", method, METHODS)
     shell.check_target(out, overwrite, *models, *(importance or []), base, base_importance, suffix=None)
     with shell.progress_bar("merging") as progress, shell.notes():
         report = merge_folders(

@@ -85,8 +85,8 @@ def main() -> None:
 
 
 def _spoken(error: Exception) -> str:
-    """Return an error's message, with the option where it begins with the argument of a Python function."""
-    if not isinstance(error, ArgumentError) or not error.argument.isidentifier():
+    """Return an error's message, with the option where it begins with the argument of a Python function; METHOD is no option."""
+    if not isinstance(error, ArgumentError) or not error.argument.isidentifier() or error.argument.isupper():
         return str(error)
     return f"--{error.argument.replace('_', '-')} {error.problem}"
 
