@@ -726,3 +726,27 @@ def test_scripted_functions_are_as_they_were():
     model.attention = nn.MultiheadAttention(6, 2, batch_first=True).double()
     _same_as_the_loop(model, _batches(torch.rand(4, 5) + 1, torch.rand(4, 5) + 1))
     assert torch._C.ScriptFunction.__call__ is before
+
+
+def _added_to_a_view(s, x):
+    y = s.first(x)
+    y[:, :2].add_(s.bias)
+    return s.out(y * (x[:, :1] > 0))
+
+
+def test_a_parameter_added_to_a_view_has_a_gradient_also_where_the_proof_saw_none():
+    """The hook on a view that is changed in place is never called; where the loop's gradient is zero too, no proof shows that."""
+    torch.manual_seed(0)
+    model = _two_layers(_added_to_a_view)
+    model.bias = nn.Parameter(torch.randn(2).double())
+    off, on = torch.rand(4, 5) - 1, torch.rand(4, 5)
+    assert _same_as_the_loop(model, _batches(off, on, on))["bias"].sum() > 0
+
+
+@pytest.mark.parametrize("shape", [(1, 6), (5, 6)])
+def test_an_einsum_that_broadcasts(shape):
+    torch.manual_seed(0)
+    model = _two_layers(lambda s, x: s.out(torch.einsum("bd,de->be", x, s.weight)))
+    model.weight = nn.Parameter(torch.randn(*shape).double())
+    found = _same_as_the_loop(model, _batches(torch.randn(4, 5)))
+    assert found.provenance.coverage["method"] == ("loop" if shape[0] == 1 else "fast")

@@ -341,8 +341,10 @@ class Capture(Following):
         uses: list[tuple[Tensor, Rule]] = []
         instead: dict[int, Tensor] = {}
         shape, state = broadcasts(name, args, kwargs, look)
-        inside = bool(args) and isinstance(args[0], Tensor) and in_place(func) and not args[0].requires_grad
-        rule = None if inside else OPERATIONS.get(func)
+        changed = args[0] if args and isinstance(args[0], Tensor) and in_place(func) else None
+        inside = changed is not None and not changed.requires_grad
+        # The gradient of a view that is changed in place goes through its base, past a hook on the view.
+        rule = None if inside or (changed is not None and changed._base is not None) else OPERATIONS.get(func)
         if rule is not None:
             wanted = {id(t) for t in sources}
             try:

@@ -281,6 +281,9 @@ def _einsum(equation: Any, *operands: Any) -> Uses:
     found = einsum_terms(equation, tensors) if len(tensors) == 2 else None
     if found is not None:
         (first, second), result = found
+        sizes = dict(zip(first + second, (*tensors[0].shape, *tensors[1].shape), strict=True))
+        if any(sizes[c] != n for c, n in zip(first, tensors[0].shape, strict=True)):
+            return  # a letter has size 1 in one of them: it is broadcast
         for a, weight, terms in ((*tensors, (first, second, result)), (*tensors[::-1], (second, first, result))):
             rule = Einsum.of(a, terms)
             if rule is not None:
