@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import prune
+from torch.nn.utils.rnn import pack_sequence
 
 from squisher import SquisherError, fisher
 from squisher.measure.squaring import Pass
@@ -340,6 +341,10 @@ def test_an_unseen_second_use_in_half_precision():
 # -- what cannot be measured is said in one sentence ---------------------------------------------------------------------
 
 
+def _nested(*sequences):
+    return torch.nested.nested_tensor(list(sequences), layout=torch.jagged)
+
+
 @pytest.mark.parametrize(
     ("batch", "settings", "words"),
     [
@@ -347,6 +352,14 @@ def test_an_unseen_second_use_in_half_precision():
         ((torch.full((4, 5), float("nan")), _labels(4)), {}, "NaN"),
         ((torch.randn(4, 5), _labels(4)), {"likelihood": nn.MSELoss()}, "likelihood='gaussian'"),
         ((torch.randn(4, 5), _labels(4)), {"likelihood": nn.TripletMarginLoss()}, "named likelihoods"),
+        ((torch.randn(4, 5), torch.full((4, 4), float("nan"))), {"likelihood": "gaussian"}, "labels .* not finite"),
+        ((torch.randn(4, 5), torch.full((4, 4), float("nan"))), {"likelihood": "bernoulli"}, "labels .* not finite"),
+        ((torch.randn(4, 5), _labels(4)), {"shift": 1}, "shift.*'tokens'.*'categorical'"),
+        ((torch.randn(4, 2, 5), torch.zeros(4, 2).long()), {"likelihood": "tokens", "shift": -1}, "shift"),
+        ((torch.randn(4, 2, 5), torch.zeros(4, 2).long()), {"likelihood": "tokens", "shift": 1.5}, "shift"),
+        ((torch.randn(4, 2, 5), torch.zeros(4, 2).long()), {"likelihood": "tokens", "shift": 5}, "No position counts"),
+        ((pack_sequence([torch.randn(3, 5), torch.randn(2, 5)]), _labels(2)), {}, "PackedSequence.*cut into examples"),
+        ((_nested(torch.randn(3, 5), torch.randn(2, 5)), _labels(2)), {}, "NestedTensor.*cut into examples"),
     ],
 )
 def test_bad_input_gets_a_clear_sentence(batch, settings, words):

@@ -299,6 +299,12 @@ def objective_for(
         raise ArgumentError(
             f"is a positive number, above 1 only for sampled labels, not {draws!r} with labels {labels!r}.", "draws"
         )
+    if shift is not None and (not isinstance(shift, int) or shift < 0 or (shift and kind != "tokens")):
+        raise ArgumentError(
+            f"is a whole number, not negative, and above 0 only for the likelihood 'tokens'; found {shift!r} with the likelihood "
+            f"{kind if isinstance(kind, str) else 'function'!r}.",
+            "shift",
+        )
     known = _config_of(model) is not None
     return Objective(kind, labels, unit, draws, seed, _shift_of(model) if shift is None else shift, known)
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from .. import ranks
 from ..errors import SquisherError
@@ -221,6 +222,11 @@ def _size(labels: Any, values: Iterable[Any]) -> int:
 
 def _tree(value: Any, change: Callable[[Any], Any]) -> Any:
     """Apply a function to every tensor, array and plain list of a nested container; everything else stays as it is."""
+    if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested):
+        raise SquisherError(
+            f"A batch holds a {type(value).__name__} with sequences of several lengths, which cannot be cut into examples. Give padded "
+            "sequences and their lengths, and pack or nest them inside the model."
+        )
     if isinstance(value, (Tensor, np.ndarray)) or (isinstance(value, list) and _is_plain(value)):
         return change(value)
     if isinstance(value, Mapping):

@@ -157,7 +157,7 @@ class Objective:
                 mask = given.bool()
             else:
                 mask = torch.ones(values.shape[:2], dtype=torch.bool, device=values.device)
-        shift = self._shift(batch)
+        shift = min(self._shift(batch), values.shape[1])
         if shift:
             # Output t is about label t + 1. Padding the labels rather than slicing the outputs saves a copy of the outputs.
             mask = F.pad(mask[:, shift:], (0, shift), value=False)
@@ -209,6 +209,10 @@ class Objective:
                 f"likelihood '{self.likelihood}' needs one number for each output, in the same order of dimensions."
             )
         targets = batch.labels.reshape(values.shape).to(values.dtype)
+        if not bool(targets.isfinite().all()):
+            raise SquisherError(
+                f"The labels of a batch of {batch.size} examples hold values that are not finite (NaN, infinity). Leave such examples out."
+            )
         if self.likelihood == "gaussian":
             return Outputs(values, targets, torch.ones_like(values, dtype=torch.bool))
         mask = targets != IGNORED
