@@ -174,9 +174,10 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked": lambda o, y: (F.cross_entropy(o, y, reduction="none") * (y > 0)).sum() / (y > 0).sum(),
     "over examples first": lambda o, y: ((o - F.one_hot(y, 3)) ** 2).mean(0).sum(),
     "bernoulli": lambda o, y: F.binary_cross_entropy_with_logits(o, F.one_hot(y, 3).to(o.dtype)),
+    "weighted distances": lambda o, y: F.l1_loss(o, F.one_hot(y, 3).to(o.dtype), weight=(1.0 + y)[:, None].expand(-1, 3), reduction="sum") / 3,
     "of log probabilities": lambda o, y: F.nll_loss(F.log_softmax(o, -1), y),
     "its exponential": lambda o, y: F.cross_entropy(o, y).exp(),
-}
+}  # fmt: skip
 UNREDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "label smoothing": lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1, reduction="sum"),
     "class weights": lambda o, y: F.cross_entropy(o, y, weight=torch.tensor([0.2, 1.0, 3.0]).to(o.dtype), reduction="sum"),
@@ -185,6 +186,7 @@ UNREDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "masked": lambda o, y: (F.cross_entropy(o, y, reduction="none") * (y > 0)).sum(),
     "over examples first": lambda o, y: ((o - F.one_hot(y, 3)) ** 2).sum(),
     "bernoulli": lambda o, y: F.binary_cross_entropy_with_logits(o, F.one_hot(y, 3).to(o.dtype), reduction="sum"),
+    "weighted distances": lambda o, y: ((o - F.one_hot(y, 3)).abs() * (1.0 + y)).sum(),
 }  # fmt: skip
 
 
@@ -378,6 +380,8 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor, T
     "a contrastive loss": (mlp, mixing, "matmul moves or mixes"),
     "re-entrant checkpointing": (Checkpointed, reentrant, "use_reentrant=False"),
     "two calls": (mlp, lambda m, x, y: mean_loss(m, x, y) + mean_loss(m, x, y), "called twice"),
+    "a mean over weights": (mlp, lambda m, x, y: F.mse_loss(m(x), F.one_hot(y, 3).to(x.dtype), weight=torch.rand(len(x), 3)), "mse_loss"),
+    "the function below": (mlp, lambda m, x, y: torch.kl_div(m(x).log_softmax(1), F.one_hot(y, 3).to(x.dtype), reduction=2), "kl_div"),
     "no call": (mlp, lambda m, x, y: m[2](m[0](x)).sum(), "no backward pass of the model"),
 }  # fmt: skip
 

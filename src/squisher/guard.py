@@ -152,7 +152,9 @@ def only_requiring(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[N
 @torch.no_grad()
 def _restore(kept: list[tuple[dict[str, Any], dict[str, Tensor]]], copies: list[tuple[Tensor, Tensor]]) -> None:
     for table, named in kept:
-        table.update({name: t for name, t in named.items() if table.get(name) is not t})
+        now = dict(table.items())  # that of a scripted module is not a dict
+        for name in (name for name, t in named.items() if now.get(name) is not t):
+            table[name] = named[name]
     for tensor, copy in copies:
         # Its version says nothing: batch normalisation changes its statistics without counting it.
         if not _equal(tensor, copy):

@@ -728,6 +728,18 @@ def test_extremes_of_every_batch_are_run_alone_where_numbers_are_read(forward, o
         fisher(model, _batches(alike, mixed))
 
 
+def test_a_scripted_module_with_buffers_is_left_to_the_loop():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        part = torch.jit.script(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)).double())
+    model = _two_layers(lambda s, x: s.out(s.part(s.first(x))))
+    model.part = part.train()
+    before = part.state_dict()["1.running_mean"].clone()
+    assert _same_as_the_loop(model, _batches(torch.randn(4, 5)))["part.0.weight"].sum() > 0
+    assert part.training
+    assert torch.equal(part.state_dict()["1.running_mean"], before)
+
+
 def test_scripted_functions_are_as_they_were():
     before = torch._C.ScriptFunction.__call__
 

@@ -13,6 +13,7 @@ gradients that are on their way anyway. What differs from a measurement:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
@@ -215,6 +216,9 @@ class _StepWatch(TorchFunctionMode):
         one = self.step.current
         if func in (Tensor.backward, torch.autograd.backward):
             return self._backward(func, args, kwargs)
+        if func is F.l1_loss:  # which forgets its weight where a mode is active (torch 2.13): take it from its frame
+            weight = sys._getframe(2).f_locals.get("weight")
+            kwargs = kwargs if weight is None else {**kwargs, "weight": weight}
         if one is None:
             return func(*args, **kwargs)
         name = name_of(func)

@@ -37,6 +37,8 @@ _BY_ENTRY = {
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
     *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
 }
+_DIVIDED_BY_WEIGHT = {"mse_loss", "l1_loss", "huber_loss"}
+"""Losses whose mean with a weight is divided by the sum of the weights, or not, as the version of torch has it."""
 _REDUCTIONS = {"sum", "mean", *_BY_CLASS, *_BY_ENTRY}
 """Names (`name_of`) of the operations that are known."""
 
@@ -138,7 +140,8 @@ class StepPass(Pass):
             return None
         state = self._state(first)
         attached = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
-        if not isinstance(state, Examples) or not attached:
+        # Of a loss, only the function in torch.nn.functional: the one below it has the same name and other arguments.
+        if not isinstance(state, Examples) or not attached or func is not getattr(F, name, func):
             return None
         factor = _factor_of(name, state, args, kwargs)
         if factor is None:
@@ -438,6 +441,8 @@ def _factor_of(name: str, state: Examples, args: tuple[Any, ...], kwargs: dict[s
     if reduction == "batchmean":
         return 1.0 / t.shape[0]
     target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
+    if name in _DIVIDED_BY_WEIGHT and kwargs.get("weight") is not None:
+        return None
     if name in _BY_ENTRY:
         return 1.0 / max(1, math.prod(torch.broadcast_shapes(t.shape, target.shape)))
     return _of_classes(t, target, args, kwargs)
