@@ -775,3 +775,16 @@ def test_an_einsum_that_broadcasts(shape):
     model.weight = nn.Parameter(torch.randn(*shape).double())
     found = _same_as_the_loop(model, _batches(torch.randn(4, 5)))
     assert found.provenance.coverage["method"] == ("loop" if shape[0] == 1 else "fast")
+
+
+def test_rows_of_examples_that_are_written_into_a_buffer_are_not_shared():
+    def forward(s, x):
+        order = x[:, :1].argsort(0).expand(-1, 6)
+        s.kept.detach_()[: len(x)] = s.first(x).gather(0, order)
+        return s.out(s.kept[: len(x)] + x[:, :1])
+
+    torch.manual_seed(0)
+    model = _two_layers(forward)
+    model.register_buffer("kept", torch.zeros(9, 6).double())
+    rising = torch.arange(4.0)[:, None] + torch.rand(4, 5) / 2
+    _same_as_the_loop(model, _batches(rising, rising.flip(0)))

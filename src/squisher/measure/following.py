@@ -177,7 +177,9 @@ class Following:
         return reason or "which rows of the outputs belong to which example is not known"
 
     def _mark(self, t: Tensor, state: State, reason: str = "") -> None:
-        if id(t) not in self._known:
+        if state is SHARED and id(t) in self._known:
+            self._marks.pop(id(t), None)
+        else:
             self._marks[id(t)] = (weakref.ref(t), version_of(t), state, reason)
 
     def _finish(self, output: Any, name: str, states: State | list[State], reason: str = "") -> Any:
