@@ -126,9 +126,7 @@ def fisher(
     replicas = Replicas.of(model)
     stream = Stream(batches, model, max_examples, divided, replicas, callable(objective.likelihood))
     with torch.inference_mode(False):  # the caller may be inside it, where there are no gradients
-        walk = Walk(
-            model, objective, by_name, per, method, shift, dtype, device, standard_error, kept, replicas, spread_out
-        )
+        walk = Walk(model, objective, by_name, method, dtype, device, standard_error, kept, replicas, spread_out)
         walk.over(stream, eval_mode, progress)
         values, errors = walk.means(dtype)
     return Importance(
@@ -306,7 +304,8 @@ def objective_for(
             "shift",
         )
     known = _config_of(model) is not None
-    return Objective(kind, labels, unit, draws, seed, _shift_of(model) if shift is None else shift, known)
+    by_name = _shift_of(model) if shift is None else shift
+    return Objective(kind, labels, unit, draws, seed, by_name, known, per, shift is not None)
 
 
 def _config_of(model: nn.Module) -> Any:

@@ -64,6 +64,8 @@ class Objective:
     shift: int | None = 0
     classes_last: bool = False
     """Whether outputs with several positions are known to have their classes last, as the text models of Hugging Face do."""
+    per: str = "example"
+    shift_given: bool = False
 
     # -- from a batch to outputs ---------------------------------------------------------------------------------------
 
@@ -82,7 +84,12 @@ class Objective:
                     f"example, of shape ({batch.size},): do not reduce over the batch."
                 )
             return losses
-        logits = whole(_logits(_called(model, batch)))
+        try:
+            output = model(*batch.args, **batch.kwargs)
+        except TypeError as error:
+            _refuse_arguments(model, batch, error)
+            raise  # of the model itself
+        logits = whole(_logits(output))
         if logits.dim() == 0 or logits.shape[0] != batch.size:
             raise SquisherError(
                 f"The model returned outputs of shape {tuple(logits.shape)} for a batch of {batch.size} examples; the first "
@@ -390,25 +397,17 @@ def _minus_one_hot(p: Tensor, targets: Tensor, mask: Tensor) -> Tensor:
     return p
 
 
-def _called(model: nn.Module, batch: Batch) -> Any:
-    """Call the model with a batch.
-
-    Raises:
-        SquisherError: It does not take these arguments.
-    """
+def _refuse_arguments(model: nn.Module, batch: Batch, error: TypeError) -> None:
+    """Raise a SquisherError if the model does not take what the batch holds."""
+    taken = inspect.signature(model.forward)
     try:
-        return model(*batch.args, **batch.kwargs)
-    except TypeError as error:
-        taken = inspect.signature(model.forward)
-        try:
-            taken.bind(*batch.args, **batch.kwargs)
-        except TypeError as reason:
-            raise SquisherError(
-                f"{type(model).__name__} cannot be called with what a batch holds: {reason}. Its forward takes "
-                f"{', '.join(taken.parameters)}: give a mapping with these names (and 'labels'), or a function (model, batch) -> losses, one "
-                "per example, as likelihood."
-            ) from error
-        raise  # of the model itself
+        taken.bind(*batch.args, **batch.kwargs)
+    except TypeError as reason:
+        raise SquisherError(
+            f"{type(model).__name__} cannot be called with what a batch holds: {reason}. Its forward takes "
+            f"{', '.join(taken.parameters)}: give a mapping with these names (and 'labels'), or a function (model, batch) -> losses, one "
+            "per example, as likelihood."
+        ) from error
 
 
 def _logits(output: Any) -> Tensor:
@@ -429,16 +428,13 @@ _TOLERANCE = 1e-2  # of the loss: half precision, and sums in another order
 _COMPARED = 8  # examples: a forward pass of a whole batch would cost more than the proof
 
 
-def compared_with_own(
-    model: nn.Module, objective: Objective, batch: Batch, asked: int | None
-) -> tuple[Objective, dict[str, Any]]:
+def compared_with_own(model: nn.Module, objective: Objective, batch: Batch) -> tuple[Objective, dict[str, Any]]:
     """Compare the mean loss of some examples with what the model returns as its own.
 
     Args:
         model: as it will be measured.
-        objective: with the shift that was asked for or guessed.
+        objective: with the shift that was given or guessed.
         batch: the first one.
-        asked: the shift that the user gave, or None.
 
     Returns:
         The objective, with another shift if that is what the model does and no shift was given; and what to record.
@@ -457,7 +453,7 @@ def compared_with_own(
     if shift in near:
         return objective, {}
     name = type(model).__name__
-    if near and asked is None:
+    if near and not objective.shift_given:
         warnings.warn(
             f"{name} computes its own loss with labels that lie {near[0]} behind the outputs, where {shift} was expected of its name: "
             f"shift={near[0]} is used.",

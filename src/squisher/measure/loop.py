@@ -25,14 +25,10 @@ class Loop:
         model: in the mode and on the device that are wanted.
         objective: which Fisher.
         parameters: with respect to what, by name.
-        per: "example" squares the gradient of each example, "batch" that of each whole batch.
     """
 
-    def __init__(
-        self, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor], per: str = "example"
-    ) -> None:
+    def __init__(self, model: nn.Module, objective: Objective, parameters: Mapping[str, Tensor]) -> None:
         self.model, self.objective, self.parameters = model, objective, parameters
-        self.walk = each_gradient if per == "example" else gradient_of_batch
         self.coverage: dict[str, Any] = {"method": "loop"}
         self.reached: set[str] = set()
 
@@ -43,7 +39,7 @@ class Loop:
             self.reached.add(name)
             add_square(sums[name], gradient)
 
-        return self.walk(receive, self.model, batch, index, self.objective, self.parameters)
+        return each_gradient(receive, self.model, batch, index, self.objective, self.parameters)
 
 
 def each_gradient(
@@ -57,6 +53,8 @@ def each_gradient(
     seen: list[Tensor] | None = None,
 ) -> int:
     """Call `receive` with the name and gradient of every parameter that a term depends on, example by example, term by term.
+
+    Where the objective squares the gradients of whole batches, the batch takes the place of the example.
 
     Args:
         receive: what gets them.
@@ -72,53 +70,28 @@ def each_gradient(
     Returns:
         How many units (examples, or tokens) there were.
     """
-    units = 0
+    units, step = 0, 1 if objective.per == "example" else batch.size
     with requiring(model, parameters) as everything, ExitStack() as hooks:
         if on_arrival:
             for name, parameter in parameters.items():
                 hook = parameter.register_post_accumulate_grad_hook(partial(_arrived, receive, name))
                 hooks.callback(hook.remove)
-        for n in range(batch.size):
-            outputs = objective.outputs(model, batch.take(n, n + 1))
+        for n in range(0, batch.size, step):
+            outputs = objective.outputs(model, batch.take(n, n + step))
             units += objective.units(outputs)
             if seen is not None:
                 seen.append(outputs.values[0].detach())
-            for term in objective.terms(outputs, index[n : n + 1]):
-                _backward(term.sum(), receive, parameters, everything)
+            for term in objective.terms(outputs, index[n : n + step]):
+                if not term.requires_grad:
+                    continue  # this output does not depend on any of these parameters
+                # Not autograd.grad: re-entrant activation checkpointing refuses it.
+                term.sum().backward(retain_graph=True)
+                for name, parameter in parameters.items():
+                    if parameter.grad is not None:
+                        _arrived(receive, name, parameter)
+                for parameter in everything:
+                    parameter.grad = None
     return units
-
-
-def gradient_of_batch(
-    receive: Callable[[str, Tensor], None],
-    model: nn.Module,
-    batch: Batch,
-    index: Tensor,
-    objective: Objective,
-    parameters: Mapping[str, Tensor],
-) -> int:
-    """Call `receive` with the gradient of the summed terms of a whole batch; same arguments as `each_gradient`."""
-    with requiring(model, parameters) as everything:
-        outputs = objective.outputs(model, batch)
-        for term in objective.terms(outputs, index):
-            _backward(term.sum(), receive, parameters, everything)
-        return objective.units(outputs)
-
-
-def _backward(
-    scalar: Tensor,
-    receive: Callable[[str, Tensor], None],
-    parameters: Mapping[str, Tensor],
-    everything: list[Tensor],
-) -> None:
-    if not scalar.requires_grad:
-        return  # this output does not depend on any of these parameters
-    # Not autograd.grad: re-entrant activation checkpointing refuses it.
-    scalar.backward(retain_graph=True)
-    for name, parameter in parameters.items():
-        if parameter.grad is not None:
-            _arrived(receive, name, parameter)
-    for parameter in everything:
-        parameter.grad = None
 
 
 @torch.no_grad()

@@ -35,9 +35,7 @@ class Walk:
         model: what is measured.
         objective: which Fisher.
         parameters: with respect to what, by name.
-        per: "example" or "batch".
         method: "auto", "fast" or "loop".
-        shift: of the labels, as the user gave it.
         dtype: at least of the sums.
         device: of the sums; by default where each parameter is.
         standard_error: whether to note how batches differ.
@@ -57,9 +55,7 @@ class Walk:
         model: nn.Module,
         objective: Objective,
         parameters: Mapping[str, Tensor],
-        per: str,
         method: str,
-        shift: int | None,
         dtype: torch.dtype,
         device: torch.device | None,
         standard_error: bool,
@@ -68,13 +64,13 @@ class Walk:
         spread_out: bool,
     ):
         self.model, self.objective, self.parameters = model, objective, parameters
-        self.per, self.method, self.shift, self.kept, self.replicas = per, method, shift, kept, replicas
+        self.method, self.kept, self.replicas = method, kept, replicas
         if standard_error and replicas.parallel:
             raise SquisherError("standard_error=True is not done for tensor-parallel models.")
         self.sums = Sums({name: local_of(p) for name, p in parameters.items()}, dtype, device)
         self._adding = self.sums if device is None else Elsewhere(self.sums)
         self._together = (
-            Together(model, objective, parameters, per, method, shift, replicas, standard_error) if spread_out else None
+            Together(model, objective, parameters, method, replicas, standard_error) if spread_out else None
         )
         self._engine: _Engine | None = self._together
         self._spread = _Spread(parameters, spread_out) if standard_error else None
@@ -147,14 +143,14 @@ class Walk:
     def _first(self, batch: Batch) -> _Engine:
         """Choose the engine, with the first batch at hand."""
         model, parameters = self.model, self.parameters
-        self.objective, self.noted = compared_with_own(model, self.objective, batch, self.shift)
+        self.objective, self.noted = compared_with_own(model, self.objective, batch)
         engine: _Engine
         if self.method == "loop":
-            engine = Loop(model, self.objective, parameters, self.per)
-            if self.per == "example" and batch.several_inputs():
+            engine = Loop(model, self.objective, parameters)
+            if self.objective.per == "example" and batch.several_inputs():
                 whole = self.objective.outputs(model, batch).values.detach()
                 check_alone(model, self.objective, batch, whole, interacting=False)
-        elif self.per == "batch":
+        elif self.objective.per == "batch":
             engine = Joint(model, self.objective, parameters)
         else:
             engine = Fast(model, self.objective, parameters, strict=self.method == "fast")

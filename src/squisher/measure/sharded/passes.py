@@ -49,7 +49,6 @@ class Passes:
     Args:
         model: in the mode and on the device that are wanted.
         parameters: with respect to what, by name.
-        per: "example" squares the gradient of each example, "batch" that of each whole batch.
         shards: the groups of parameters that are gathered at the same time.
         exchange: how the processes tell one another what they found.
 
@@ -59,10 +58,8 @@ class Passes:
         tally: what a pass adds to each parameter, summed over its entries, if wanted.
     """
 
-    def __init__(
-        self, model: nn.Module, parameters: Mapping[str, Tensor], per: str, shards: Shards, exchange: Exchange
-    ) -> None:
-        self.model, self.parameters, self.per, self.shards, self.exchange = model, parameters, per, shards, exchange
+    def __init__(self, model: nn.Module, parameters: Mapping[str, Tensor], shards: Shards, exchange: Exchange) -> None:
+        self.model, self.parameters, self.shards, self.exchange = model, parameters, shards, exchange
         self.proven: dict[str, set[str]] = {}
         self.reached: set[str] = set()
         self.tally: dict[str, Tensor] | None = None
@@ -183,7 +180,7 @@ class Passes:
         seen: list[Tensor] | None = None,
     ) -> int:
         """Add the squares of gradients, one example (or one whole batch) after the other; returns how many units there were."""
-        step = 1 if self.per == "example" else batch.size
+        step = 1 if objective.per == "example" else batch.size
         mine = -(-batch.size // step) if weight else 0
         units = 0
         for n in range(max(self.exchange(mine))):

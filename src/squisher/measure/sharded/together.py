@@ -48,9 +48,7 @@ class Together:
         model: in the mode and on the device that are wanted.
         objective: which Fisher.
         parameters: with respect to what, by name.
-        per: "example" squares the gradient of each example, "batch" that of each whole batch.
         method: "auto", "fast" or "loop".
-        shift: of the labels, as the user gave it.
         replicas: the processes that share examples.
         totals: whether to keep the sum over all entries of what each batch adds.
 
@@ -64,23 +62,21 @@ class Together:
         model: nn.Module,
         objective: Objective,
         parameters: Mapping[str, Tensor],
-        per: str,
         method: str,
-        shift: int | None,
         replicas: Replicas,
         totals: bool = False,
     ):
-        self.model, self.objective, self.parameters, self.per, self.shift = model, objective, parameters, per, shift
+        self.model, self.objective, self.parameters = model, objective, parameters
         self.strict, self.replicas = method == "fast", replicas
         self.left: dict[str, str] = {}
-        self.quick = per == "example" and method != "loop"
+        self.quick = objective.per == "example" and method != "loop"
         self.shards = Shards(model, parameters)
         self.exchange = Exchange(replicas)
-        self.passes = Passes(model, parameters, per, self.shards, self.exchange)
+        self.passes = Passes(model, parameters, self.shards, self.exchange)
         self.noted: dict[str, Any] = {}
         self.totals: dict[str, Tensor] | None = {} if totals else None
         self.number = self.failures = self.waiting = self.at_once = 0
-        self._method = "batch" if per == "batch" and method != "loop" else "loop"
+        self._method = "batch" if objective.per == "batch" and method != "loop" else "loop"
         self._in_pass = False
 
     @property
@@ -150,7 +146,7 @@ class Together:
                 f"Processes {without} were given no batch at all, so they cannot keep step with the others. Give each at least one."
             )
         if not self.number:
-            objective, noted = compared_with_own(self.model, self.objective, batch, self.shift)
+            objective, noted = compared_with_own(self.model, self.objective, batch)
             shift, self.noted = self.exchange((objective.shift, noted))[0]
             self.objective = dataclasses.replace(self.objective, shift=shift)
             self.shards.reshard()
