@@ -34,14 +34,7 @@ from .following import (
 from .indexing import GROUPED, Routes, behind_transpose, ends_of
 from .likelihood import Objective, Outputs
 from .placements import broadcasts, routed_state_after, why_unknown
-from .rules import (
-    OPERATIONS,
-    Broadcast,
-    Einsum,
-    Grouped,
-    RoutedLookup,
-    Rule,
-)
+from .rules import OPERATIONS, Broadcast, Einsum, Grouped, RoutedLookup, Rule
 from .sharded.parallel import can_localise
 
 __all__ = ["Capture", "Obstacle", "Use"]

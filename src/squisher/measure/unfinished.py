@@ -54,12 +54,7 @@ class Unfinished:
         SquisherError: It is of another measurement.
     """
 
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        settings: Mapping[str, Any],
-        parameters: Mapping[str, Tensor],
-    ):
+    def __init__(self, path: str | os.PathLike[str], settings: Mapping[str, Any], parameters: Mapping[str, Tensor]):
         self.path = Path(path)
         if self.path.suffix != ".safetensors":  # known now, not when the first sums are written
             raise ArgumentError(f"{str(path)!r} does not end in .safetensors; choose such a name.", "unfinished")

@@ -65,10 +65,7 @@ def all_finite(gradients: Sequence[Tensor], dtype: torch.dtype) -> bool:
     totals = []
     for bucket in buckets.values():
         wide = torch.promote_types(bucket[0].dtype, dtype)
-        if hasattr(torch, "_foreach_norm"):
-            norms = list(torch._foreach_norm(bucket, 2, dtype=wide))
-        else:
-            norms = [torch.linalg.vector_norm(gradient, dtype=wide) for gradient in bucket]
+        norms = list(torch._foreach_norm(bucket, 2, dtype=wide))
         total: Any = torch.linalg.vector_norm(torch.stack(norms)).to(dtype)
         totals.append(total.full_tensor() if hasattr(total, "full_tensor") else total)
     return not totals or bool(torch.stack([total.to(totals[0].device) for total in totals]).square().isfinite().all())
@@ -80,12 +77,8 @@ def _kind(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _average_dense_(values: list[Tensor], gradients: list[Tensor], beta2: float) -> None:
-    if hasattr(torch, "_foreach_mul_") and hasattr(torch, "_foreach_addcmul_"):
-        torch._foreach_mul_(values, beta2)
-        torch._foreach_addcmul_(values, gradients, gradients, 1 - beta2)
-    else:
-        for value, gradient in zip(values, gradients, strict=True):
-            value.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    torch._foreach_mul_(values, beta2)
+    torch._foreach_addcmul_(values, gradients, gradients, 1 - beta2)
 
 
 def _groups(values: list[Tensor], gradients: list[Tensor]) -> Iterator[tuple[list[Tensor], list[Tensor]]]:

@@ -122,12 +122,7 @@ def _mul(input: Any, other: Any) -> Uses:
 
 
 def _layer_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enable: bool = True,
+    input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5, *_: Any
 ) -> Uses:
     if weight is not None:
         yield weight, _gain(weight, input, lambda: F.layer_norm(input.detach(), normalized_shape, None, None, eps))
@@ -135,24 +130,12 @@ def _layer_norm(
         yield bias, Broadcast.of(bias)
 
 
-def _rms_norm(
-    input: Tensor,
-    normalized_shape: Sequence[int],
-    weight: Tensor | None = None,
-    eps: float | None = None,
-) -> Uses:
+def _rms_norm(input: Tensor, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Uses:
     if weight is not None:
         yield weight, _gain(weight, input, lambda: F.rms_norm(input.detach(), normalized_shape, None, eps))
 
 
-def _group_norm(
-    input: Tensor,
-    num_groups: int,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    eps: float = 1e-5,
-    cudnn_enabled: bool = True,
-) -> Uses:
+def _group_norm(input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5) -> Uses:
     yield from _channels(input, weight, bias, lambda: F.group_norm(input.detach(), num_groups, None, None, eps))
 
 
@@ -214,6 +197,7 @@ def _channels(input: Tensor, weight: Tensor | None, bias: Tensor | None, normali
 BROADCAST: dict[Any, Callable[..., Uses]] = {
     F.layer_norm: _layer_norm,
     torch.layer_norm: _layer_norm,
+    F.rms_norm: _rms_norm,
     F.group_norm: _group_norm,
     F.batch_norm: _batch_norm,
     F.instance_norm: _instance_norm,
@@ -229,5 +213,3 @@ BROADCAST: dict[Any, Callable[..., Uses]] = {
     Tensor.__mul__: _mul,
     Tensor.__rmul__: _mul,
 }
-if hasattr(F, "rms_norm"):
-    BROADCAST[F.rms_norm] = _rms_norm

@@ -90,10 +90,7 @@ class Passes:
         self.shards.reshard()
 
     def forward(
-        self,
-        objective: Objective,
-        batch: Batch,
-        alone: Mapping[int, Tensor] | None = None,
+        self, objective: Objective, batch: Batch, alone: Mapping[int, Tensor] | None = None
     ) -> tuple[Pass, Outputs, list[Told]]:
         """Run a forward pass in which every use of a parameter is seen, if need be a second time without guesses.
 

@@ -22,15 +22,7 @@ from ..batches import Batch, digest_of
 from ..capture import Obstacle
 from ..fast import PROVEN_ANEW, left_to_the_loop
 from ..likelihood import Objective, Outputs, compared_with_own
-from ..proof import (
-    Difference,
-    Probe,
-    compare,
-    differing,
-    tolerance_of,
-    total_of,
-    two_of,
-)
+from ..proof import Difference, Probe, compare, differing, tolerance_of, total_of, two_of
 from ..rules import Gradients
 from ..squaring import Pass
 from ..sums import Sums
@@ -162,7 +154,7 @@ class Together:
             self.failures, self.at_once = 0, self.at_once + 1
             return units
         except Obstacle as obstacle:  # on all processes alike
-            self._leave(obstacle.reasons)
+            self.left.update(left_to_the_loop(obstacle.reasons, self.parameters, self.strict))
             if self.totals is not None:
                 self.totals.clear()
             self.passes.tally = self.totals
@@ -226,9 +218,6 @@ class Together:
                 sums[name] += total
         for t in told:
             self.passes.proven.setdefault(t.program, set()).update(evident & t.captured)
-
-    def _leave(self, reasons: Mapping[str, str]) -> None:
-        self.left.update(left_to_the_loop(reasons, self.parameters, self.strict))
 
     # -- the proof ---------------------------------------------------------------------------------------------------------
 

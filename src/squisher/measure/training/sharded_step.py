@@ -21,7 +21,7 @@ from ..rules import Gradients, Squares, add_squares
 from ..sharded.meshes import is_spread
 from ..sharded.shards import Group, Shards, WholeSums
 from ..sums import Sums
-from .step import Proven, Step
+from .step import Step
 from .step_pass import StepPass, weighted_rows
 
 __all__ = ["ShardedStep"]
@@ -33,22 +33,11 @@ class ShardedStep(Step):
     `sums` holds this process's shards, summed over the processes that hold the others.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        parameters: Mapping[str, Tensor],
-        proven: Proven,
-        anew: bool = False,
-        dtype: torch.dtype = torch.float32,
-        factor: float | None = None,
-    ):
-        is_spread(model, tensor_parallel=False)
-        super().__init__(model, parameters, proven, anew, dtype, factor)
-        self.shards = Shards(model, parameters)
+    def __enter__(self) -> ShardedStep:
+        is_spread(self.model, tensor_parallel=False)
+        self.shards = Shards(self.model, self.parameters)
         self._was_called = False
         self._stack = ExitStack()
-
-    def __enter__(self) -> ShardedStep:
         self.shards.gather_once()
         self._stack.enter_context(self.shards.watched(lambda group: None, self._entered, self._through, reduced=True))
         super().__enter__()

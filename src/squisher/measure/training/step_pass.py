@@ -247,10 +247,7 @@ class StepPass(Pass):
         return dict(zip(self.parameters, arrived, strict=True))
 
     def start(
-        self,
-        dtype: torch.dtype,
-        expected: dict[str, Tensor | None] | None,
-        spare: dict[str, Tensor] | None = None,
+        self, dtype: torch.dtype, expected: dict[str, Tensor | None] | None, spare: dict[str, Tensor] | None = None
     ) -> None:
         """Begin to take the squares of what arrives; compare it with what is expected, if that is given."""
         self.sums = Sums(self.parameters, dtype)
