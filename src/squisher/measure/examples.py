@@ -9,6 +9,7 @@ batch: the inputs are `Examples(0)`, and each operation that is known to keep ex
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -102,8 +103,13 @@ class Look:
         return state if right else UNKNOWN
 
 
-class Call(NamedTuple):
-    """One operation: its name (of `name_of`), its arguments, the tensors among them with their states, and one of the tensors it returned."""
+@dataclass
+class Call:
+    """One operation: its name (of `name_of`), its arguments, the tensors among them with their states, and one of the tensors it returned.
+
+    Attributes:
+        first: the tensor that comes first; None if something else does.
+    """
 
     name: str
     args: tuple[Any, ...]
@@ -111,21 +117,25 @@ class Call(NamedTuple):
     tensors: list[Tensor]
     look: Look
     output: Tensor
+    first: Any = field(init=False)
 
-    @property
-    def first(self) -> Tensor:
-        """The tensor that comes first."""
+    def __post_init__(self) -> None:
         names = ("input", "tensor", "query")
-        found: Any = self.args[0] if self.args else next((self.kwargs[n] for n in names if n in self.kwargs), None)
-        if not isinstance(found, Tensor):
-            raise TypeError("no tensor comes first")
-        return found
+        found = self.args[0] if self.args else next((self.kwargs[n] for n in names if n in self.kwargs), None)
+        self.first = found if isinstance(found, Tensor) else None
 
     @property
-    def others(self) -> list[Tensor]:
-        """All tensors but the first."""
-        first = self.first
-        return [t for t in self.tensors if t is not first]
+    def state(self) -> State:
+        """Where the examples are in the first tensor."""
+        return UNKNOWN if self.first is None else self.look(self.first)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no tensor but the first has rows of examples."""
+        for t in self.tensors:
+            if t is not self.first and isinstance(self.look.states.get(id(t)), Examples):
+                return False
+        return True
 
     def argument(self, place: int, names: str | tuple[str, ...], default: Any) -> Any:
         """Return an argument, by its names or its place."""

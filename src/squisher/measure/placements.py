@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ def routed_state_after(call: Call, owners: list[Tensor]) -> State:
         return UNKNOWN
     (owner,) = found
     single: dict[int, State] = {key: Examples(s.dim) if isinstance(s, Routed) else s for key, s in states.items()}
-    after = state_after(call._replace(look=Look(single, len(owners[owner]))))
+    after = state_after(replace(call, look=Look(single, len(owners[owner]))))
     return Routed(after.dim, owner) if isinstance(after, Examples) and after.inner == 1 else UNKNOWN
 
 
@@ -83,11 +84,6 @@ def broadcasts(
     return shape, state
 
 
-def _first_alone(call: Call) -> State:
-    """Handle casts: the first tensor decides, another one only gives its type."""
-    return call.look(call.first)
-
-
 def _pointwise(call: Call) -> State:
     """Every entry of the output is made of the entries at its place, with the usual broadcasting."""
     found: State = SHARED
@@ -103,8 +99,7 @@ def _pointwise(call: Call) -> State:
 
 def _same_order(call: Call) -> State:
     """Reshapes: the entries stay in their order, so rows stay neighbours exactly if their number in memory is the same."""
-    t = call.first
-    state = call.look(t)
+    t, state = call.first, call.state
     if not isinstance(state, Examples):
         return state
     before = math.prod(t.shape[: state.dim])
@@ -121,8 +116,7 @@ def _same_order(call: Call) -> State:
 
 
 def _permuted(call: Call) -> State:
-    t = call.first
-    state = call.look(t)
+    t, state = call.first, call.state
     if not isinstance(state, Examples):
         return state
     n = t.dim()
@@ -153,9 +147,8 @@ def _along(place: int, default: Any, names: tuple[str, ...] = ("dim", "axis", "d
     """Operations along some dimensions, which they keep, drop or sum over: not along the examples'."""
 
     def rule(call: Call) -> State:
-        t = call.first
-        state = call.look(t)
-        if any(isinstance(call.look(o), Examples) for o in call.others):
+        t, state = call.first, call.state
+        if not call.alone:
             return UNKNOWN
         if not isinstance(state, Examples):
             return state
@@ -174,11 +167,9 @@ def _along(place: int, default: Any, names: tuple[str, ...] = ("dim", "axis", "d
 
 
 def _renorm(call: Call) -> State:
-    t = call.first
-    state, dim = call.look(t), call.argument(2, "dim", None) % t.dim()
-    return (
-        state if isinstance(state, Examples) and state.dim == dim else UNKNOWN
-    )  # each slice of `dim` has its own norm
+    t, state = call.first, call.state
+    dim = call.argument(2, "dim", None) % t.dim()  # each slice of it has its own norm
+    return state if isinstance(state, Examples) and state.dim == dim else UNKNOWN
 
 
 def _max(call: Call) -> State:
@@ -190,27 +181,22 @@ def _max(call: Call) -> State:
 def _unfold(call: Call) -> State:
     t = call.first
     if call.output.dim() == t.dim() + 1:  # Tensor.unfold(dim, size, step): the windows are a new last dimension
-        return _along(1, None, ("dimension",))(call._replace(output=t))
+        return _along(1, None, ("dimension",))(replace(call, output=t))
     return _images(call)
 
 
 def _repeat(call: Call) -> State:
-    t = call.first
-    state = call.look(t)
+    t, state = call.first, call.state
     if not isinstance(state, Examples):
         return state
     dim = state.dim + call.output.dim() - t.dim()
     # As many rows as before and nothing in front: the examples themselves are not repeated.
-    return (
-        Examples(dim, state.inner)
-        if math.prod(call.output.shape[: dim + 1]) == math.prod(t.shape[: state.dim + 1])
-        else UNKNOWN
-    )
+    same = math.prod(call.output.shape[: dim + 1]) == math.prod(t.shape[: state.dim + 1])
+    return Examples(dim, state.inner) if same else UNKNOWN
 
 
 def _repeat_interleave(call: Call) -> State:
-    t = call.first
-    state = call.look(t)
+    t, state = call.first, call.state
     times, dim = call.argument(1, "repeats", None), call.argument(2, "dim", None)
     if not isinstance(state, Examples) or not isinstance(times, int) or (dim is None and t.dim() != 1):
         return UNKNOWN
@@ -237,7 +223,7 @@ def _matmul(call: Call) -> State:
 
 def _addmm(call: Call) -> State:
     factors = tuple(call.argument(n, (f"batch{n}", f"mat{n}"), None) for n in (1, 2))
-    product = _matmul(call._replace(name="matmul", args=factors, kwargs={}))
+    product = _matmul(replace(call, name="matmul", args=factors, kwargs={}))
     added = call.look(call.args[0])
     if isinstance(added, Examples):
         added = Examples(added.dim + call.output.dim() - call.args[0].dim(), added.inner)
@@ -246,27 +232,14 @@ def _addmm(call: Call) -> State:
 
 
 def _linear(call: Call) -> State:
-    t = call.first
-    state = call.look(t)
-    if (
-        any(isinstance(call.look(o), Examples) for o in call.others)
-        or not isinstance(state, Examples)
-        or state.dim == t.dim() - 1
-    ):
-        return UNKNOWN
-    return state
+    t, state = call.first, call.state
+    return state if call.alone and isinstance(state, Examples) and state.dim != t.dim() - 1 else UNKNOWN
 
 
 def _attention(call: Call) -> State:
-    found: State = SHARED
-    for t in call.tensors:
-        state = call.look(t)
-        if isinstance(state, Examples):
-            placed = Examples(state.dim + call.output.dim() - t.dim(), state.inner)
-            if placed.dim >= call.output.dim() - 2 or (isinstance(found, Examples) and found != placed):
-                return UNKNOWN
-            found = placed
-    return found
+    """Products of matrices, which are the last two dimensions, in any number; what comes before is broadcast."""
+    found = _pointwise(call)
+    return UNKNOWN if isinstance(found, Examples) and found.dim >= call.output.dim() - 2 else found
 
 
 def _einsum(call: Call) -> State:
@@ -290,9 +263,8 @@ def _einsum(call: Call) -> State:
 
 def _images(call: Call) -> State:
     """Operations on (examples, channels, ...) that keep the first dimension."""
-    t = call.first
-    state = call.look(t)
-    if not isinstance(state, Examples) or state.dim or any(isinstance(call.look(o), Examples) for o in call.others):
+    t, state = call.first, call.state
+    if not isinstance(state, Examples) or state.dim or not call.alone:
         return UNKNOWN
     weight = call.argument(1, "weight", None)
     if call.name.startswith("conv") and (not isinstance(weight, Tensor) or t.dim() != weight.dim()):
@@ -301,13 +273,11 @@ def _images(call: Call) -> State:
 
 
 def _grid_sample(call: Call) -> State:
-    states = {call.look(t) for t in call.tensors} - {SHARED}
-    return states.pop() if len(states) == 1 and next(iter(states)) == Examples(0) else UNKNOWN
+    return Examples(0) if {call.look(t) for t in call.tensors} - {SHARED} == {Examples(0)} else UNKNOWN
 
 
 def _pad(call: Call) -> State:
-    t = call.first
-    state = call.look(t)
+    t, state = call.first, call.state
     if not isinstance(state, Examples):
         return state
     sizes = call.argument(1, "pad", None)
@@ -317,8 +287,7 @@ def _pad(call: Call) -> State:
 
 def _complex(call: Call) -> State:
     """Pairs of reals in a last dimension as complex numbers, and back."""
-    t = call.first
-    state = call.look(t)
+    t, state = call.first, call.state
     in_pairs = call.name == "view_as_complex" and isinstance(state, Examples) and state.dim == t.dim() - 1
     return UNKNOWN if in_pairs else state
 
@@ -330,9 +299,8 @@ def _batch_norm(call: Call) -> State:
 
 
 def _layer_norm(call: Call) -> State:
-    t = call.first
-    state = call.look(t)
-    if any(isinstance(call.look(o), Examples) for o in call.others):
+    t, state = call.first, call.state
+    if not call.alone:
         return UNKNOWN
     count = len(call.argument(1, "normalized_shape", ()))
     return state if isinstance(state, Examples) and state.dim < t.dim() - count else UNKNOWN
@@ -341,15 +309,13 @@ def _layer_norm(call: Call) -> State:
 def _lookup(call: Call) -> State:
     if call.name == "embedding" and call.look(call.argument(1, "weight", None)) is not SHARED:
         return UNKNOWN
-    return call.look(call.first)
+    return call.state
 
 
 def _joined(call: Call) -> State:
-    tensors = list(tensors_in(call.argument(0, ("tensors", "arrays"), ())))
+    tensors = tensors_in(call.argument(0, ("tensors", "arrays"), ()))
     tensors = [t for t in tensors if t.shape != (0,)]  # an empty list of numbers, to which a cache appends
-    dim = (
-        call.argument(1, ("dim", "axis"), {"vstack": 0, "hstack": 1, "dstack": 2}.get(call.name, 0)) % call.output.dim()
-    )
+    dim = call.argument(1, ("dim", "axis"), 0) % call.output.dim()
     found = {call.look(t) for t in tensors} - {SHARED}
     if (
         len(found) != 1
@@ -375,22 +341,16 @@ def _gathered(call: Call) -> State:
 
 
 def _index_select(call: Call) -> State:
-    t = call.first
-    state, index = call.look(t), call.argument(2, "index", None)
-    dim = call.argument(1, "dim", None) % t.dim()
+    state, index = call.state, call.argument(2, "index", None)
+    dim = call.argument(1, "dim", None) % call.first.dim()
     if state is SHARED and dim == 0:  # a table, looked up for each example
         return call.look(index)
     return state if isinstance(state, Examples) and state.dim != dim and call.look(index) is SHARED else UNKNOWN
 
 
-def _new(call: Call) -> State:
-    return SHARED  # the tensor only says which type and device
-
-
 def _triangle(call: Call) -> State:
-    t = call.first
-    state = call.look(t)
-    return state if isinstance(state, Examples) and state.dim < t.dim() - 2 else UNKNOWN
+    state = call.state
+    return state if isinstance(state, Examples) and state.dim < call.first.dim() - 2 else UNKNOWN
 
 
 def _loss(call: Call) -> State:
@@ -433,7 +393,7 @@ def _each(names: str, placement: Placement) -> dict[str, Placement]:
 
 _PLACEMENTS: dict[str, Placement] = {
     **_each(_POINTWISE, _pointwise),
-    **dict.fromkeys(("to", "type_as"), _first_alone),
+    **_each("to type_as", lambda call: call.state),  # another tensor only says which type and device
     **_each("reshape view flatten unflatten unsqueeze squeeze reshape_as view_as ravel", _same_order),
     **_each("transpose swapaxes swapdims permute movedim moveaxis t get.T get.mT get.H get.mH adjoint", _permuted),
     **_each(
@@ -481,7 +441,7 @@ _PLACEMENTS: dict[str, Placement] = {
     **_each("cat concat concatenate stack", _joined),
     **_each("gather scatter scatter_add take_along_dim", _gathered),
     "index_select": _index_select,
-    **_each("new_empty new_zeros new_ones new_full", _new),
+    **_each("new_empty new_zeros new_ones new_full", lambda _: SHARED),  # the tensor only says which type and device
     **dict.fromkeys(("tril", "triu"), _triangle),
     **_each(
         "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss "
