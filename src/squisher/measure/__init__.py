@@ -75,7 +75,8 @@ def fisher(
             each example are cut into examples; others, and tuples, are shared by all.
         likelihood: "categorical", "tokens", "bernoulli", "gaussian" (σ = 1), a function `(model, batch) -> losses` with one
             loss per example, or "auto": what a Hugging Face model says, otherwise categorical. Losses are summed over the
-            outputs or positions of an example; the label -100 is ignored, and an example that has no other is not part of the mean.
+            outputs or positions of an example; the label -100 is ignored (to "gaussian" it is a number), and an example that has no
+            other is not part of the mean.
         labels: "data" (the empirical Fisher), "sampled" from the model (unbiased for the Fisher) or "exact" (the Fisher).
         per: "example" squares the gradient of each example; "batch" that of each whole batch, at the price of one plain
             backward (with sampled labels it is unbiased for the Fisher at any batch size).
@@ -221,7 +222,7 @@ def _device(name: str | torch.device, spread_out: bool) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise SquisherError(f"accumulate_on={name!r} is no device that can be used here: {error}") from error
+        raise SquisherError(f"accumulate_on={name!r} is not a device that can be used here: {error}") from error
     if device.type == "meta":
         raise SquisherError("accumulate_on='meta' keeps nothing; use 'cpu'.")
     return device

@@ -105,7 +105,7 @@ class Batch:
         def one(value: Any) -> Any:
             if not (next(cut) or every):
                 return value
-            if id(value) not in changed:  # what is there twice stays one
+            if id(value) not in changed:  # the same tensor twice stays one tensor
                 changed[id(value)] = change(value)
             return changed[id(value)]
 
@@ -132,7 +132,7 @@ def parse(raw: Any, model: nn.Module, device: torch.device, whole: bool = False)
         The batch.
 
     Raises:
-        SquisherError: if it is none of these.
+        SquisherError: if it has another form.
     """
 
     def plain(value: Any) -> Any:
@@ -221,13 +221,8 @@ def _size(labels: Any, values: Iterable[Any]) -> int:
 
 
 def _tree(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Apply a function to every tensor, array and plain list of a nested container; everything else stays as it is."""
-    if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested):
-        raise SquisherError(
-            f"A batch holds a {type(value).__name__} with sequences of several lengths, which cannot be cut into examples. Give padded "
-            "sequences and their lengths, and pack or nest them inside the model."
-        )
-    if isinstance(value, (Tensor, np.ndarray)) or (isinstance(value, list) and _is_plain(value)):
+    """Apply a function to every leaf of a nested container; everything else stays as it is."""
+    if _is_leaf(value):
         return change(value)
     if isinstance(value, Mapping):
         return {k: _tree(v, change) for k, v in value.items()}
@@ -239,10 +234,27 @@ def _tree(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Return every tensor, array and plain list of a nested container, in order."""
-    found: list[Any] = []
-    _tree(value, found.append)
+    """Return every leaf of a nested container, in order."""
+    found, left = [], [value]
+    while left:
+        item = left.pop()
+        if _is_leaf(item):
+            found.append(item)
+        elif isinstance(item, (Mapping, tuple, list)):
+            left.extend(reversed(list(item.values() if isinstance(item, Mapping) else item)))
     return found
+
+
+def _is_leaf(value: Any) -> bool:
+    """Return whether this is a tensor, an array, or a list of plain values: lengths, names."""
+    if isinstance(value, PackedSequence) or (isinstance(value, Tensor) and value.is_nested):
+        raise SquisherError(
+            f"A batch holds a {type(value).__name__} with sequences of several lengths, which cannot be cut into examples. Give padded "
+            "sequences and their lengths, and pack or nest them inside the model."
+        )
+    if isinstance(value, list):
+        return all(v is None or isinstance(v, (str, bytes, bool, int, float, complex, np.generic)) for v in value)
+    return isinstance(value, (Tensor, np.ndarray))
 
 
 def _some_rows(value: Any, rows: range | list[int]) -> Any:
@@ -271,11 +283,6 @@ def _rows_of(value: Any) -> int | None:
     """Return the size of the first dimension; None of a scalar."""
     shape: tuple[int, ...] = (len(value),) if isinstance(value, list) else tuple(value.shape)
     return shape[0] if shape else None
-
-
-def _is_plain(values: list[Any]) -> bool:
-    """Return whether a list holds values and no containers: lengths, names."""
-    return all(v is None or isinstance(v, (str, bytes, bool, int, float, complex, np.generic)) for v in values)
 
 
 _SAMPLED = 4096

@@ -92,7 +92,7 @@ class Look:
         self.states, self.examples = states, examples
 
     def __call__(self, value: Any) -> State:
-        """Return where the examples are in an argument; what is no tensor is shared."""
+        """Return where the examples are in an argument; anything but a tensor is shared."""
         return self.states.get(id(value), SHARED) if isinstance(value, Tensor) else SHARED
 
     def fits(self, shape: Sequence[int], state: State) -> State:
@@ -127,7 +127,7 @@ class Call:
     @property
     def state(self) -> State:
         """Where the examples are in the first tensor."""
-        return UNKNOWN if self.first is None else self.look(self.first)
+        return UNKNOWN if self.first is None else self.look.states.get(id(self.first), SHARED)
 
     @property
     def alone(self) -> bool:

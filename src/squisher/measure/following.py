@@ -327,11 +327,11 @@ _SMALL = 64
 _MOST_TOLD = 8
 """Examples to run alone, after which further numbers add none."""
 _CONSTANTS = WeakTensorKeyDictionary()
-"""Tensors that came from outside of what is followed in an earlier pass, with their version: older than the batch of this one."""
+"""Tensors that an earlier pass got from outside of what is followed, with their version: they are older than the batch of this pass."""
 
 
 def version_of(t: Tensor) -> int:
-    """Return how often a tensor was changed in place; what is made in inference mode does not count that."""
+    """Return how often a tensor was changed in place; tensors made in inference mode do not count it."""
     return 0 if t.is_inference() else t._version
 
 

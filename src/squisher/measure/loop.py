@@ -98,7 +98,7 @@ def each_gradient(
 def _arrived(receive: Callable[[str, Tensor], None], name: str, parameter: Tensor) -> None:
     gradient, parameter.grad = parameter.grad, None
     if gradient is not None:
-        gradient = local_of(gradient)  # of what is spread over processes, each squares its part
+        gradient = local_of(gradient)  # of a sharded parameter, each process squares its shard
         receive(name, gradient.to_dense() if gradient.is_sparse else gradient)
 
 

@@ -215,6 +215,7 @@ class Tracker:
         if not self._turn():
             yield
             return
+        from ..measure.fast import PROVEN_ANEW
         from ..measure.training.sharded_step import ShardedStep
         from ..measure.training.step import Proven, Step
 
@@ -225,7 +226,7 @@ class Tracker:
             raise SquisherError(f"Tracker(per='example') can observe no parameter; {name}: {reason}.")
         kind = ShardedStep if any(map(ranks.is_sharded, every.values())) else Step
         self._proven = Proven() if self._proven is None else self._proven
-        anew = max(self._steps.values(), default=0) + 1 in _PROVEN_ANEW
+        anew = max(self._steps.values(), default=0) + 1 in PROVEN_ANEW  # others when they do something new
         with kind(self.model, tracked, self._proven, anew, self.dtype, factor) as one:
             yield
         self._average(one, tracked)
@@ -300,7 +301,7 @@ class Tracker:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state that `state_dict()` gave; to the bit, if the dtype is the same.
+        """Continue from a state that `state_dict()` gave; to the bit, if the dtype is the same.
 
         Args:
             state: The state; its tensors are copied to where the parameters are.
@@ -495,10 +496,6 @@ class Tracker:
             self._steps[name] = self._steps.get(name, 0) + 1
         average_squares_([self._values[name] for name, _, _ in found], gradients, self.beta2, scale)
         return True
-
-
-_PROVEN_ANEW = {16**k for k in range(12)}
-"""Observations that are proven whatever they do; others when they do something new."""
 
 
 def _is_finite(squares: Tensor) -> bool:

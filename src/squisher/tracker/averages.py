@@ -52,7 +52,7 @@ def average_squares_(values: Sequence[Tensor], gradients: Sequence[Tensor], beta
 def all_finite(gradients: Sequence[Tensor], dtype: torch.dtype) -> bool:
     """Return whether the squared norm of all gradients together is finite, that is, whether they can be averaged in `dtype`.
 
-    One pass over the gradients and one wait for the device; for sharded tensors the answer is that of all processes.
+    One pass over the gradients and one wait for the device; for sharded tensors all processes get the same answer.
 
     Args:
         gradients: Dense or coalesced sparse tensors of any real dtype.

@@ -46,7 +46,7 @@ class Gradients(Protocol):
 
 
 class Rule(Protocol):
-    """One use of a parameter: what is needed to turn the gradient of the output into those of the parameter."""
+    """One use of a parameter: turns the gradient of the output into the gradients of the parameter."""
 
     def gradients(self, g: Tensor, dim: int, examples: int, squared: bool = False) -> Gradients:
         """Return the gradients of this use.
@@ -75,5 +75,5 @@ def to_examples(t: Tensor, dim: int, examples: int) -> Tensor:
 
 
 def square_of(t: Tensor, squares: Squares | None) -> Tensor:
-    """Return the square of a tensor, from what is known already if it is there."""
+    """Return the square of a tensor, computed before if `squares` has it."""
     return t.square() if squares is None else squares.of(t)

@@ -25,7 +25,7 @@ __all__ = ["can_localise", "conversions", "local_gradient", "shard_of_gradients"
 
 
 def local_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Return the shard of a gradient that belongs to this process's shard of the parameter; summed, if it was a part of a sum."""
+    """Return the shard of a gradient that belongs to this process's shard of the parameter; summed over processes, if each has a summand."""
     if not is_sharded(gradient):
         return gradient
     found: Any = gradient
@@ -103,7 +103,7 @@ def _sharded_dim(source: Any) -> int | None:
 
 
 def _placed(t: Any, placement: Any, like: Any) -> Tensor:
-    """Return this process's shard of a tensor under another placement; what is no DTensor is whole everywhere."""
+    """Return this process's shard of a tensor under another placement; a plain tensor is whole on every process."""
     from torch.distributed.tensor import DTensor
 
     if not is_sharded(t):

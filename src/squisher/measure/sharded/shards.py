@@ -265,7 +265,7 @@ class WholeSums(dict[str, Tensor]):
             self.target[name].add_(part.to(self.target[name].device))
 
     def flush_rest(self, exchange: Callable[[Any], list[Any]]) -> None:
-        """Reduce what is left; all processes together, after an exchange of what that is."""
+        """Reduce the rest, after the processes have told one another what is left; all processes together."""
         left = set().union(*exchange(set(self) | self.late))
         for group in self.shards.groups:
             names = [name for name in group.members if name in left]

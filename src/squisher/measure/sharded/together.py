@@ -295,7 +295,7 @@ class Together:
         """Check that the processes of a tensor-parallel group have the same sums for parameters that each of them holds whole.
 
         Raises:
-            SquisherError: they differ: every process has a part of the gradient, and nobody adds them up before they are squared.
+            SquisherError: they differ: every process has a summand of the gradient, and they are not added up before they are squared.
         """
         if not self.replicas.parallel:
             return

@@ -8,7 +8,7 @@ is exchanged before it, so that all processes do the same. The proof is the one 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -37,7 +37,6 @@ class ShardedStep(Step):
         is_spread(self.model, tensor_parallel=False)
         self.shards = Shards(self.model, self.parameters)
         self._was_called = False
-        self._stack = ExitStack()
         self.shards.gather_once()
         self._stack.enter_context(self.shards.watched(lambda group: None, self._entered, self._through, reduced=True))
         super().__enter__()
@@ -45,7 +44,6 @@ class ShardedStep(Step):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        self._stack.close()
         if exception[0] is None:
             self.shards.sum_copies(self.sums)
 
@@ -151,7 +149,7 @@ class _ShardedPass(StepPass):
         return self.DIFFERENT_FACTORS if factor is None else ""
 
     def begin(self, dtype: torch.dtype, late: set[str], prove: bool) -> None:
-        """Make room for the sums of this pass, and for what is compared if they are proven."""
+        """Make room for the sums of this pass, and, if they are to be proven, for those that are compared with them."""
         local = {name: local_of(p) for name, p in self.shards.parameters.items()}
         self.target = Sums(local, dtype)
         self.whole = WholeSums(self.shards, self.target, self.scale**2, late)
@@ -182,7 +180,7 @@ class _ShardedPass(StepPass):
         self.bounds = {} if self._proof else None
 
     def through(self, group: Group) -> None:
-        """Reduce what is whole of a group; its backward pass is through."""
+        """Reduce the whole sums of a group, when its backward pass is through."""
         if self._weighing:
             self._keep(group.gradients())
             self._proof["arrived"].flush(group)

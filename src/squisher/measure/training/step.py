@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from types import FunctionType
 from typing import Any
 
@@ -95,21 +96,18 @@ class Step:
         self.current: StepPass | None = None
         self.last: StepPass | None = None
         self._made: list[StepPass] = []
-        self._watch = _StepWatch(self)
+        self._stack = ExitStack()
 
     def __enter__(self) -> Step:
         refuse_batch_statistics(self.model, "Put it into evaluation mode, or use per='batch'.")
         self._original = eager_original(self.model)
-        self._hook = self._original.register_forward_pre_hook(self._called, with_kwargs=True)
-        self._eager = eagerly(self.model)
-        self._eager.__enter__()
-        self._watch.__enter__()
+        self._stack.callback(self._original.register_forward_pre_hook(self._called, with_kwargs=True).remove)
+        self._stack.enter_context(eagerly(self.model))
+        self._stack.enter_context(_StepWatch(self))
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._watch.__exit__(*exception)
-        self._eager.__exit__(None, None, None)
-        self._hook.remove()
+        self._stack.close()
         self.current = self.last = None
         for one in self._made:
             one.release()
