@@ -788,3 +788,18 @@ def test_rows_of_examples_that_are_written_into_a_buffer_are_not_shared():
     model.register_buffer("kept", torch.zeros(9, 6).double())
     rising = torch.arange(4.0)[:, None] + torch.rand(4, 5) / 2
     _same_as_the_loop(model, _batches(rising, rising.flip(0)))
+
+
+def test_a_linear_layer_on_sequences_whose_output_is_changed_in_place():
+    """It returns a view, and the gradient of a view that is changed in place does not come through that view."""
+
+    def forward(s, x):
+        y = s.inner(s.first(x).tanh()).add_(s.bias).relu_()
+        return s.out(y.mean(1) * (x[:, 0, :1] > 0))
+
+    model = _two_layers(forward)
+    model.inner, model.bias = nn.Linear(6, 6).double(), nn.Parameter(torch.randn(6).double())
+    off, on = torch.rand(4, 3, 5) - 1, torch.rand(4, 3, 5)
+    found = _same_as_the_loop(model, _batches(off, on, on))
+    assert found["inner.weight"].sum() > 0
+    assert found.provenance.coverage["loop"] == {}

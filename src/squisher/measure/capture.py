@@ -400,7 +400,14 @@ class Capture(Following):
                 self._uses.append(use)
                 self._expected[id(source)] = self._expected.get(id(source), 0) + 1
         self._trace.append(tuple(sorted(n for s, _ in uses for n in self._names_behind(s))))
-        output.register_hook(lambda g: self._arrived(g, found))
+        # What is changed in place later must not be a view (as a linear layer returns for sequences): its gradient would go to its base,
+        # past a hook on it.
+        base, shape = output._base, output.shape
+        if base is None or base.is_leaf or is_sharded(output):
+            base = output
+        elif base.numel() != output.numel() or not (base.is_contiguous() and output.is_contiguous()):
+            base = output = output.clone()
+        base.register_hook(lambda g: self._arrived(g.reshape(shape), found))
         return output
 
     def _arrived(self, g: Tensor, uses: list[Use]) -> None:
