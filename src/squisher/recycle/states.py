@@ -86,12 +86,14 @@ class OptimizerState:
         class_name: The optimizer's class, where it is known.
         place: Where in the source it is, for messages.
         models: The models that may name its parameters, if not all of the source.
+        groups: How many groups the source lists, those without a parameter too, where it is known.
     """
 
     entries: Sequence[Entry]
     class_name: str | None = None
     place: str = ""
     models: Sequence[Source] | None = None
+    groups: int | None = None
 
     @property
     def group_sizes(self) -> list[int]:

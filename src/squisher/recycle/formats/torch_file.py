@@ -226,7 +226,7 @@ def optimizer_state(value: Any, place: str = "") -> OptimizerState:
     if strangers or len(listed) < len(entries):
         what = f"has a state for {strangers[0]!r}, which no group lists" if strangers else "lists a parameter twice"
         raise FileError(f"The optimizer state{at} {what}: it is damaged, or mixed from several. Get it again.")
-    return OptimizerState(decoded(entries, class_name), class_name, place)
+    return OptimizerState(decoded(entries, class_name), class_name, place, groups=len(groups))
 
 
 def _with_network_names(optimizer: OptimizerState, tree: Any) -> OptimizerState:

@@ -99,6 +99,7 @@ def read_trainer(folder: Path, options: Options) -> Found:
         conventions=[galore_convention(targets)] if targets else [],
         assume_mean=assume_mean,
         laws=laws_of(options.model or folder),
+        vouched=_makes_its_own(folder, optimizer),
     )
     if options.named or all(entry.name is not None for entry in optimizer.entries):
         # The names are known; weights of another shape, or that moved otherwise, contradict them.
@@ -106,20 +107,27 @@ def read_trainer(folder: Path, options: Options) -> Found:
     tiers = _tiers(optimizer, folder, options, weights)
     sources, model = next(tiers, ([], Candidates([], {})))
     alone = _is_adapter(folder) and not (options.base_model or options.model)
-    vouched = any((folder / name).is_file() for name in ("trainer_state.json", "training_args.bin"))
-    vouched |= re.fullmatch(r"checkpoint-\d+", folder.absolute().name) is not None
-    # The Trainer puts biases and norms in a group of their own: a single group is an optimizer that the user's code made.
-    ranks = {len(entry.shape) for entry in optimizer.entries if entry.shape}
-    vouched &= not (len(optimizer.group_sizes) == 1 and 1 in ranks and len(ranks) > 1)
     return replace(
         found,
         models=sources,
         later=(others for others, _ in tiers),
         parameters=model.parameters,
         facts=replace(facts, tied=model.tied),
-        hint=_ADAPTED if alone else _TRAINED if vouched else "",
-        vouched=vouched,
+        hint=_ADAPTED if alone else _TRAINED if found.vouched else "",
     )
+
+
+def _makes_its_own(folder: Path, optimizer: OptimizerState) -> bool:
+    """Return whether the Trainer may have made the optimizer.
+
+    It puts biases and norms in a second group, which stays empty if there are none to train, or none that it knows (DoRA's vectors). A
+    single group of vectors and matrices is an optimizer that the user's code made.
+    """
+    files = ("trainer_state.json", "training_args.bin")
+    wrote = any((folder / name).is_file() for name in files) or re.fullmatch(r"checkpoint-\d+", folder.absolute().name)
+    ranks = {len(entry.shape) for entry in optimizer.entries if entry.shape}
+    single = len(optimizer.group_sizes) == 1 and optimizer.groups != 2
+    return bool(wrote) and not (single and 1 in ranks and len(ranks) > 1)
 
 
 def _is_adapter(folder: Path) -> bool:
