@@ -263,6 +263,74 @@ def critic(norm):
     return Net(critic_loss, layers=nn.Sequential(*layer(), *layer(), nn.Linear(WIDTH, 5)))
 
 
+class Attention(nn.Module):
+    """A layer of attention, with four matrices of one shape, or GPT-2's: `x @ w`, queries, keys and values in one."""
+
+    def __init__(self, fused):
+        super().__init__()
+        sizes = [3 * WIDTH, WIDTH] if fused else [WIDTH] * 4
+        names = ["c_attn", "c_proj"] if fused else ["query", "key", "value", "output"]
+        for name, size in zip(names, sizes, strict=True):
+            self.add_module(name, Transposed(WIDTH, size) if fused else nn.Linear(WIDTH, size))
+
+    def forward(self, x):
+        q, k, v = (
+            self.c_attn(x).chunk(3, -1) if hasattr(self, "c_attn") else (self.query(x), self.key(x), self.value(x))
+        )
+        return (self.c_proj if hasattr(self, "c_proj") else self.output)(torch.softmax(q @ k.mT / WIDTH**0.5, -1) @ v)
+
+
+class Transposed(nn.Module):
+    """A layer of `x @ w`."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight, self.bias = (
+            nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5),
+            nn.Parameter(torch.zeros(outputs)),
+        )
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+def attention_loss(m):
+    x = torch.randn(16, 6, WIDTH) * torch.linspace(0.3, 2, WIDTH) + 0.2
+    y = x[:, :, :5].sum(1).argmax(1)
+    for layer in m.layers:
+        x = x + layer(x)
+    return functional.cross_entropy(m.head(x.mean(1)), y)
+
+
+def attention(fused=False):
+    return Net(attention_loss, layers=nn.ModuleList(Attention(fused) for _ in range(3)), head=nn.Linear(WIDTH, 5))
+
+
+def gated_loss(m):
+    x, y = batch()
+    for gate, layer, carry in zip(m.gates, m.layers, m.carries, strict=True):
+        t = torch.sigmoid(gate(x))
+        x = t * torch.relu(layer(x)) + (1 - t) * carry(x)
+    return functional.cross_entropy(m.head(x), y)
+
+
+def gated():
+    return Net(gated_loss, layers=linears(3), carries=linears(3), gates=linears(3), head=nn.Linear(WIDTH, 5))
+
+
+def listed_loss(m):
+    x, y = batch()
+    for weight, bias in zip(m.weights, m.biases, strict=True):
+        x = torch.relu(x @ weight + bias)
+    return functional.cross_entropy(m.head(x), y)
+
+
+def listed():
+    weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(4))
+    biases = nn.ParameterList(torch.zeros(WIDTH) for _ in range(4))
+    return Net(listed_loss, weights=weights, biases=biases, head=nn.Linear(WIDTH, 5))
+
+
 MISLEADING = {
     "without biases, sorted by name": (bias_free, lambda m: [p for _, p in sorted(m.named_parameters())]),
     "the second tower first": (pair, lambda m: own(m.doc, m.query)),
@@ -292,6 +360,15 @@ MISLEADING = {
         ],
     ),
     "items before users": (embeddings, lambda m: own(m.items, m.users)),
+    "a list of biases from the top": (listed, lambda m: [*m.weights, *reversed(m.biases), *own(m.head)]),
+    "keys before queries": (
+        attention,
+        lambda m: own(*(part for n in m.layers for part in (n.key, n.query, n.value, n.output)), m.head),
+    ),
+    "the first of every list, then the second": (
+        gated,
+        lambda m: own(*itertools.chain(*zip(m.gates, m.layers, m.carries, strict=True)), m.head),
+    ),
 }
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, 1e-3),
@@ -448,6 +525,18 @@ def test_the_order_of_the_model_is_read(tmp_path, make, kind):
     model = make()
     optimizer = OPTIMIZERS[kind](model.parameters())
     trained(model, optimizer, 100)
+    assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("make", "seed", "steps"), [(attention, 3, 30), (gated, 3, 60), (partial(attention, fused=True), 0, 60)]
+)
+def test_factors_gates_and_layers_of_x_at_w_are_told(tmp_path, make, seed, steps):
+    """The law of a query and its key; two lists of which only one layer is unclear; the value in a fused projection of GPT-2's."""
+    torch.manual_seed(seed)
+    model = make()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    trained(model, optimizer, steps)
     assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)
 
 

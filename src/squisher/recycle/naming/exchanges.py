@@ -46,11 +46,13 @@ class Exchange(NamedTuple):
         name: Under which the proposal has it.
         other: Whose it is by the values.
         gain: The logarithm of how much likelier that is.
+        beyond_doubt: Whether it contradicts an order that somebody vouches for, too.
     """
 
     name: str
     other: str
     gain: float
+    beyond_doubt: bool = False
 
 
 class Parts(NamedTuple):
@@ -73,11 +75,13 @@ class _Move(NamedTuple):
         price: What having looked for it costs.
         doubtful: Whether the proposal is a guess if nothing speaks against this exchange: a plausible script makes it, or it
             exchanges layers with the same role.
+        script: Whether a plausible script makes it.
     """
 
     to: dict[int, int]
     price: float
     doubtful: bool = False
+    script: bool = False
 
 
 def compared_parts(
@@ -109,14 +113,20 @@ def compared_parts(
         if not any(usable[c] in proven for c in move.to) and any(usable[c] >= 0 for c in move.to)
     ]
     search = _Search(list(terms(values, usable, _families(values, usable))), noisy)
-    bar = AGAINST if not vouched else BEYOND_DOUBT * (2 if noisy else 1)
+    beyond = BEYOND_DOUBT * (2 if noisy else 1)
+    bar = beyond if vouched else AGAINST
     gain, better = search.best(usable, moves, bar)
     if gain >= bar:
-        return Parts(_exchange(values, usable, better, gain))
-    search.left, likely = _EFFORT, []
-    for move in moves:
-        if (given or move.doubtful) and search.left > 0:
-            likely.append((sum(search.change(usable, move)), move.to))
+        return Parts(_exchange(values, usable, better, gain)._replace(beyond_doubt=gain >= beyond))
+    search.left = _EFFORT
+    weighed = [(sum(search.change(usable, m)), m) for m in moves if (given or m.doubtful) and search.left > 0]
+    # A script exchanges two lists, not one layer of each: where the whole is told, a part of it with one number is no doubt.
+    told = [] if given else [m.to.items() for change, m in weighed if m.script and change <= -CLEARLY]
+    likely = [
+        (change, m.to)
+        for change, m in weighed
+        if m.script or not (_one_number(values, m.to) and any(m.to.items() <= whole for whole in told))
+    ]
     if given:
         likely += [(0.0, move) for move in _uncompared(values, assignment, proven, [to for _, to in likely])]
     untold: list[Exchange] = []
@@ -132,6 +142,11 @@ def compared_parts(
             if support < FOR:
                 untold.append(Exchange(values.candidates[c].name, "", support))
     return Parts(None, untold)
+
+
+def _one_number(values: Values, move: Mapping[int, int]) -> bool:
+    """Return whether an exchange stays inside one numbered layer: `gates.1` and `layers.1`."""
+    return len({tuple(re.findall(r"\d+", values.candidates[c].name)) for c in move}) == 1
 
 
 def _uncompared(
@@ -162,10 +177,8 @@ def _stopped(values: Values, usable: Assignment) -> Iterator[int]:
             yield c
 
 
-def _exchange(values: Values, old: Assignment, new: Assignment, gain: float) -> Exchange | None:
-    changed = next((c for c in old if new[c] != old[c]), None)
-    if changed is None:
-        return None
+def _exchange(values: Values, old: Assignment, new: Assignment, gain: float) -> Exchange:
+    changed = next(c for c in old if new[c] != old[c])
     other = next(c for c in old if new[c] == old[changed])  # where the entry of `changed` goes
     return Exchange(values.candidates[changed].name, values.candidates[other].name, gain)
 
@@ -255,8 +268,12 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
     """Yield the exchanges to try, those that a plausible script makes first, those of vectors alone last."""
     families = _families(values, usable)
     near = [dict(move) for family in families if _whole(values, family[0]) for move in _orders(family)]
-    # Norms count where they have a list of their own: no script exchanges them alone between layers.
-    doubtful = [f for f in families if _whole(values, f[0]) or _is_list_of_norms(values, usable, f)]
+    # Norms and biases count where they have a list of their own: no script exchanges them alone between layers.
+    doubtful = [
+        f
+        for f in families
+        if _whole(values, f[0]) or _is_list_of_norms(values, usable, f) or _is_list_of_vectors(values, f)
+    ]
     plausible = [*_in_all_layers(values, doubtful), *_kinds_apart(values, usable)]
     lists = [part for family in families if _is_list_of_norms(values, usable, family) for part in family]
     plausible += [{a: b for part in lists for a, b in _swap(part[:1], part[1:]).items()}] if lists else []
@@ -290,7 +307,7 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
     for same in alike.values():
         biases = [part for part in same if len(part) == 1 and kind.get(part[0]) == "bias"]
         vectors += [move for move in _orders(biases) if len(move) > 2]
-    yield from (_Move(move, math.log(len(near) + len(plausible)), True) for move in plausible)
+    yield from (_Move(move, math.log(len(near) + len(plausible)), True, True) for move in plausible)
     for move in (move for move in near if frozenset(move.items()) not in likely):
         yield _Move(move, math.log(len(near) + len(plausible)), _same_role(values, move))
     for move in far:
@@ -347,6 +364,7 @@ def _habits(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
         lambda c: names[c],
         lambda c: (names[c].partition(".")[0], c),  # the children by name
         lambda c: (re.sub(r"\d+", "", names[c]), c),  # a kind after the other, over all layers
+        lambda c: ([int(n) for n in re.findall(r"\d+", names[c])], c),  # the first of every list, then the second
         lambda c: -c,
         lambda c: (-place[module[c]], c),  # modules from the last to the first
         lambda c: (place[module[c]], -c),  # every module's bias first
@@ -413,6 +431,16 @@ def _is_norm(values: Values, part: Sequence[int]) -> bool:
     shapes = [values.candidates[c].shape for c in part]
     numbered = values.candidates[part[0]].name.rpartition(".")[2].isdecimal()
     return len(part) == 2 and not _whole(values, part) and shapes[0] == shapes[1] and not numbered
+
+
+def _is_list_of_vectors(values: Values, family: Sequence[Sequence[int]]) -> bool:
+    """Return whether parts are the single vectors of a numbered list: the biases of an `nn.ParameterList`."""
+    return all(
+        len(part) == 1
+        and len(values.candidates[part[0]].shape) == 1
+        and values.candidates[part[0]].name.rpartition(".")[2].isdecimal()
+        for part in family
+    )
 
 
 def _is_list_of_norms(values: Values, usable: Assignment, family: Sequence[Sequence[int]]) -> bool:

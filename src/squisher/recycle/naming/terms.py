@@ -2,8 +2,9 @@
 
 Each law gives a term: the logarithm of how much likelier the values are if it holds for these entries than by accident. There are
 
-- laws of the first moment: the sums of weight times moment over the rows of one matrix are those over the columns of the
-  next one, or of all that read it; those of a convolution before a norm are zero;
+- laws of the first moment: the sums of weight times moment over the outputs of one matrix are those over the inputs of the
+  next one, or of all that read it; over the outputs of two that are multiplied (a query and its key) they are equal; those of
+  a convolution before a norm are zero;
 - v carried from layer to layer: a unit with large weights behind it has large gradients, one with large weights before it
   has large activations, so the v of one layer follows from the weights and the v of the next. This needs no first moment;
 - the direction in which a weight has moved: what it is now goes with the last steps.
@@ -33,6 +34,7 @@ OF_V = 15.0  # that v carried from one layer to the next may count
 OF_NORM = 8.0  # that v of a norm beside a layer may count
 NEAR = 6  # matrices between which a law of the first moment is looked for
 CARRIED = 3  # and between which v is
+FACTORS, FACTOR = 2, 20.0  # matrices between which two factors are looked for, and what the law between them may count
 EMBEDDINGS = 2  # first matrices whose columns may be outputs, added to what every later layer adds to
 COME, COME_MATRIX = (
     8.0,
@@ -58,16 +60,16 @@ class Term(NamedTuple):
 class _Side(NamedTuple):
     """Channel sums: of a matrix and its bias, a norm and its bias, or of several matrices that read one layer."""
 
-    kind: str  # "rows", "columns" or "norm"
+    kind: str  # "outputs", "inputs" or "norm"
     first: int
     members: tuple[int, ...]
-    reading: Reading
+    readings: tuple[Reading, ...]  # of each member
     length: int
 
     def sums(self, values: Values, entries: Sequence[int]) -> Array:
         """Return the sums with these entries."""
-        every = zip(self.members, entries, strict=True)
-        return np.sum([values.together(c, e, self.reading) for c, e in every], axis=0)
+        every = zip(self.members, entries, self.readings, strict=True)
+        return np.sum([values.together(c, e, reading) for c, e, reading in every], axis=0)
 
 
 class _Places(Generic[T]):
@@ -144,15 +146,21 @@ def terms(values: Values, usable: Assignment, families: Sequence[Sequence[Sequen
 
 
 def _of_moments(values: Values, sides: Iterator[_Side]) -> Iterator[Term]:
-    """Yield the laws that sums over the rows of a matrix, or over a norm, are those over the columns of what reads it."""
+    """Yield the laws that sums over the outputs of a matrix, or over a norm, are those over the inputs of what reads it."""
     every = list(sides)
-    columns = _Places(values, [(side.first, side) for side in every if side.kind == "columns"])
-    for a in (side for side in every if side.kind != "columns"):
-        for b in columns.around(a.first, -NEAR, NEAR):
+    inputs = _Places(values, [(side.first, side) for side in every if side.kind == "inputs"])
+    outputs = _Places(values, [(side.first, side) for side in every if side.kind == "outputs"])
+    coupled = any(e.group.get("weight_decay") and not e.group.get("decoupled_weight_decay") for e in values.entries)
+    for a in (side for side in every if side.kind != "inputs"):
+        # Of twins whose decay is part of the gradient, the exchanged sums are equal, too.
+        for b in outputs.around(a.first, 1, FACTORS) if a.kind == "outputs" and not coupled else ():
+            if values.candidates[a.first].shape == values.candidates[b.first].shape and a.length == b.length:
+                yield _law(values, a, b, 0.3, FACTOR)
+        for b in inputs.around(a.first, -NEAR, NEAR):
             if a.length != b.length or {*a.members} & {*b.members}:
                 continue
             # Zero where b alone is the next matrix. Neither its weights, all near one, nor its place tell which norm is meant.
-            apart = columns.apart(a.first, b.first) + (len(b.members) > 1)
+            apart = inputs.apart(a.first, b.first) + (len(b.members) > 1)
             prior, most = 0.5 / (1 + apart), MOST / (1 + apart) ** 2
             if a.kind == "norm":
                 prior, most = 0.1 if _apart(values, a.first, b.first) else 0.3, NORM
@@ -160,36 +168,47 @@ def _of_moments(values: Values, sides: Iterator[_Side]) -> Iterator[Term]:
 
 
 def _of_biases(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[Term]:
-    """Yield the laws that v of a bias goes with the rows of its weight."""
+    """Yield the laws that v of a bias goes with the outputs of its weight; in lists of their own, `weights.3` has `biases.3`."""
     number = {values.candidates[c].name: c for c in usable}
     for c in matrices:
-        bias = number.get(values.candidates[c].name.replace("weight", "bias"), c)
-        if bias != c and values.candidates[bias].shape == values.candidates[c].shape[:1] and len(usable) > 2:
-            outputs = values.outputs(usable[c]) if usable[c] >= 0 else 0
-            yield _alike(values, (c, outputs), (bias, 0), 0.8, OF_V)
+        name, axis = values.candidates[c].name, values.out[c]
+        bias = number.get(name.replace("weight", "bias"), number.get(name.replace("weights", "biases"), c))
+        if (
+            bias != c
+            and values.candidates[bias].shape == values.candidates[c].shape[axis : axis + 1]
+            and len(usable) > 2
+        ):
+            by_values = values.outputs(usable[c]) if usable[c] >= 0 else 0
+            yield _alike(values, (c, axis or by_values), (bias, 0), 0.8, OF_V)
 
 
 def _of_neighbours(values: Values, matrices: Sequence[int]) -> Iterator[Term]:
     """Yield what v of a matrix says of v of those near it in the model."""
     # Of an embedding the columns are outputs. Layers of a stack are none, however early they come, nor is a head that is registered first.
-    tables = [c for c in matrices[:EMBEDDINGS] if not re.search(r"\d+\..*\.|head|out", values.candidates[c].name)]
+    tables = [
+        c
+        for k, c in enumerate(matrices)
+        if not re.search(r"\d+\..*\.|head|out", values.candidates[c].name)
+        and (k < EMBEDDINGS or "emb" in values.candidates[c].name)
+    ]
     near = _Places(values, [(d, d) for d in matrices])
     for c in matrices:
         for d, _ in near.listed(c):
-            if c < d and values.candidates[c].shape[0] == values.candidates[d].shape[0] >= UNITS:
-                yield _alike(values, (c, 0), (d, 0), 0.5, OF_V)
+            if c < d and values.length(c, 0) == values.length(d, 0) >= UNITS:
+                yield _alike(values, (c, values.out[c]), (d, values.out[d]), 0.5, OF_V)
     pairs = [(c, d) for c in matrices for d in {*near.around(c, -CARRIED, 2 * CARRIED), *tables} if d != c]
     for c, d in pairs:
-        (rows, read), columns = values.candidates[c].shape[:2], values.candidates[d].shape[1]
+        given, read, taken = values.length(c, 0), values.length(c, 1), values.length(d, 1)
         far, apart = values.place[d] - values.place[c], near.apart(c, d)
-        if rows == columns >= UNITS and apart <= CARRIED:
+        own, other = values.out[c], 1 - values.out[d]
+        if given == taken >= UNITS and apart <= CARRIED:
             yield from _carried_v(values, c, d, 0.5 / (1 + apart), OF_V / (1 + apart))
-            yield _alike(values, (c, 0), (d, 1), 0.5 / (1 + apart), OF_V / (1 + apart))
-        elif rows == columns >= UNITS and d in tables and far < 0:
-            yield _alike(values, (c, 0), (d, 1), 0.3, OF_V / 2)
-        if read == columns >= UNITS and c in tables and 0 < far <= 2 and rows != values.candidates[d].shape[0]:
-            yield _back(values, (c, 1), d, 0.3 / far, OF_V / 2 / far)
-        if read == columns >= UNITS and 0 < far <= CARRIED and _hidden_is_read(values, c, d):
+            yield _alike(values, (c, own), (d, other), 0.5 / (1 + apart), OF_V / (1 + apart))
+        elif given == taken >= UNITS and d in tables and far < 0:
+            yield _alike(values, (c, own), (d, other), 0.3, OF_V / 2)
+        if read == taken >= UNITS and c in tables and 0 < far <= 2 and given != values.length(d, 0):
+            yield _back(values, (c, 1 - own), d, 0.3 / far, OF_V / 2 / far)
+        if read == taken >= UNITS and 0 < far <= CARRIED and _hidden_is_read(values, c, d):
             yield _alike(values, (c, 1), (d, 1), 0.5 / far, OF_V / far)
 
 
@@ -228,22 +247,24 @@ def _sides(values: Values, usable: Assignment, families: Sequence[Sequence[Seque
     for c, shape in shapes.items():
         name = values.candidates[c].name
         bias = number.get(f"{name.removesuffix('weight')}bias") if name.endswith("weight") else None
-        own = (c,) if bias is None or shapes[bias] != shape[:1] else (c, bias)
+        axis = values.out[c]
+        own = (c,) if bias is None or shapes[bias] != shape[axis : axis + 1] else (c, bias)
         if len(shape) == 1:
             if len(own) > 1 and shape[0] >= UNITS:
-                yield _Side("norm", c, own, Reading(0), shape[0])
+                yield _Side("norm", c, own, (Reading(0),) * 2, shape[0])
             continue
-        if shape[0] >= UNITS:
-            yield _Side("rows", c, own, Reading(0), shape[0])
-        if shape[1] >= UNITS:
-            yield _Side("columns", c, (c,), Reading(1), shape[1])
-        if shape[0] == 3 * shape[1] and shape[1] >= UNITS:  # the last third of a fused projection is the value
-            yield _Side("rows", c, own, Reading(0, third=2), shape[1])
+        given, read = values.length(c, 0), values.length(c, 1)
+        if given >= UNITS:
+            yield _Side("outputs", c, own, (Reading(axis), Reading(0))[: len(own)], given)
+        if read >= UNITS:
+            yield _Side("inputs", c, (c,), (Reading(1 - axis),), read)
+        if given == 3 * read and read >= UNITS:  # the last third of a fused projection is the value
+            yield _Side("outputs", c, own, (Reading(axis, third=2), Reading(0, third=2))[: len(own)], read)
     for family in families:
         for same in zip(*family, strict=True) if len(family) <= SIBLINGS else ():
-            shape = shapes[same[0]]
-            if len(shape) > 1 and shape[1] >= UNITS:
-                yield _Side("columns", same[0], same, Reading(1), shape[1])
+            if len(shapes[same[0]]) > 1 and values.length(same[0], 1) >= UNITS:
+                readings = tuple(Reading(1 - values.out[c]) for c in same)
+                yield _Side("inputs", same[0], same, readings, values.length(same[0], 1))
 
 
 def _law(values: Values, a: _Side, b: _Side, prior: float, most: float) -> Term:
@@ -263,22 +284,25 @@ def _carried_v(values: Values, a: int, b: int, prior: float, most: float) -> Ite
     A unit that is seldom active has small gradients on both sides of it. Their ratio does not depend on that: it is what the
     weights before the unit and those behind it say.
     """
+    given, read = values.out[a], 1 - values.out[b]
 
     def forth(entries: Sequence[int]) -> float:
-        return _agreement(values.square(entries[1], 1), values.predicted(a, entries[0], 0), prior, most)
+        return _agreement(values.square(entries[1], read), values.predicted(a, entries[0], given), prior, most)
 
     def balanced(entries: Sequence[int]) -> float:
-        known = values.square(entries[1], 1) - values.square(entries[0], 0)
-        return _agreement(known, values.predicted(a, entries[0], 0) - values.predicted(b, entries[1], 1), prior, most)
+        known = values.square(entries[1], read) - values.square(entries[0], given)
+        predicted = values.predicted(a, entries[0], given) - values.predicted(b, entries[1], read)
+        return _agreement(known, predicted, prior, most)
 
-    yield from (_back(values, (a, 0), b, prior, most), Term((a, b), forth, (a,)), Term((a, b), balanced, (a, b)))
+    yield from (_back(values, (a, given), b, prior, most), Term((a, b), forth, (a,)), Term((a, b), balanced, (a, b)))
 
 
 def _back(values: Values, a: tuple[int, int], b: int, prior: float, most: float) -> Term:
     """Return the law that v over an axis of a follows from the weights and v of b, which reads it."""
 
     def weigh(entries: Sequence[int]) -> float:
-        return _agreement(values.square(entries[0], a[1]), values.predicted(b, entries[1], 1), prior, most)
+        predicted = values.predicted(b, entries[1], 1 - values.out[b])
+        return _agreement(values.square(entries[0], a[1]), predicted, prior, most)
 
     return Term((a[0], b), weigh, (b,))
 
@@ -298,9 +322,9 @@ def _of_norms(values: Values, usable: Assignment, matrices: Sequence[int]) -> It
         for d in sorted({*layer, *others.around(c, -CARRIED - 1, CARRIED)}):
             apart = _apart(values, c, d)
             prior, most = 0.3 / (1 + apart), OF_NORM / (1 + apart)
-            if apart <= CARRIED and values.candidates[d].shape[0] == shape[0]:
-                yield _alike(values, (c, 0), (d, 0), prior, most)
-            if apart <= CARRIED and values.candidates[d].shape[1] == shape[0]:
+            if apart <= CARRIED and values.length(d, 0) == shape[0]:
+                yield _alike(values, (c, 0), (d, values.out[d]), prior, most)
+            if apart <= CARRIED and values.length(d, 1) == shape[0]:
                 yield _back(values, (c, 0), d, prior, most)
 
 

@@ -6,6 +6,7 @@ Everything is read in chunks, and of each tensor at most some channels of an axi
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -90,6 +91,11 @@ class Values:
         for c in candidates:
             self.place.append(matrices)
             matrices += len(c.shape) >= 2
+        self.out = _output_axes(candidates)  # the axis of each candidate's outputs
+
+    def length(self, candidate: int, side: int) -> int:
+        """Return how many outputs (0) or inputs (1) a matrix has."""
+        return self.candidates[candidate].shape[abs(side - self.out[candidate])]
 
     def has_moment(self, entry: int) -> bool:
         """Return whether an entry keeps a first moment of the parameter's shape."""
@@ -271,6 +277,33 @@ class Values:
                 picked = numbers(rows.movedim(axis, 0)[torch.from_numpy(chosen)])
                 out[:, start * width : stop * width] = picked.reshape(len(picked), -1)
         return out
+
+
+def _output_axes(candidates: Sequence[Candidate]) -> list[int]:
+    """Return the axis of every matrix's outputs: 0, or 1 for layers of `x @ w` (GPT-2's) and transposed convolutions.
+
+    The length of its bias tells; where both axes have it, a layer is like those nearest to it in the tree of modules.
+    """
+    shapes = {c.name: c.shape for c in candidates}
+    out, inside, square = [0] * len(candidates), defaultdict[str, set[int]](set), []
+    for k, c in enumerate(candidates):
+        bias = shapes.get(f"{c.name[:-6]}bias", ()) if c.name.endswith("weight") and len(c.shape) > 1 else ()
+        if len(bias) == 1 and c.shape[0] == c.shape[1]:
+            square.append(k)
+        elif len(bias) == 1:
+            out[k] = int(bias == c.shape[1:2])
+            for above in _above(c.name):
+                inside[above].add(out[k])
+    for k in square:
+        nearest = next((inside[above] for above in _above(candidates[k].name) if above in inside), set())
+        out[k] = int(nearest == {1} and len(candidates[k].shape) == 2)
+    return out
+
+
+def _above(name: str) -> Iterator[str]:
+    """Yield the modules around a parameter's own, from the nearest to the model."""
+    words = name.split(".")[:-2]
+    return (".".join(words[:depth]) for depth in range(len(words), -1, -1))
 
 
 def _chosen(length: int, most: int) -> np.ndarray[Any, np.dtype[np.int64]]:
