@@ -540,6 +540,33 @@ def test_factors_gates_and_layers_of_x_at_w_are_told(tmp_path, make, seed, steps
     assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)
 
 
+def test_values_that_speak_against_an_order_say_what_settles_it(tmp_path):
+    torch.manual_seed(2)
+    model = gated()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    trained(model, optimizer, 60)
+    path = saved(tmp_path / "c.pt", model, optimizer)
+    with pytest.raises(NamingError, match="speak against.*--in-order"):
+        squisher.extract(path)
+    assert right(squisher.extract(path, bias_correction=False, in_order=True), model, optimizer)
+
+
+def test_two_networks_with_the_same_names_are_both_said(tmp_path):
+    """The second generator's optimizer fits the weights of both: the names are the same, and nothing claims it is the first."""
+    torch.manual_seed(0)
+    there, back = mlp(WIDTH, WIDTH, WIDTH), mlp(WIDTH, WIDTH, WIDTH)
+    optimizer = OPTIMIZERS["AdamW"](back.parameters())
+    for _ in range(60):
+        optimizer.zero_grad()
+        x, _ = batch()
+        (back(there(x)) - x).square().mean().backward()
+        optimizer.step()
+    networks = {"there": there.state_dict(), "back": back.state_dict()}
+    torch.save({**networks, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    said = str(squisher.extract(tmp_path / "c.pt").provenance.naming)
+    assert "the weights under 'there' or the weights under 'back'" in said
+
+
 def test_what_nothing_tells_can_be_said(tmp_path):
     """One step of Adagrad on two tables: nothing tells which is which, and the user does."""
     torch.manual_seed(0)

@@ -19,7 +19,7 @@ from ..states import Candidate, OptimizerState, Source
 from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
 from .conventions import CONVENTIONS, Convention, by_shape, divisions, sorted_as_text, ways
 from .evidence import Evidence, weigh
-from .exchanges import BEYOND_DOUBT, Exchange, Parts, compared_parts
+from .exchanges import Exchange, Parts, compared_parts
 from .laws import Law
 
 __all__ = ["Solution", "resolve"]
@@ -100,7 +100,7 @@ def _proposed(
         sources: Where names may come from.
         said: Entries whose name the values tell.
     """
-    answers: dict[tuple[str, ...], str] = {}
+    answers: dict[tuple[str, ...], list[str]] = {}
     several = False
     count = len(optimizer.group_sizes)
     order = "in one group" if count == 1 else f"inside each of {count} groups"
@@ -112,11 +112,14 @@ def _proposed(
             candidates = by_shape(optimizer, candidates)
             numbers = {c.name: k for k, c in enumerate(candidates)}
         found = ways(optimizer, candidates, {entry: numbers[name] for entry, name in said.items() if name in numbers})
-        only = ", the only division that fits" if count > 1 and found.complete else ""
         for way in found.found:
-            answers.setdefault(tuple(candidates[k].name for k in way), f"{label}, registration order {order}{only}")
+            answers.setdefault(tuple(candidates[k].name for k in way), []).append(label)
         several |= bool(found.found) and not found.complete
-    return answers, several or len(answers) > 1
+    several |= len(answers) > 1
+    only = ", the only division that fits" if count > 1 and not several else ""
+    # Of two networks with the same names and shapes (two generators, a moving average) nothing says here which was trained.
+    by = {names: " or ".join(dict.fromkeys(labels)) for names, labels in answers.items()}
+    return {names: f"{label}, registration order {order}{only}" for names, label in by.items()}, several
 
 
 def _by_convention(
@@ -325,11 +328,15 @@ def _contradicted(names: Sequence[str], by: str, evidence: Evidence, wrong: Sequ
 
 
 def _other_parts(by: str, exchange: Exchange, settles: str) -> str:
-    clear = exchange.gain >= BEYOND_DOUBT
+    clear = exchange.beyond_doubt
+    doubt = (
+        "the values of small networks err so far now and then: if each group of the optimizer keeps the order of model.parameters(), "
+        f"say so with --in-order (in_order=True), and only what is beyond doubt contradicts it. Otherwise {settles[:1].lower()}{settles[1:]}"
+    )
     return (
         f"The values {'contradict' if clear else 'speak against'} the names: what is {exchange.name!r} by «{by}» is "
         f"{'' if clear else 'rather '}{exchange.other!r} by the weights, moments and v of the parts they belong to "
-        f"(exp({exchange.gain:.0f}) times likelier), so that these stand in another order. {settles}"
+        f"(exp({exchange.gain:.0f}) times likelier), so that these stand in another order{f'. {settles}' if clear else f'; but {doubt}'}"
     )
 
 
