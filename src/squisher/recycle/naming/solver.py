@@ -237,7 +237,7 @@ def _checked_given(
             )
     evidence = weigh(sources, optimizer.entries, laws)
     untold = _checked(given, "the names that were given", evidence, GIVE_OTHERS, vouched=True, given=known)
-    by = f"the values do not tell {', '.join(f'{a!r} from {b!r}' for a, b, _ in untold[:_SHOWN])}" if untold else ""
+    by = f"the values do not tell {', '.join(f'{a!r} from {b!r}' for a, b, *_ in untold[:_SHOWN])}" if untold else ""
     if known.keys().isdisjoint(given):
         by = "not checked: the source has no weights of these names"
     if len(untold) > _SHOWN:
