@@ -71,18 +71,6 @@ def test_sparse_gradients_decay_all_and_add_to_the_touched(sparse_dims: int) -> 
     torch.testing.assert_close(value.double(), expected, rtol=1e-6, atol=0)
 
 
-def test_works_without_the_multi_tensor_operations(monkeypatch: pytest.MonkeyPatch) -> None:
-    values, gradients = random_case([torch.float32, torch.bfloat16], torch.float32)
-    expected = naive(values, gradients, 0.9)
-    for name in ("_foreach_mul_", "_foreach_addcmul_", "_foreach_norm"):
-        monkeypatch.delattr(torch, name)
-    assert all_finite(gradients, torch.float32)
-    assert not all_finite([*gradients, torch.tensor([float("nan")])], torch.float32)
-    average_squares_(values, gradients, 0.9)
-    for value, right in zip(values, expected, strict=True):
-        torch.testing.assert_close(value.double(), right, rtol=1e-6, atol=0)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_one_entry_that_is_not_finite_is_found(bad: float, dtype: torch.dtype) -> None:

@@ -19,7 +19,7 @@ from ..optimizers import step_of
 from .terms import NEAR, NORM, OF_V, Assignment, Term, terms
 from .values import Shape, Values
 
-__all__ = ["AGAINST", "BEYOND_DOUBT", "Exchange", "Parts", "compared_parts"]
+__all__ = ["AGAINST", "BEYOND_DOUBT", "CLEARLY", "Exchange", "Parts", "compared_parts"]
 
 # From scripts made to mislead (benchmarks/naming_scripts.py); rates in docs/formats.md.
 AGAINST = 2.0  # an exchange that is likelier by so much, after the price of having looked for it, refuses an order

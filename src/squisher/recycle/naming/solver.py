@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ...errors import NamingError
+from ...errors import NamingError, SquisherWarning
 from ...importance.facts import Level, Naming
 from ..states import Candidate, OptimizerState, Source
 from .candidates import GIVE_OTHERS, check_known, clean_names, no_duplicates
 from .conventions import CONVENTIONS, Convention, by_shape, divisions, sorted_as_text, ways
 from .evidence import Evidence, weigh
-from .exchanges import Exchange, Parts, compared_parts
+from .exchanges import CLEARLY, Exchange, Parts, compared_parts
 from .laws import Law
 
 __all__ = ["Solution", "resolve"]
@@ -242,6 +243,11 @@ def _checked_given(
         by = "not checked: the source has no weights of these names"
     if len(untold) > _SHOWN:
         by += f", nor {len(untold) - _SHOWN} others of one shape"
+    if untold and untold[0].gain > CLEARLY:
+        # Not enough to refuse what somebody says, but right names seldom come so far.
+        favoured = f"the values favour {untold[0].other!r} for what is named {untold[0].name!r}"
+        by = f"{favoured}; {by}"
+        warnings.warn(f"Of the given names, {favoured}: check their order.", SquisherWarning, stacklevel=2)
     return Solution(list(given), [Naming(Level.GIVEN, by)] * len(given), list(known.values()))
 
 
