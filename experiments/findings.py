@@ -204,7 +204,7 @@ def _section(name: str, found: Sequence[Comparison]) -> list[str]:
         missing = len(c.document.get("missing", ()))
         parts += [
             f"### {c.title}" if len(found) > 1 else "",
-            f"{c.document['seeds']} seeds, {seconds:.0f} minutes on one thread, on a shared machine"
+            f"{c.document['seeds']} seeds{' planned' if missing else ''}, {seconds:.0f} minutes on one thread, on a shared machine"
             + (f"; {missing} units were not run" if missing else "")
             + f". {c.metric[:1].upper() + c.metric[1:]}, mean ± standard deviation. One unit again: `{_command(c)}`.",
             *(_scores(c, metric) for metric in getattr(module, "METRICS", {c.metric: ""})),
