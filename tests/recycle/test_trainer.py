@@ -337,3 +337,18 @@ def test_a_state_of_an_earlier_run_beside_the_other(bert):
     shutil.copy(bert / "optimizer.pt", bert / "optimizer.bin")  # as FSDP writes it into the same folder
     with pytest.raises(FileError, match=r"optimizer.pt and optimizer.bin.*earlier run"):
         squisher.extract(bert)
+
+
+def test_an_empty_second_group_is_the_trainers_own(tmp_path):
+    """Of adapters without biases or norms; a single group of vectors and matrices is an optimizer of the user's."""
+    from squisher.recycle.formats.torch_file import optimizer_state
+    from squisher.recycle.formats.trainer import _makes_its_own
+
+    folder = tmp_path / "checkpoint-4"
+    folder.mkdir()
+    parameters = [torch.nn.Parameter(torch.ones(4, 3)), torch.nn.Parameter(torch.ones(4))]
+    for groups, own in (([parameters], False), ([parameters, []], True), ([parameters[:1], parameters[1:]], True)):
+        optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+        sum(p.square().sum() for p in parameters).backward()
+        optimizer.step()
+        assert _makes_its_own(folder, optimizer_state(optimizer.state_dict())) is own
