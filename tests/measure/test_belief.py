@@ -803,3 +803,23 @@ def test_a_linear_layer_on_sequences_whose_output_is_changed_in_place():
     found = _same_as_the_loop(model, _batches(off, on, on))
     assert found["inner.weight"].sum() > 0
     assert found.provenance.coverage["loop"] == {}
+
+
+@pytest.mark.parametrize("labels", ["data", "exact"])
+def test_a_gradient_that_is_lost_on_its_way_is_not_taken_for_zero(labels, monkeypatch):
+    def forward(s, x):
+        return s.out(torch.where(x[:, :1] > 5, x * s.scale, x))
+
+    model = _module(forward, scale=nn.Parameter(torch.rand(5)), out=nn.Linear(5, CLASSES))
+    batches = _batches(torch.rand(4, 5), torch.rand(4, 5), torch.rand(4, 5) + 5, torch.rand(4, 5))
+    arrived = Pass._arrived
+
+    def losing(self, g, uses):
+        arrived(self, g, [use for use in uses if use.source is not model.scale])
+
+    monkeypatch.setattr(Pass, "_arrived", losing)
+    measured = fisher(model, batches, labels=labels)
+    expected = fisher(model, batches, labels=labels, method="loop")
+    assert bool(expected["scale"].any())
+    torch.testing.assert_close(measured["scale"], expected["scale"])
+    assert "scale" in measured.provenance.coverage["loop"]

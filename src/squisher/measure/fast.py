@@ -4,7 +4,8 @@ In every batch, before anything is added:
 
 - the rows of each output belong to examples by structure (`examples`), never because a size happens to be divisible;
 - no path of the graph leads to a parameter past the rules (`capture`);
-- the sequence of operations is one that was proven against the loop (`proof`), for every parameter whose gradient is not zero;
+- the sequence of operations is one that was proven against the loop (`proof`), for every parameter whose gradient is not zero; while it
+  is zero, a plain gradient of the batch must be zero too, or what arrived was lost on its way;
 - every number or decision that Python took from the batch is what it would have taken from each example alone; where it is not, or where
   a scripted function or an array hides it, the outputs of some examples alone are compared with those of the batch;
 - backward functions written in Python, which may mix examples, give the same squares for the two halves of the batch one after the other.
@@ -17,6 +18,7 @@ examples alone with those of the batch: examples that influence each other have 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import count
 from typing import Any
 
 import torch
@@ -24,12 +26,14 @@ from torch import Tensor, nn
 
 from ..errors import SquisherError
 from ..guard import only_requiring
+from ..ranks import local_of
 from .batches import Batch
 from .capture import Obstacle
 from .likelihood import Objective, Outputs
-from .loop import Loop
+from .loop import Loop, requiring
 from .proof import Known, Proof, check_alone, compare, doubts_of, prove, recall
 from .rules import Gradients
+from .sampling import normals
 from .squaring import Pass, forward_pass
 from .sums import Sums
 
@@ -149,6 +153,7 @@ class Fast:
             wrong = compare(found, self._expected(one.batch, index, found), bounds, one.types)
             if wrong:
                 raise Obstacle(wrong)
+        self._refuse_lost(doubtful - found.keys(), one.batch, index)
         with torch.no_grad():
             for name, total in scratch.items():
                 sums[name] += total
@@ -167,6 +172,25 @@ class Fast:
         if wrong:
             why = "its gradient goes through a backward function in Python that mixes examples"
             raise Obstacle(dict.fromkeys(wrong, why))
+
+    def _refuse_lost(self, zero: set[str], batch: Batch, index: Tensor) -> None:
+        """Check that parameters whose squares are zero have no gradient: examples are added up with random signs.
+
+        Raises:
+            Obstacle: one has.
+        """
+        if not zero:
+            return
+        with requiring(self.model, self.parameters):
+            outputs = self.objective.outputs(self.model, batch)
+            signs = (normals(0, index, k, 1)[:, 0].sign().to(outputs.values) for k in count())
+            terms = [term * sign for term, sign in zip(self.objective.terms(outputs, index), signs, strict=False)]
+            torch.stack(terms).sum().backward()
+            # As a mean, so that what is too small to be squared stays so.
+            sums = {name: local_of(g).to_dense() for name in zero if (g := self.parameters[name].grad) is not None}
+            lost = [name for name, total in sums.items() if bool((total / batch.size).square().any())]
+        if lost:
+            raise Obstacle(dict.fromkeys(lost, "its gradient is not zero, but none arrived where it is used"))
 
     def _expected(self, batch: Batch, index: Tensor, names: Iterable[str]) -> Sums:
         expected = Sums({name: self.parameters[name] for name in names}, torch.float32)
