@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from squisher.errors import SquisherError
 from squisher.measure import fisher
 from squisher.measure.sharded.shards import WholeSums
+from squisher.measure.squaring import Pass
 from tests.measure.zoo import build, split
 from tests.processes import run_together
 
@@ -301,3 +302,30 @@ def test_what_is_whole_at_once_is_a_layer_or_two(alone, monkeypatch):
     assert 0 < max(sums for sums, _ in held) <= 4 * largest  # float32, of one layer
     assert 0 < max(gathered for _, gathered in held) <= 3 * 4 * largest  # that layer, and those fetched ahead
     assert sum(v.to_local().numel() for v in found.values()) == sum(p.numel() for p in model.parameters())
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale, self.out = nn.Parameter(torch.rand(5)), nn.Linear(5, 4)
+
+    def forward(self, x):
+        return self.out(torch.where(x[:, :1] > 5, x * self.scale, x))
+
+
+def test_a_gradient_that_is_lost_on_its_way_is_not_taken_for_zero(alone, monkeypatch):
+    model = Gated().double()
+    off, on = X[:4].clamp(-1, 1), X[:4].clamp(-1, 1) + 7
+    batches = [(off, Y[:4]), (off, Y[:4]), (on, Y[:4])]
+    expected = fisher(model, batches, method="loop")
+    fully_shard(model)
+    arrived = Pass._arrived
+
+    def losing(self, g, uses):
+        arrived(self, g, [use for use in uses if use.source.shape != expected["scale"].shape])
+
+    monkeypatch.setattr(Pass, "_arrived", losing)
+    found = fisher(model, batches)
+    assert bool(expected["scale"].any())
+    torch.testing.assert_close(found["scale"].full_tensor(), expected["scale"])
+    assert "scale" in found.provenance.coverage["loop"]

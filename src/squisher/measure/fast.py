@@ -18,7 +18,7 @@ examples alone with those of the batch: examples that influence each other have 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from itertools import count
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,18 +26,16 @@ from torch import Tensor, nn
 
 from ..errors import SquisherError
 from ..guard import only_requiring
-from ..ranks import local_of
 from .batches import Batch
 from .capture import Obstacle
 from .likelihood import Objective, Outputs
-from .loop import Loop, requiring
+from .loop import Loop
 from .proof import Known, Proof, check_alone, compare, doubts_of, prove, recall
 from .rules import Gradients
-from .sampling import normals
 from .squaring import Pass, forward_pass
 from .sums import Sums
 
-__all__ = ["PROVEN_ANEW", "Fast", "left_to_the_loop"]
+__all__ = ["PROVEN_ANEW", "Fast", "left_to_the_loop", "refuse_lost"]
 
 PROVEN_ANEW = {16**k for k in range(12)}
 """The batches that are proven whatever they do, counted over all calls on an unchanged model."""
@@ -174,31 +172,32 @@ class Fast:
             raise Obstacle(dict.fromkeys(wrong, why))
 
     def _refuse_lost(self, zero: set[str], batch: Batch, index: Tensor) -> None:
-        """Check that parameters whose squares are zero have no gradient: examples are added up with random signs.
+        """Check that parameters whose squares are zero have no gradient in the batch as a whole.
 
         Raises:
             Obstacle: one has.
         """
-        if not zero:
-            return
-        with requiring(self.model, self.parameters):
-            outputs = self.objective.outputs(self.model, batch)
-            signs = (normals(0, index, k, 1)[:, 0].sign().to(outputs.values) for k in count())
-            terms = [term * sign for term, sign in zip(self.objective.terms(outputs, index), signs, strict=False)]
-            torch.stack(terms).sum().backward()
-            # As a mean, so that what is too small to be squared stays so.
-            sums = {name: local_of(g).to_dense() for name in zero if (g := self.parameters[name].grad) is not None}
-            lost = [name for name, total in sums.items() if bool((total / batch.size).square().any())]
-        if lost:
-            raise Obstacle(dict.fromkeys(lost, "its gradient is not zero, but none arrived where it is used"))
+        plain = self._expected(batch, index, zero, replace(self.objective, per="batch")) if zero else {}
+        refuse_lost(name for name, total in plain.items() if bool(total.any()))
 
-    def _expected(self, batch: Batch, index: Tensor, names: Iterable[str]) -> Sums:
+    def _expected(self, batch: Batch, index: Tensor, names: Iterable[str], objective: Objective | None = None) -> Sums:
         expected = Sums({name: self.parameters[name] for name in names}, torch.float32)
-        Loop(self.model, self.objective, expected.parameters).add(expected, batch, index)
+        Loop(self.model, objective or self.objective, expected.parameters).add(expected, batch, index)
         return expected
 
     def _leave(self, reasons: Mapping[str, str]) -> None:
         self.left.update(left_to_the_loop(reasons, self.parameters, self.strict))
+
+
+def refuse_lost(names: Iterable[str]) -> None:
+    """Leave a batch to the loop in which these parameters have a gradient, although squares of zero came from the rules.
+
+    Raises:
+        Obstacle: there is one.
+    """
+    lost = dict.fromkeys(names, "its gradient is not zero, but none arrived where it is used")
+    if lost:
+        raise Obstacle(lost)
 
 
 def left_to_the_loop(reasons: Mapping[str, str], parameters: Iterable[str], strict: bool) -> dict[str, str]:

@@ -20,7 +20,7 @@ from ...errors import SquisherError
 from ...ranks import is_sharded, local_of
 from ..batches import Batch, digest_of
 from ..capture import Obstacle
-from ..fast import PROVEN_ANEW, left_to_the_loop
+from ..fast import PROVEN_ANEW, left_to_the_loop, refuse_lost
 from ..likelihood import Objective, Outputs, compared_with_own
 from ..proof import Difference, Probe, compare, differing, tolerance_of, total_of, two_of
 from ..rules import Gradients
@@ -213,6 +213,12 @@ class Together:
             wrong = self.exchange.joined(compare(found, theirs, {}, types))
             if wrong:
                 raise Obstacle(wrong)
+        if doubtful - evident:
+            plain = Sums(sums.parameters, sums.dtype)
+            self.passes.tally = None
+            self.passes.loop(plain, batch, index, weight, dataclasses.replace(self.objective, per="batch"))
+            lost = {name for name in doubtful - evident if bool(plain[name].any())}
+            refuse_lost(set().union(*self.exchange(lost)))
         with torch.no_grad():
             for name, total in found.items():
                 sums[name] += total
