@@ -215,7 +215,7 @@ def test_a_checkpoint_manager_is_read_where_it_has_one_step(tmp_path):
     assert_same(squisher.extract(tmp_path / "manager", bias_correction=False), truth("adamw"))
     assert_same(squisher.extract(tmp_path / "manager" / "4", bias_correction=False), truth("adamw"))
     maker.save_manager(tmp_path / "two", (1, 2))
-    with pytest.raises(FileError, match=r"2 steps \(1, 2\)"):
+    with pytest.raises(FileError, match="steps 1, 2"):
         squisher.extract(tmp_path / "two" / "manager")
 
 
