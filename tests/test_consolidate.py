@@ -207,6 +207,46 @@ def test_a_stopped_run_goes_on():
         resumed.load_state_dict({"strength": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"centre": {"0.weight": torch.zeros(1)}}, r"0\.weight.*shape"),
+        ({"strength": -1.0}, "strength"),
+        ({"online": 5}, "online"),
+        ({"scale": {"x": 1}}, "scale"),
+    ],
+)
+def test_a_state_that_does_not_fit_is_refused(change, words):
+    """A centre of one entry was spread over the whole tensor, and a negative strength pushed weights away."""
+    model = network()
+    ewc = EWC(model)
+    tasks(model, ewc)
+    state = ewc.state_dict()
+    changed = {**state, **{key: {**state[key], **new} if key == "centre" else new for key, new in change.items()}}
+    fresh = EWC(model)
+    with pytest.raises(SquisherError, match=words):
+        fresh.load_state_dict(changed)
+    assert fresh.tasks == 0
+    assert fresh.penalty().item() == 0
+
+
+def test_a_state_goes_to_a_model_that_calls_a_tied_weight_by_its_other_name():
+    def tied(order):
+        model = nn.Module()
+        weight = nn.Parameter(torch.ones(3, 2))
+        for name in order:
+            model.add_module(name, nn.Embedding(3, 2) if name == "embedding" else nn.Linear(2, 3, bias=False))
+            model.get_submodule(name).weight = weight
+        return model
+
+    one, other = tied(["embedding", "head"]), tied(["head", "embedding"])
+    ewc = EWC(one)
+    ewc.consolidate({"embedding.weight": torch.ones(3, 2)})
+    resumed = EWC(other)
+    resumed.load_state_dict(ewc.state_dict())
+    assert list(resumed.state_dict()["weight"]) == ["head.weight"]
+
+
 def _saved(state):
     import io
 

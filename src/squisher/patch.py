@@ -289,13 +289,8 @@ def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[s
         NamingError: The base has other tensors than the patch's; one with other values is refused when it is read.
     """
     path = Path(path)
-    data, metadata = safetensors.open_archive(path)
-    if metadata is None or metadata.get("kind") != "patch":
-        raise FileError(f"{path} is not a patch; make one with: squisher patch make BASE TUNED --out PATCH")
-    if metadata.get("format_version") != FORMAT_VERSION:
-        raise FileError(
-            f"{path} is a patch of format {metadata.get('format_version')}; this version reads {FORMAT_VERSION}."
-        )
+    make = "squisher patch make BASE TUNED --out PATCH"
+    data, metadata = safetensors.open_kind(path, "patch", FORMAT_VERSION, make)
     hashes, entries, names = (metadata.get(key) for key in ("base", "tensors", "names"))
     if not (isinstance(hashes, dict) and isinstance(entries, dict) and isinstance(names, list)):
         raise FileError(f"{path}: the description of the patch is damaged.")

@@ -128,6 +128,24 @@ def test_one_tensor_is_a_model_if_it_has_a_name(tmp_path):
         open_model(tmp_path / "bare.pt")
 
 
+@pytest.mark.parametrize("shard_bytes", [10**9, 8])
+@pytest.mark.parametrize("kind", ["importance", "mask", "patch"])
+def test_a_file_of_ours_is_no_model(tmp_path, kind, shard_bytes):
+    """Merged or pruned as weights, an importance gave a model of squared gradients without a word."""
+    one = {"a": torch.ones(2, 2), "b": torch.ones(2, 2)}
+    path = tmp_path / "ours.safetensors"
+    if kind == "importance":
+        squisher.Importance(one).save(path, shard_bytes=shard_bytes)
+    elif kind == "mask":
+        squisher.mask.top_k(one, 0.5).save(path)
+    else:
+        squisher.patch.make(one, {"a": torch.zeros(2, 2), "b": one["b"]}, path)
+    for name in (path, tmp_path / "ours.safetensors.index.json"):
+        if name.exists():
+            with pytest.raises(FileError, match="importance.*mask.*patch.*not the weights of a model"):
+                open_model(name)
+
+
 def test_of_several_models_in_a_file_none_is_taken_without_a_word(tmp_path):
     one, other = ({"weight": torch.full((2,), x), "bias": torch.zeros(1)} for x in (1.0, 2.0))
     torch.save({"ema": other, "model": one, "best": {"loss": torch.ones(())}}, tmp_path / "average.pt")

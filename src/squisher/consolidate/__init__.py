@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, NamingError, ScaleError, SquisherError, SquisherWarning, check_choice
 from ..importance import Importance, checked, on_common_scale
 from ..importance.weights import match
-from ..names import align, live_tensors
+from ..names import align, check_like, live_tensors
 from ..storage.tensors import is_finite, name_pattern, not_finite
 from .arithmetic import METRICS, Energy, Pull, StepsTaken, add_force_, denominator, pull_together_, unwrapped, was_taken
 
@@ -76,10 +76,7 @@ class EWC:
     ):
         if not isinstance(model, nn.Module):
             raise SquisherError(f"EWC expects a torch.nn.Module, and got {type(model).__name__}.")
-        if not (isinstance(strength, (int, float)) and math.isfinite(strength) and strength >= 0):
-            raise ArgumentError(f"strength is a number of at least 0, not {strength!r}.")
-        if online is not None and not (isinstance(online, (int, float)) and 0 < online <= 1):
-            raise ArgumentError(f"online is None or a decay γ in (0, 1], not {online!r}.")
+        _check_settings(strength, online)
         if dtype not in (torch.float32, torch.bfloat16, torch.float64):
             raise ArgumentError(f"Importances are kept as float32, bfloat16 or float64, not {dtype}.")
         self.strength = float(strength)
@@ -307,14 +304,22 @@ class EWC:
             raise SquisherError(
                 "This is not the state of an EWC: it needs the keys " + ", ".join(sorted(expected)) + "."
             )
+        _check_settings(state["strength"], state["online"])
+        scale = state["scale"]
+        if scale is not None and (not isinstance(scale, Mapping) or set(scale) != {f.name for f in fields(_Scale)}):
+            raise SquisherError(
+                f"The state of this EWC has a scale that is not read: {str(scale)[:80]}. Take the whole state_dict()."
+            )
         self._look()
         names = self._matched(state["weight"]) if state["weight"] else {}  # before the first task nothing is protected
+        for source in names.values():
+            check_like(state["weight"], source, state["centre"], source, ("the importance of the state", "its centre"))
         self.strength, self.online, self.tasks = state["strength"], state["online"], state["tasks"]
         self.totals, self._constant = list(state["totals"]), state["constant"]
-        self._scale = None if state["scale"] is None else _Scale(**state["scale"])
-        kept = {name: self._parameters[name] for name in names}
-        self._weight = {n: self._copied(state["weight"][n], p, self._dtype) for n, p in kept.items()}
-        self._centre = {n: self._copied(state["centre"][n], p) for n, p in kept.items()}
+        self._scale = None if scale is None else _Scale(**scale)
+        found = [(name, source, self._parameters[name]) for name, source in names.items()]
+        self._weight = {name: self._copied(state["weight"][source], p, self._dtype) for name, source, p in found}
+        self._centre = {name: self._copied(state["centre"][source], p) for name, source, p in found}
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
@@ -406,6 +411,13 @@ class EWC:
                 SquisherWarning,
                 stacklevel=4,
             )
+
+
+def _check_settings(strength: Any, online: Any) -> None:
+    if not (isinstance(strength, (int, float)) and math.isfinite(strength) and strength >= 0):
+        raise ArgumentError(f"strength is a number of at least 0, not {strength!r}.")
+    if online is not None and not (isinstance(online, (int, float)) and 0 < online <= 1):
+        raise ArgumentError(f"online is None or a decay γ in (0, 1], not {online!r}.")
 
 
 def strength_like(importance: Mapping[str, Tensor], fisher: Mapping[str, Tensor], strength: float) -> float:

@@ -343,16 +343,8 @@ def load(path: str | os.PathLike[str]) -> Mask:
         FileError: Nothing is there, it is damaged, or it is not a mask.
     """
     path = Path(path)
-    data, metadata = safetensors.open_archive(path)
-    if metadata is None or metadata.get("kind") != "mask":
-        what = "nothing that says so" if metadata is None else repr(metadata.get("kind"))
-        raise FileError(
-            f"{path} is not a mask: it holds {what}. Make one with: squisher mask FILE --keep 0.005 --out MASK"
-        )
-    if metadata.get("format_version") != FORMAT_VERSION:
-        raise FileError(
-            f"{path} is a mask of format {metadata.get('format_version')}; this version reads {FORMAT_VERSION}."
-        )
+    make = "squisher mask FILE --keep 0.005 --out MASK"
+    data, metadata = safetensors.open_kind(path, "mask", FORMAT_VERSION, make)
     layout = dict(_checked(path, entry, data) for entry in metadata.pop("tensors", []))
     ordered = LazyTensors({name: data.source(name) for name in layout})  # empty tensors have no order in a file
     return Mask.from_packed(layout, ordered, metadata)

@@ -89,6 +89,11 @@ def open_weights(path: Path) -> Weights | None:
         path = file
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
         lazy = safetensors.open_safetensors(path)
+        if safetensors.KEY in lazy.metadata:
+            raise FileError(
+                f"{path} was written by squisher and holds an importance, a mask or a patch, not the weights of a model: give the model's "
+                "folder or weight file."
+            )
         return Weights(path.name, {name: lazy.source(name) for name in lazy}, False)
     if path.suffix == ".json":
         return _torch_shards(path)

@@ -31,7 +31,7 @@ from .json_files import no_duplicates, parse_json, read_json
 from .tensors import CHUNK, FileTensor, LazyTensors, Progress, chunks_of, dtype_of, shape_of
 
 __all__ = [
-    "KEY", "SHARD_BYTES", "WIDEST", "SafetensorsWriter", "check_dtype", "check_promised", "exists", "open_archive",
+    "KEY", "SHARD_BYTES", "WIDEST", "SafetensorsWriter", "check_dtype", "check_promised", "exists", "open_archive", "open_kind",
     "open_safetensors", "read_header", "read_index", "rounded", "save", "sums_of",
 ]  # fmt: skip
 
@@ -206,6 +206,28 @@ def open_archive(path: str | os.PathLike[str]) -> tuple[LazyTensors, dict[str, A
     metadata = parse_json(text, f"The metadata under {KEY!r} of {path}")
     if not isinstance(metadata, dict):
         raise FileError(f"{path}: the metadata under {KEY!r} is not a JSON object; the file is damaged.")
+    return tensors, metadata
+
+
+def open_kind(path: str | os.PathLike[str], kind: str, version: int, make: str) -> tuple[LazyTensors, dict[str, Any]]:
+    """Open what `save` wrote of one kind, lazily: the tensors and the metadata.
+
+    Args:
+        path: The file.
+        kind: What its metadata must say that it is: `mask` or `patch`.
+        version: The version of the format that is read.
+        make: The command that makes such a file, for messages.
+
+    Raises:
+        FileError: Nothing is there, it is damaged, or it is something else.
+    """
+    tensors, metadata = open_archive(path)
+    if metadata is None or metadata.get("kind") != kind:
+        what = "nothing that says so" if metadata is None else repr(str(metadata.get("kind"))[:80])
+        raise FileError(f"{path} is not a {kind}: it holds {what}. Make one with: {make}")
+    if metadata.get("format_version") != version:
+        found = str(metadata.get("format_version"))[:80]
+        raise FileError(f"{path} is a {kind} of format {found}; this version reads {version}.")
     return tensors, metadata
 
 
