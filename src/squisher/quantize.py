@@ -26,12 +26,13 @@ from .storage.tensors import (
     CHUNK,
     Computed,
     Progress,
+    check_finite,
     chunks_of,
     dtype_of,
-    is_finite,
     not_finite,
     numel_of,
     one_thread,
+    recut,
     shape_of,
     tied_names,
 )
@@ -370,17 +371,13 @@ class _Rounded(Computed):
             return
         quantizer, dtype = self._quantizers[bits], self.dtype(name)
         length, width = _run(_row(self.shape(name)), quantizer.group)
-        held = torch.zeros(0, dtype=dtype)
-        for chunk in chunks_of(self._weights, name, length):
-            if not is_finite(chunk):
-                raise not_finite(name)
+
+        def rounded(chunk: Tensor) -> Tensor:
+            check_finite(chunk, name)
             work = chunk.to(torch.promote_types(dtype, torch.float32)).view(-1, width)
-            held = torch.cat([held, quantizer.rounded(work).reshape(-1).to(dtype)])
-            whole = held.numel() // size * size
-            yield from held[:whole].split(size) if whole else ()
-            held = held[whole:]
-        if held.numel():
-            yield held
+            return quantizer.rounded(work).reshape(-1).to(dtype)
+
+        yield from recut(map(rounded, chunks_of(self._weights, name, length)), size)
 
 
 def _search(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[list[int], float]:

@@ -19,7 +19,7 @@ from .importance import Importance, on_common_scale, tied_in
 from .importance.provenance import scale_differences
 from .names import align, align_tied, check_unquantized
 from .order import TINY
-from .storage.tensors import CHUNK, Computed, chunks_of, dtype_of, is_finite, not_finite
+from .storage.tensors import CHUNK, Computed, check_finite, chunks_of, dtype_of
 
 __all__ = ["Dampened", "dampen"]
 
@@ -99,8 +99,7 @@ class Dampened(Computed):
             yield from chunks_of(self._weights, name, size)
             return
         for weight, factor in zip(chunks_of(self._weights, name, size), self._factors(target, size), strict=True):
-            if not is_finite(weight):
-                raise not_finite(name)
+            check_finite(weight, name)
             yield torch.where(factor == 1, weight, (weight * factor).to(weight.dtype))  # what stays, stays to the bit
 
     def counts(self) -> dict[str, tuple[int, int]]:

@@ -79,7 +79,7 @@ def patch_apply(
     opened = open_model(base)
     patched = apply(opened.weights, patch)
     with shell.progress_bar("writing") as progress:
-        write_model(out, patched, opened.path if opened.path.is_dir() else None, progress=progress)
+        write_model(out, patched, opened.path, progress=progress)
     if as_json:
         shell.print_json({"out": str(out), "tensors": len(patched)})
     else:

@@ -46,8 +46,7 @@ def unlearn(
         check_weights([part], [opened.weights], [f"{model} (--forget)"], any_weights)
         dampened = dampen(opened.weights, whole, part, select, strength, scale, exclude=exclude)
     with shell.progress_bar("writing") as progress:
-        like = opened.path if opened.path.is_dir() else None
-        write_model(out, dampened, like, leave_out=tied_names(opened.weights), progress=progress)
+        write_model(out, dampened, opened.path, leave_out=tied_names(opened.weights), progress=progress)
     counts = dampened.counts()
     changed, total = sum(changed for changed, _ in counts.values()), sum(total for _, total in counts.values())
     if 2 * changed > total:

@@ -19,7 +19,7 @@ from ..errors import ArgumentError, NamingError, ScaleError, SquisherError, Squi
 from ..importance import Importance, checked, on_common_scale
 from ..importance.weights import match
 from ..names import align, check_like, live_tensors
-from ..storage.tensors import is_finite, name_pattern, not_finite
+from ..storage.tensors import check_finite, is_finite, name_pattern
 from .arithmetic import METRICS, Energy, Pull, StepsTaken, add_force_, denominator, pull_together_, unwrapped, was_taken
 
 __all__ = ["EWC", "strength_like"]
@@ -123,8 +123,7 @@ class EWC:
             parameter = self._parameters[name]
             # Copies: whoever gave the importance may use its memory for the next task, and training moves the parameter.
             force, now = (self._copied(tensor, parameter) for tensor in (scaled[source], parameter.detach()))
-            if not is_finite(now):
-                raise not_finite(name)
+            check_finite(now, name)
             total += float(force.double().sum())
             if self.online is not None or name not in self._weight:
                 old = self._weight.get(name)

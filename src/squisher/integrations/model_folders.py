@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -115,14 +115,25 @@ def prune_folder(
     matrices = [name for name in opened.weights if dtype_of(opened.weights, name) in FLOATS and name not in known]
     done = Pruning(counts, settings, [name for name in matrices if len(opened.weights.shape(name)) > 1])
     card = pruning_card(label, settings, None if importance is None else described(importance), done.counts)
-    like = opened.path if opened.path.is_dir() else None
-    write_model(out, pruned, like, card=card, leave_out=tied, progress=reporting("writing"))
+    write_model(out, pruned, opened.path, card=card, leave_out=tied, progress=reporting("writing"))
     return done
 
 
 METHODS = ("average", "fisher", "ubgm", "task-arithmetic", "ota")
 _WEIGHTED = ("fisher", "ubgm", "ota")
 _FROM_BASE = ("ubgm", "task-arithmetic", "ota")
+_MEANT_FOR = {  # the methods for which an option has a meaning, and its default
+    "importance": (_WEIGHTED, ()),
+    "scale": (_WEIGHTED, "auto"),
+    "floor": (_WEIGHTED, "relative"),
+    "missing": (_WEIGHTED, "error"),
+    "normalize": (("fisher",), None),
+    "base_importance": (("ubgm",), None),
+    "sizes": (("ubgm",), None),
+    "base_size": (("ubgm",), None),
+    "coefficients": (("average", "fisher", "ubgm", "task-arithmetic"), None),
+    "keep": (("ota",), None),
+}
 
 
 @dataclass(frozen=True)
@@ -223,8 +234,24 @@ def merge_folders(
         SquisherError: With one sentence on what is wrong; nothing is then left behind.
     """
     check_choice("method", method, METHODS)
-    settings = _Settings(method, sizes, base_size, keep, scale, normalize, floor, missing, exclude, dtype)
-    settings.check(importances, base_importance, coefficients)
+    options: dict[str, Any] = {
+        "importance": tuple(importances),
+        "scale": scale,
+        "normalize": normalize,
+        "floor": floor,
+        "missing": missing,
+        "exclude": exclude,
+        "base_importance": base_importance,
+        "coefficients": coefficients or None,
+        "sizes": sizes or None,
+        "base_size": base_size,
+        "keep": keep or None,
+        "dtype": dtype,
+    }
+    for option, (methods, default) in _MEANT_FOR.items():
+        if options[option] != default and method not in methods:
+            spelled = option.removesuffix("s").replace("_", "-")  # --size and --coefficient are given once per model
+            raise ArgumentError(f"--{spelled} has no meaning for {method}.")
     if importances and len(importances) != len(models):
         raise ArgumentError(
             f"There are {len(models)} models and {len(importances)} importances: give --importance once per model."
@@ -245,7 +272,7 @@ def merge_folders(
         check_weights(imps, opened, labels, any_weights)
     if of_base is not None and base_weights is not None:
         check_weights([of_base], [base_weights], [base_label or "the base"], any_weights)
-    merged = settings.merge(opened, imps, given, base_weights, of_base)
+    merged = _merged(method, opened, imps, given, base_weights, of_base, options)
     report = Report(
         method=method,
         models=labels,
@@ -253,7 +280,11 @@ def merge_folders(
         importances=[described(imp) for imp in imps],
         base=base_label,
         base_importance=None if of_base is None else described(of_base),
-        options=settings.shown(),
+        options={
+            name.replace("_", " "): _shown(options[name])
+            for name in _TOLD
+            if options[name] != _MEANT_FOR.get(name, ((), None))[1]
+        },
         merged=len(merged.merged),
         kept=merged.kept,
         averaged=merged.averaged,
@@ -274,80 +305,40 @@ def merge_folders(
     return report
 
 
-class _Settings(NamedTuple):
-    """How to merge, as `merge_folders` was asked to."""
+_TOLD = ("scale", "normalize", "floor", "exclude", "sizes", "base_size", "keep", "dtype")
+"""The options that a report names where they are not the default."""
 
-    method: str
-    sizes: Sequence[float] | None
-    base_size: float | None
-    keep: Sequence[float] | None
-    scale: str
-    normalize: str | None
-    floor: str
-    missing: str
-    exclude: str | None
-    dtype: str | None
 
-    def check(
-        self, importances: Sequence[Path], base_importance: Path | None, coefficients: Sequence[float] | None
-    ) -> None:
-        """Refuse options that have no meaning for the method."""
-        weighted = self.method in _WEIGHTED
-        unused = {
-            "--importance": bool(importances) and not weighted,
-            "--scale": self.scale != "auto" and not weighted,
-            "--floor": self.floor != "relative" and not weighted,
-            "--missing": self.missing != "error" and not weighted,
-            "--normalize": self.normalize is not None and self.method != "fisher",
-            "--base-importance": base_importance is not None and self.method != "ubgm",
-            "--size": bool(self.sizes) and self.method != "ubgm",
-            "--base-size": self.base_size is not None and self.method != "ubgm",
-            "--coefficient": bool(coefficients) and self.method == "ota",
-            "--keep": bool(self.keep) and self.method != "ota",
-        }
-        for option, wrong in unused.items():
-            if wrong:
-                raise ArgumentError(f"{option} has no meaning for {self.method}.")
+def _shown(value: Any) -> Any:
+    return ", ".join(f"{one:g}" for one in value) if isinstance(value, (list, tuple)) else value
 
-    def merge(
-        self,
-        models: Sequence[Mapping[str, Tensor]],
-        importances: Sequence[Importance],
-        coefficients: Sequence[float],
-        base: Mapping[str, Tensor] | None,
-        base_importance: Importance | None,
-    ) -> Merged:
-        """Return the merged weights, lazily."""
-        common: dict[str, Any] = {"exclude": self.exclude, "dtype": self.dtype}
-        weighting: dict[str, Any] = {**common, "scale": self.scale, "missing": self.missing}
-        if self.method == "average":
-            return average(models, coefficients, **common)
-        if self.method == "fisher":
-            return fisher(models, importances, coefficients, normalize=self.normalize, floor=self.floor, **weighting)
-        if base is None:
-            raise ArgumentError(f"{self.method} needs --base: the model that the others started from.")
-        if self.method == "ubgm":
-            sizes = self.sizes, 1.0 if self.base_size is None else self.base_size
-            return ubgm(base, models, base_importance, importances, coefficients, *sizes, delta=self.floor, **weighting)
-        if self.method == "ota":
-            keep = 1.0 if not self.keep else self.keep[0] if len(self.keep) == 1 else self.keep
-            return ota(base, models, importances, keep, floor=self.floor, **weighting)
-        return task_arithmetic(base, models, coefficients, **common)
 
-    def shown(self) -> dict[str, Any]:
-        """Return the settings that are not the default, for a report."""
-        weighted = self.method in _WEIGHTED
-        options = {
-            "scale": self.scale if weighted and self.scale != "auto" else None,
-            "normalize": self.normalize,
-            "floor": self.floor if weighted and self.floor != "relative" else None,
-            "exclude": self.exclude,
-            "sizes": None if not self.sizes else ", ".join(f"{s:g}" for s in self.sizes),
-            "base size": self.base_size,
-            "keep": None if not self.keep else ", ".join(f"{k:g}" for k in self.keep),
-            "dtype": self.dtype,
-        }
-        return {key: value for key, value in options.items() if value is not None}
+def _merged(
+    method: str,
+    models: Sequence[Mapping[str, Tensor]],
+    importances: Sequence[Importance],
+    coefficients: Sequence[float],
+    base: Mapping[str, Tensor] | None,
+    base_importance: Importance | None,
+    options: Mapping[str, Any],
+) -> Merged:
+    """Return the merged weights, lazily."""
+    common: dict[str, Any] = {key: options[key] for key in ("exclude", "dtype")}
+    weighting = {**common, **{key: options[key] for key in ("scale", "missing")}}
+    floor = options["floor"]
+    if method == "average":
+        return average(models, coefficients, **common)
+    if method == "fisher":
+        return fisher(models, importances, coefficients, normalize=options["normalize"], floor=floor, **weighting)
+    if base is None:
+        raise ArgumentError(f"{method} needs --base: the model that the others started from.")
+    if method == "ubgm":
+        sizes = options["sizes"], 1.0 if options["base_size"] is None else options["base_size"]
+        return ubgm(base, models, base_importance, importances, coefficients, *sizes, delta=floor, **weighting)
+    if method == "ota":
+        keep = options["keep"] or [1.0]
+        return ota(base, models, importances, keep[0] if len(keep) == 1 else keep, floor=floor, **weighting)
+    return task_arithmetic(base, models, coefficients, **common)
 
 
 def _open(

@@ -20,7 +20,7 @@ from ..importance import Importance, checked, structure_hash
 from ..names import check_boolean, check_known, live_tensors
 from ..order import choose, reverse
 from ..storage import safetensors
-from ..storage.tensors import CHUNK, LazyTensors, Progress, chunks_of, name_pattern, shape_of
+from ..storage.tensors import CHUNK, Computed, LazyTensors, Progress, chunks_of, name_pattern, shape_of
 
 __all__ = ["Mask", "load", "pack", "top_k"]
 
@@ -154,7 +154,7 @@ class Packed(NamedTuple):
     kept: int
 
 
-class Mask(Mapping[str, Tensor]):
+class Mask(Computed):
     """A mapping from parameter name to a boolean tensor: True where training may move an entry.
 
     It stores bits or indices, whichever is smaller, and returns boolean tensors when asked for. From a file it reads them
@@ -179,6 +179,7 @@ class Mask(Mapping[str, Tensor]):
         self._set(layout, data, provenance)
 
     def _set(self, layout: dict[str, Packed], data: Mapping[str, Tensor], provenance: Mapping[str, Any]) -> None:
+        super().__init__(layout)  # type: ignore[arg-type]  # for its names; shapes, types and chunks are our own
         self._layout = layout
         self._data = data
         self.provenance = dict(provenance)
@@ -191,19 +192,6 @@ class Mask(Mapping[str, Tensor]):
         new = cls.__new__(cls)
         new._set(layout, data, provenance)
         return new
-
-    def __getitem__(self, name: str) -> Tensor:
-        packed = self._packed(name)
-        return torch.cat([*self.chunks(name), torch.zeros(0, dtype=torch.bool)]).view(packed.shape)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._layout)
-
-    def __len__(self) -> int:
-        return len(self._layout)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._layout
 
     def __repr__(self) -> str:
         return f"Mask({self.kept:,} of {self.total:,} entries in {len(self)} tensors)"

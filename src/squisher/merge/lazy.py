@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SquisherError, near
-from ..storage.tensors import CHUNK, Computed, buffer_for, chunks_of, dtype_of, is_finite, not_finite
+from ..storage.tensors import CHUNK, Computed, buffer_for, chunks_of, dtype_of, is_finite, not_finite, recut
 from .inputs import Plan, also_tied
 
 __all__ = ["Formula", "Merged"]
@@ -83,23 +82,14 @@ class Merged(Computed):
         name = self._name_there(name)
         if name in self._shared:
             return self._shared[name]
-        out = torch.empty(self.shape(name).numel(), dtype=self.dtype(name))
-        start = 0
-        for chunk in self.chunks(name):
-            out[start : start + chunk.numel()] = chunk
-            start += chunk.numel()
-        tensor = out.view(self.shape(name))
+        tensor = super().__getitem__(name)
         if name in self.tied.values():  # as long as it is referenced, its other names return the same tensor
             self._shared[name] = tensor
         return tensor
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """Yield one tensor in flat chunks, in order; memory is bounded by a few chunks, however many models there are."""
-        name = self._name_there(name)
-        together = size // self._step(name, size)
-        chunks = self.short_chunks(name, size)
-        while short := list(islice(chunks, together)):
-            yield short[0] if len(short) == 1 else torch.cat(short)
+        """Return one tensor in flat chunks, in order; memory is bounded by a few chunks, however many models there are."""
+        return recut(self.short_chunks(name, size), size)
 
     def short_chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield as `chunks` does, in smaller chunks the more models there are, so that memory does not grow with their number."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..errors import ArgumentError, SquisherError, check_choice, check_fraction, require
 from ..importance import checked
 from ..names import align, check_known, excluded, live_tensors
-from ..storage.tensors import is_finite, not_finite
+from ..storage.tensors import check_finite
 from .hugging_face import heads_of
 from .unstructured import SCOPES, check_score
 
@@ -86,11 +86,9 @@ def channels(
         raise ArgumentError("The score orthoreg needs gradients=, the mean gradient of the loss by parameter name.")
     left_out = excluded(exclude, [name for name, _ in model.named_modules() if name])
     for name, parameter in model.named_parameters():
-        if not is_finite(parameter):
-            raise not_finite(name)
+        check_finite(parameter, name)
     for name, gradient in (gradients or {}).items():
-        if not is_finite(gradient):
-            raise not_finite(name, "the gradients")
+        check_finite(gradient, name, "the gradients")
     torch_pruning = require("torch_pruning", "prune", "prune.channels")
     smaller = copy.deepcopy(model)
     values = gradients if score == "orthoreg" else None if importance is None else checked(importance)

@@ -25,11 +25,13 @@ from ..storage.tensors import (
     CHUNK,
     Computed,
     Progress,
+    check_finite,
     chunks_of,
     dtype_of,
+    filled,
     is_finite,
-    not_finite,
     numel_of,
+    recut,
     shape_of,
     tied_names,
 )
@@ -107,8 +109,7 @@ def weights(
         return pruned
     masks = {name: pruned.mask(name) for name in marks}
     for name, mask in masks.items():
-        if not is_finite(stored[name]):
-            raise not_finite(name)
+        check_finite(stored[name], name)
         for module, attribute in owners[name]:
             tensor = getattr(module, attribute)
             torch_prune.custom_from_mask(module, attribute, mask.to(tensor.device))
@@ -131,8 +132,7 @@ class Pruned(Computed):
         weight = self._stored[name]
         if self._target(name) not in self._marks:
             return weight
-        if not is_finite(weight):
-            raise not_finite(name)
+        check_finite(weight, name)
         return torch.where(self.mask(name).to(weight.device), weight, torch.zeros((), dtype=weight.dtype))
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
@@ -141,10 +141,9 @@ class Pruned(Computed):
         if target not in self._marks:
             yield from chunks_of(self._stored, name, size)
             return
-        kept = _recut(self._marks[target](), size)
+        kept = recut(self._marks[target](), size)
         for chunk, mark in zip(chunks_of(self._stored, name, size), kept, strict=True):
-            if not is_finite(chunk):
-                raise not_finite(name)
+            check_finite(chunk, name)
             yield torch.where(mark, chunk, torch.zeros((), dtype=chunk.dtype))
 
     def mask(self, name: str) -> Tensor:
@@ -152,7 +151,7 @@ class Pruned(Computed):
         marks = self._marks.get(self._target(name))
         if marks is None:
             return torch.ones(self.shape(name), dtype=torch.bool)
-        return torch.cat([*marks(), torch.zeros(0, dtype=torch.bool)]).view(self.shape(name))
+        return filled(marks(), self.shape(name), torch.bool)
 
     def counts(self, progress: Progress | None = None) -> dict[str, tuple[int, int]]:
         """Return for each candidate tensor how many of its entries stay, and how many there are; one pass."""
@@ -205,18 +204,6 @@ def _pattern_chunks(scored: Scores, name: str, keep: int, of: int) -> Iterator[T
     rest = scored.shape(name)[1:]
     for chunk in scored.chunks(name, rest.numel() * max(1, CHUNK // rest.numel())):
         yield keep_pattern(chunk.view(-1, *rest), keep, of, repr(name)).flatten()
-
-
-def _recut(chunks: Any, size: int) -> Iterator[Tensor]:
-    """Return the same entries in chunks of another size."""
-    waiting = torch.zeros(0, dtype=torch.bool)
-    for chunk in chunks:
-        waiting = torch.cat([waiting, chunk]) if waiting.numel() else chunk
-        while waiting.numel() >= size:
-            yield waiting[:size]
-            waiting = waiting[size:]
-    if waiting.numel():
-        yield waiting
 
 
 def _fitted(

@@ -28,7 +28,18 @@ from torch import Tensor
 
 from ..errors import FileError, NamingError, SquisherError, check_choice
 from .safetensors import sums_of
-from .tensors import CHUNK, Computed, LazyTensors, TensorSource, buffer_for, chunks_of, dtype_of, numel_of, shape_of
+from .tensors import (
+    CHUNK,
+    Computed,
+    LazyTensors,
+    TensorSource,
+    buffer_for,
+    chunks_of,
+    dtype_of,
+    numel_of,
+    recut,
+    shape_of,
+)
 
 __all__ = ["BLOCK", "CODECS", "Encoded", "check_codec", "decoded"]
 
@@ -126,7 +137,7 @@ class Encoded(Computed):
     def _log8(self, name: str) -> Iterator[Tensor]:
         before, total, squares = [0.0], [0.0], [0.0]
         blocks: list[list[Array]] = [[np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.float32)]]
-        for start, chunk in _placed(_in_blocks(chunks_of(self._tensors, name))):
+        for start, chunk in _placed(recut(chunks_of(self._tensors, name), CHUNK)):  # of whole blocks
             values = _float32(chunk, name)
             code, base, step, scale = _log8_codes(values.numpy())
             before.append(float(values.numpy().sum(dtype=np.float64)))
@@ -340,19 +351,6 @@ def _too_large(name: str) -> SquisherError:
     return SquisherError(
         f"{name!r} has values that are too large for a codec, which decodes to float32: save it exactly."
     )
-
-
-def _in_blocks(chunks: Iterator[Tensor]) -> Iterator[Tensor]:
-    """Yield the same values in chunks of whole blocks; only the last may end within one."""
-    left = torch.empty(0)
-    for chunk in chunks:
-        joined = torch.cat([left, chunk]) if left.numel() else chunk
-        cut = joined.numel() // BLOCK * BLOCK
-        if cut:
-            yield joined[:cut]
-        left = joined[cut:].clone()
-    if left.numel():
-        yield left
 
 
 def _log8_codes(values: Array) -> tuple[Array, Array, Array, Array]:

@@ -88,8 +88,8 @@ def open_weights(path: Path) -> Weights | None:
             return None
         path = file
     if path.name.endswith((".safetensors", ".safetensors.index.json")):
-        lazy = safetensors.open_safetensors(path)
-        if safetensors.KEY in lazy.metadata:
+        lazy, ours = safetensors.open_archive(path)
+        if ours is not None and "kind" in ours:
             raise FileError(
                 f"{path} was written by squisher and holds an importance, a mask or a patch, not the weights of a model: give the model's "
                 "folder or weight file."
@@ -197,7 +197,7 @@ def write_model(
     Args:
         out: A folder that does not exist yet (or is empty), or a `.safetensors` file.
         weights: Any mapping; a lazy one is read chunk by chunk.
-        like: A model folder whose config and tokenizer files are copied; if it holds a LoRA adapter, so does the output.
+        like: A model folder whose config and tokenizer files are copied; if it holds a LoRA adapter, so does the output. A file has none.
         card: The text of the README.md.
         dtype: The type that the config should say, if it is to be changed.
         leave_out: Other names of tied tensors, which are written once: alias to name.

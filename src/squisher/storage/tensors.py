@@ -11,7 +11,7 @@ import math
 import re
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -28,7 +28,8 @@ from .byte_range import ByteRange
 
 __all__ = [
     "CHUNK", "Block", "Blocks", "Computed", "FileTensor", "Joined", "LazyTensors", "Progress", "Slice", "TensorSource", "buffer_for",
-    "chunks_of", "dtype_of", "is_finite", "name_pattern", "not_finite", "numel_of", "one_thread", "shape_of", "tied_names",
+    "check_finite", "chunks_of", "dtype_of", "filled", "is_finite", "name_pattern", "not_finite", "numel_of", "one_thread", "recut",
+    "shape_of", "tied_names",
 ]  # fmt: skip
 
 CHUNK = 1 << 18
@@ -109,12 +110,48 @@ def is_finite(chunk: Tensor) -> bool:
     return bool(bits.max() < 0x7F80 and bits.view(np.uint16).max() < 0xFF80)
 
 
+def check_finite(chunk: Tensor, name: str, called: str = "the model") -> None:
+    """Refuse weights that cannot be calculated with.
+
+    Raises:
+        SquisherError: They hold NaN or infinite values.
+    """
+    if not is_finite(chunk):
+        raise not_finite(name, called)
+
+
 def not_finite(name: str, called: str = "the model") -> SquisherError:
     """Return the error for weights that cannot be calculated with."""
     return SquisherError(
         f"{name!r} of {called} has NaN or infinite values: its training diverged, or its file is damaged. Take an earlier "
         "checkpoint of it, or leave the tensor out with exclude."
     )
+
+
+def filled(chunks: Iterable[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return one tensor made of flat chunks; no more than it and a chunk are in memory."""
+    out, start = torch.empty(math.prod(shape), dtype=dtype), 0
+    for chunk in chunks:
+        out[start : start + chunk.numel()] = chunk
+        start += chunk.numel()
+    return out.view(tuple(shape))
+
+
+def recut(chunks: Iterable[Tensor], size: int) -> Iterator[Tensor]:
+    """Yield the same entries in flat chunks of `size`; only the last may be shorter."""
+    waiting: list[Tensor] = []
+    missing = size
+    for chunk in chunks:
+        while chunk.numel() >= missing:
+            waiting.append(chunk[:missing])
+            chunk = chunk[missing:]
+            yield waiting[0] if len(waiting) == 1 else torch.cat(waiting)
+            waiting, missing = [], size
+        if chunk.numel():
+            waiting.append(chunk)
+            missing -= chunk.numel()
+    if waiting:
+        yield torch.cat(waiting)
 
 
 @contextmanager
@@ -147,7 +184,7 @@ class Computed(Mapping[str, Tensor]):
         self._names = names
 
     def __getitem__(self, name: str) -> Tensor:
-        return torch.cat([*self.chunks(name), torch.zeros(0, dtype=self.dtype(name))]).view(self.shape(name))
+        return filled(self.chunks(name), self.shape(name), self.dtype(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._like if self._names is None else self._names)
@@ -462,11 +499,8 @@ class Blocks:
     def load(self) -> Tensor:
         """Return the whole tensor."""
         numel = math.prod(self.shape)
-        whole = torch.empty(numel, dtype=self.dtype)
-        for start in range(0, numel, CHUNK):
-            stop = min(start + CHUNK, numel)
-            whole[start:stop] = self.read_flat(start, stop)
-        return whole.reshape(self.shape)
+        chunks = (self.read_flat(start, min(start + CHUNK, numel)) for start in range(0, numel, CHUNK))
+        return filled(chunks, self.shape, self.dtype)
 
     def read_flat(self, start: int, stop: int) -> Tensor:
         """Return elements `start` to `stop` in flat order; only these are read from each block."""
