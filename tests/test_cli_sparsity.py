@@ -47,6 +47,24 @@ def test_prune_a_folder(place, tmp_path):
     assert (tmp_path / "p.png").read_bytes()[:4] == b"\x89PNG"
 
 
+def test_a_model_without_an_importance_is_told_how_to_give_one(place, tmp_path):
+    """The message spoke of optimizer states alone, as if the folder had been given as a checkpoint."""
+    folder = place[0]
+    done = run("prune", folder / "tuned", "--sparsity", "0.5", "--out", tmp_path / "out")
+    assert done.returncode == 1
+    assert "no squisher.safetensors beside it" in done.stderr
+    assert "--importance" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_mask_of_values_that_cannot_be_ranked_does_not_blame_the_budget(tmp_path):
+    archive.save(tmp_path / "i.safetensors", {"a": torch.tensor([1.0, -1.0])}, {"kind": "fisher"})
+    done = run("mask", tmp_path / "i.safetensors", "--keep", "0.5", "--out", tmp_path / "m.safetensors")
+    assert done.returncode == 1
+    assert "negative values" in done.stderr
+    assert "keep=" not in done.stderr
+
+
 def test_matrices_without_an_importance_are_named(place, tmp_path):
     folder, _, importance, _, _ = place
     importance.restrict("body").save(tmp_path / "part.safetensors")

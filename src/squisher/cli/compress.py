@@ -29,18 +29,11 @@ def compress(
     written = load(out)
     error = written.provenance.codec
     entries = sum(written.shape(name).numel() for name in written)
-    size = (
-        sum(one.stat().st_size for one in out.parent.glob(f"{out.stem}*.safetensors"))
-        if not out.exists()
-        else out.stat().st_size
-    )
-    if as_json:
-        shell.print_json(
-            {"file": str(out), "bytes": size, "entries": entries, "codec": error.plain() if error else {"name": codec}}
-        )
-        return
+    files = [out] if out.exists() else out.parent.glob(f"{out.stem}-*-of-*.safetensors")
+    size = sum(one.stat().st_size for one in files)
+    document = {"file": str(out), "bytes": size, "entries": entries}
     text = f"{out}: {size:,} bytes, {size / max(1, entries):.3g} per entry."
     if error is not None and error.spearman is not None:
         shared = ", ".join(f"{float(k):.1%}: {v:.1%}" for k, v in error.overlap.items() if v is not None)
         text += f" Rank correlation with the values before {error.spearman:.4f}; of the largest entries it keeps ({shared})."
-    typer.echo(text)
+    shell.print_result(as_json, {**document, "codec": error.plain() if error else {"name": codec}}, text)

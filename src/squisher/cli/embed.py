@@ -26,7 +26,5 @@ def embed(
     vector = embedding(shell.open_importance(file), by=by, exclude=exclude)
     vector.save(out)
     numbers = sum(vector.shape(name).numel() for name in vector)
-    if as_json:
-        shell.print_json({"file": str(out), "numbers": numbers, "tensors": len(vector), "by": by})
-    else:
-        typer.echo(f"{out}: {numbers:,} numbers of {len(vector)} tensors, by {by}.")
+    document = {"file": str(out), "numbers": numbers, "tensors": len(vector), "by": by}
+    shell.print_result(as_json, document, f"{out}: {numbers:,} numbers of {len(vector)} tensors, by {by}.")

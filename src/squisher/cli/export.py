@@ -26,7 +26,4 @@ def export(
 
     shell.check_target(out, overwrite, file, model, suffix=None)
     written = write(shell.open_importance(file), to, out, model)
-    if as_json:
-        shell.print_json({"out": str(out), "format": to, "written": written})
-    else:
-        typer.echo(f"{out}: {written}.")
+    shell.print_result(as_json, {"out": str(out), "format": to, "written": written}, f"{out}: {written}.")

@@ -107,15 +107,12 @@ def fisher(
         first = ranks.rank() == 0
     if not first:
         return
-    if as_json:
-        shell.print_json(
-            {"file": str(target), "tensors": len(importance), "provenance": importance.provenance.to_dict()}
-        )
-        return
     p = importance.provenance
-    typer.echo(
+    document = {"file": str(target), "tensors": len(importance), "provenance": p.to_dict()}
+    text = (
         f"{target}: {len(importance)} tensors of the Fisher ({labels} labels, per {p.unit}) on {p.examples} examples."
     )
+    shell.print_result(as_json, document, text)
 
 
 @contextmanager

@@ -48,12 +48,11 @@ def mask(
             progress=progress,
         )
     chosen.save(out)
+    kept = {name: chosen.count(name) for name in chosen}
     if plot is not None:
         from ..report import plot_sparsity
 
-        plot_sparsity({name: (chosen.count(name), chosen.shape(name).numel()) for name in chosen}, plot, "kept")
-    if as_json:
-        kept = {name: chosen.count(name) for name in chosen}
-        shell.print_json({"file": str(out), "kept": chosen.kept, "total": chosen.total, "per_tensor": kept})
-        return
-    typer.echo(f"{out}: {chosen.kept:,} of {chosen.total:,} entries in {len(chosen)} tensors may train.")
+        plot_sparsity({name: (kept[name], chosen.shape(name).numel()) for name in chosen}, plot, "kept")
+    document = {"file": str(out), "kept": chosen.kept, "total": chosen.total, "per_tensor": kept}
+    text = f"{out}: {chosen.kept:,} of {chosen.total:,} entries in {len(chosen)} tensors may train."
+    shell.print_result(as_json, document, text)

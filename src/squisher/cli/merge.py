@@ -46,7 +46,7 @@ def merge(
         str, typer.Option(metavar="M", help="Weights without an importance: error or average.")
     ] = "error",
     exclude: Annotated[str | None, typer.Option(metavar="REGEX", help="Names to keep as in the first model.")] = None,
-    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="TYPE", help="float32, bfloat16, float16 or float64.")] = None,
     any_weights: shell.AnyWeights = False,
     overwrite: shell.Overwrite = False,
     as_json: shell.Json = False,
@@ -81,12 +81,11 @@ def merge(
             any_weights=any_weights,
             progress=progress,
         )
-    if as_json:
-        shell.print_json({"out": str(out), **report.to_dict()})
-        return
     count = len([c for c in coefficient or [1.0] * len(models) if c])  # 0 drops a model
-    typer.echo(f"{out}: {report.merged} tensors of {count} model{'s' * (count != 1)} merged ({method}).")
-    for what, names in (("Kept as in the first model", report.kept), ("No importance, averaged", report.averaged)):
-        if names:
-            shown = ", ".join(f"{name} ({why})" for name, why in list(names.items())[:5])
-            typer.echo(f"{what}: {shown}{', …' if len(names) > 5 else ''}.")
+    shell.print_result(
+        as_json,
+        {"out": str(out), **report.to_dict()},
+        f"{out}: {report.merged} tensors of {count} model{'s' * (count != 1)} merged ({method}).",
+        shell.with_reasons("Kept as in the first model", report.kept),
+        shell.with_reasons("No importance, averaged", report.averaged),
+    )

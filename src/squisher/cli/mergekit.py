@@ -29,7 +29,4 @@ def mergekit(
 
     with shell.notes():
         run(config, out, context.args)
-    if as_json:
-        shell.print_json({"folder": str(out)})
-    else:
-        typer.echo(f"{out}: merged.")
+    shell.print_result(as_json, {"folder": str(out)}, f"{out}: merged.")

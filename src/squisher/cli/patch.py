@@ -53,14 +53,10 @@ def patch_make(
             progress=progress,
         )
     changed, dropped = sum(summary.changed.values()), sum(summary.dropped.values())
-    if as_json:
-        document = {"file": str(out), "changed": changed, "dropped": dropped, "total": summary.total}
-        shell.print_json({**document, "per_tensor": dict(summary.changed)})
-        return
-    typer.echo(
-        f"{out}: {changed:,} of {summary.total:,} entries differ, in {len(summary.changed)} tensors"
-        + (f"; {dropped:,} outside the mask were left out." if dropped else ".")
-    )
+    document = {"file": str(out), "changed": changed, "dropped": dropped, "total": summary.total}
+    text = f"{out}: {changed:,} of {summary.total:,} entries differ, in {len(summary.changed)} tensors"
+    text += f"; {dropped:,} outside the mask were left out." if dropped else "."
+    shell.print_result(as_json, {**document, "per_tensor": dict(summary.changed)}, text)
 
 
 @patches.command("apply", epilog="Example: squisher patch apply base patch.safetensors --out tuned")
@@ -80,7 +76,4 @@ def patch_apply(
     patched = apply(opened.weights, patch)
     with shell.progress_bar("writing") as progress:
         write_model(out, patched, opened.path, progress=progress)
-    if as_json:
-        shell.print_json({"out": str(out), "tensors": len(patched)})
-    else:
-        typer.echo(f"{out}: {len(patched)} tensors.")
+    shell.print_result(as_json, {"out": str(out), "tensors": len(patched)}, f"{out}: {len(patched)} tensors.")

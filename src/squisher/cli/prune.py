@@ -48,26 +48,17 @@ def prune(
             seed=seed,
             progress=None if progress is None else lambda _, part, whole: progress(part, whole),
         )
+    per_tensor = {name: size - stays for name, (stays, size) in done.counts.items()}
     if plot is not None:
         from ..report import plot_sparsity
 
-        plot_sparsity({name: (size - stays, size) for name, (stays, size) in done.counts.items()}, plot, "set to zero")
-    if as_json:
-        per_tensor = {name: size - stays for name, (stays, size) in done.counts.items()}
-        shell.print_json(
-            {
-                "out": str(out),
-                "zeros": done.zeros,
-                "total": done.total,
-                "per_tensor": per_tensor,
-                "unranked": done.unranked,
-                "settings": done.settings,
-            }
-        )
-        return
-    typer.echo(
-        f"{out}: {done.zeros:,} of {done.total:,} weights in {len(done.counts)} tensors are zero ({done.zeros / done.total:.2%})."
+        plot_sparsity({name: (per_tensor[name], size) for name, (_, size) in done.counts.items()}, plot, "set to zero")
+    document = {"out": str(out), "zeros": done.zeros, "total": done.total, "per_tensor": per_tensor}
+    share = done.zeros / max(done.total, 1)
+    unranked = ", ".join(done.unranked[:3]) + (", …" if len(done.unranked) > 3 else "")
+    shell.print_result(
+        as_json,
+        {**document, "unranked": done.unranked, "settings": done.settings},
+        f"{out}: {done.zeros:,} of {done.total:,} weights in {len(done.counts)} tensors are zero ({share:.2%}).",
+        unranked and f"Without an importance, and as they were: {len(done.unranked)} matrices ({unranked}).",
     )
-    if done.unranked:
-        shown = ", ".join(done.unranked[:3]) + (", …" if len(done.unranked) > 3 else "")
-        typer.echo(f"Without an importance, and as they were: {len(done.unranked)} matrices ({shown}).")

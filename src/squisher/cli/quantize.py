@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -66,21 +67,17 @@ def quantize(
         found = sensitivity(weights, opened, widths, group, scheme=scheme or fixed, exclude=exclude, progress=progress)
     plan = allocate(found, bits_per_weight)
     write_plan(plan, to, out)
-    if as_json:
-        shell.print_json(plan.to_dict())
-        return
-    counts = {b: sum(n == b for n in plan.bits.values()) for b in sorted(found.quantizers)}
-    typer.echo(
-        f"{out}: {len(plan.bits)} tensors at {plan.bits_per_weight:.3f} bits per weight, loss {plan.loss:.4g} ("
-        + ", ".join(f"{count} at {b}" for b, count in counts.items() if count)
-        + ")."
+    widths_used = Counter(plan.bits.values())
+    listed = ", ".join(f"{widths_used[b]} at {b}" for b in sorted(widths_used))
+    uniform = {b: found.uniform(b) for b in found.quantizers}
+    fitting = [b for b, one in uniform.items() if one.bits_per_weight <= bits_per_weight]
+    best = min(fitting, key=lambda b: uniform[b].loss, default=None)
+    shell.print_result(
+        as_json,
+        plan.to_dict(),
+        f"{out}: {len(plan.bits)} tensors at {plan.bits_per_weight:.3f} bits per weight, loss {plan.loss:.4g} ({listed}).",
+        ""
+        if best is None
+        else f"All at {best} bits: {uniform[best].bits_per_weight:.3f} a weight, loss {uniform[best].loss:.4g}.",
+        shell.with_reasons("Kept as they are", found.kept),
     )
-    fitting = [p for b in found.quantizers if (p := found.uniform(b)).bits_per_weight <= bits_per_weight]
-    if fitting:
-        best = min(fitting, key=lambda p: p.loss)
-        typer.echo(
-            f"All at {next(iter(best.bits.values()))} bits: {best.bits_per_weight:.3f} a weight, loss {best.loss:.4g}."
-        )
-    if found.kept:
-        shown = ", ".join(f"{name} ({why})" for name, why in list(found.kept.items())[:5])
-        typer.echo(f"Kept as they are: {shown}{', …' if len(found.kept) > 5 else ''}.")

@@ -35,9 +35,18 @@ def report(
             "report writes a page with --out report.html, or prints its data with --json: give one of them."
         )
     if out is not None:
-        _check_page(out)
+        if out.suffix.lower() not in (".html", ".htm"):
+            raise ArgumentError(f"--out {out}: a report is a page and ends in .html.")
+        if out.is_dir():
+            raise SquisherError(f"--out {out}: this is a folder; name a file in it.")
         shell.check_target(out, overwrite, *files, *(model or []), suffix=None)
-    models = _one_each(model or [], files)
+    folders: list[Path | None] = [*(model or ())] or [None]
+    if len(folders) == 1:
+        folders *= len(files)
+    if len(folders) != len(files):
+        raise ArgumentError(
+            f"{len(files)} importances and {len(folders)} models were given: give --model once for each, in their order, or once."
+        )
 
     from ..importance.weights import check_weights
     from ..report import Subject, collect, report_page, write
@@ -45,7 +54,7 @@ def report(
 
     subjects = [
         Subject(name, shell.open_importance(file), None if folder is None else open_model(folder).weights)
-        for name, file, folder in zip(shell.distinct_names(files), files, models, strict=True)
+        for name, file, folder in zip(shell.distinct_names(files), files, folders, strict=True)
     ]
     if len(model or []) > 1 or len(files) == 1:  # one model for several importances is not theirs
         with shell.notes():
@@ -56,26 +65,4 @@ def report(
         data = collect(subjects, None if progress is None else lambda _, done, total: progress(done, total))
     if out is not None:
         write(out, report_page(data))
-    if as_json:
-        shell.print_json(data)
-    else:
-        typer.echo(f"{out}: {data['summary']}")
-
-
-def _check_page(out: Path) -> None:
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise ArgumentError(f"--out {out}: a report is a page and ends in .html.")
-    if out.is_dir():
-        raise SquisherError(f"--out {out}: this is a folder; name a file in it.")
-
-
-def _one_each(models: list[Path], files: list[Path]) -> list[Path | None]:
-    if not models:
-        return [None] * len(files)
-    if len(models) == 1:
-        return [models[0]] * len(files)
-    if len(models) != len(files):
-        raise ArgumentError(
-            f"{len(files)} importances and {len(models)} models were given: give --model once for each, in their order, or once."
-        )
-    return list(models)
+    shell.print_result(as_json, data, f"{out}: {data['summary']}")

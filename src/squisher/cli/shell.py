@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +26,8 @@ __all__ = [
     # arguments and options
     "AnyWeights", "CodecName", "ImportanceFile", "Json", "LeaveAsIs", "LeaveOut", "ModelPath", "OfModel", "OutFile", "OutModel", "Overwrite", "Plot", "Scale",
     # what commands do
-    "app", "check_target", "command", "console", "distinct_names", "main", "notes", "open_importance", "print_json", "progress_bar", "whole",
+    "app", "check_target", "command", "console", "distinct_names", "main", "notes", "open_importance", "print_json", "print_result",
+    "progress_bar", "whole", "with_reasons",
 ]  # fmt: skip
 
 app = typer.Typer(
@@ -226,6 +227,21 @@ def whole(number: float | None) -> float | int | None:
 def print_json(document: Any) -> None:
     """Print the one document of `--json`."""
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def with_reasons(what: str, names: Mapping[str, str]) -> str:
+    """Return a line with the first few of some names, each with its reason; nothing if there are none."""
+    shown = ", ".join(f"{name} ({why})" for name, why in list(names.items())[:5])
+    return f"{what}: {shown}{', …' if len(names) > 5 else ''}." if names else ""
+
+
+def print_result(as_json: bool, document: Any, *lines: str) -> None:
+    """Print what a command did: as the one document of `--json`, or as lines for people; empty ones are left out."""
+    if as_json:
+        print_json(document)
+    for line in lines if not as_json else ():
+        if line:
+            typer.echo(line)
 
 
 def console() -> Any:

@@ -41,7 +41,5 @@ def shrink(
     smaller = channels(whole, found, example_input(whole), sparsity, scope=scope, exclude=exclude)
     save(smaller, out)
     before, after = (sum(p.numel() for p in one.parameters()) for one in (whole, smaller))
-    if as_json:
-        shell.print_json({"out": str(out), "parameters_before": before, "parameters": after})
-        return
-    typer.echo(f"{out}: {after:,} of {before:,} parameters are left ({after / before:.1%}).")
+    document = {"out": str(out), "parameters_before": before, "parameters": after}
+    shell.print_result(as_json, document, f"{out}: {after:,} of {before:,} parameters are left ({after / before:.1%}).")

@@ -55,10 +55,6 @@ def unlearn(
             "importances may differ, or --select is too small.",
             err=True,
         )
-    if as_json:
-        per_tensor = {name: dampened_here for name, (dampened_here, _) in counts.items()}
-        shell.print_json({"out": str(out), "dampened": changed, "total": total, "per_tensor": per_tensor})
-        return
-    typer.echo(
-        f"{out}: {changed:,} of {total:,} weights in {len(counts)} tensors were dampened ({changed / max(total, 1):.2%})."
-    )
+    document = {"out": str(out), "dampened": changed, "total": total}
+    text = f"{out}: {changed:,} of {total:,} weights in {len(counts)} tensors were dampened ({changed / max(total, 1):.2%})."
+    shell.print_result(as_json, {**document, "per_tensor": {name: some for name, (some, _) in counts.items()}}, text)

@@ -362,7 +362,7 @@ class Importance(Mapping[str, Tensor]):
 
         Args:
             path: A `.safetensors` file, or a folder, which gets `squisher.safetensors`.
-            codec: `exact`; `log8`, a byte per entry, to within 1 to 2%; or `rank1`, two vectors per matrix, which keeps the totals
+            codec: `exact`; `log8`, a byte per entry, to within 1 to 2% where values in a row differ by a few powers of ten; or `rank1`, two vectors per matrix, which keeps the totals
                 of rows and columns. The file says what the codec lost.
             dtype: float32, bfloat16 or float64; by default what it is. float16 is refused: squared gradients underflow.
             shard_bytes: Larger ones become shards with an index.

@@ -101,7 +101,7 @@ def prune_folder(
     opened = open_model(model)
     beside = opened.path.is_dir() and safetensors.exists(opened.path / FILE_NAME)
     if importance is None and (beside or score in ("fisher", "importance")):
-        importance = model
+        importance = model if hub.is_hub_id(model) else importance_of(opened.path, "--importance")
     if importance is not None and not isinstance(importance, Importance):
         importance = open_importance(Path(importance))
     label = hub.Address.read(model).repo if hub.is_hub_id(model) else opened.name
@@ -266,8 +266,13 @@ def merge_folders(
     models = [hub.fetch_model(path) if hub.is_hub_id(path) else path for path in models]
     base = hub.fetch_model(base) if base is not None and hub.is_hub_id(base) else base
     opened, first, base_weights, space = _open(method, models, base, coefficients=given)
-    of_base = _base_importance(base, base_importance, base_size) if method == "ubgm" else None
-    imps = [_importance(path, importances, k) for k, path in enumerate(models)] if method in _WEIGHTED else []
+    of_base, imps = None, [open_importance(path) for path in importances]
+    if method == "ubgm" and base_importance is not None:
+        of_base = open_importance(base_importance)
+    elif method == "ubgm" and base is not None and base_size != 0:
+        of_base = importance_of(base, "--base-importance, or do without it: --base-size 0")
+    if method in _WEIGHTED and not imps:
+        imps = [importance_of(path, "--importance, once per model") for path in models]
     if imps:
         check_weights(imps, opened, labels, any_weights)
     if of_base is not None and base_weights is not None:
@@ -384,9 +389,17 @@ def _first(coefficients: Sequence[float]) -> int:
     return next((k for k, c in enumerate(coefficients) if c), 0)
 
 
-def _importance(model: Path, given: Sequence[Path], k: int, option: str = "--importance, once per model") -> Importance:
-    if given:
-        return open_importance(given[k])
+def importance_of(model: Path, option: str) -> Importance:
+    """Return the importance beside a model, or that of its optimizer's state.
+
+    Args:
+        model: A folder or weight file.
+        option: How to give another one, for messages.
+
+    Raises:
+        FileError: There is neither.
+        NamingError: The names in the optimizer's state are not known.
+    """
     if model.is_dir() and safetensors.exists(model / FILE_NAME):
         return load(model)
     try:
@@ -398,13 +411,6 @@ def _importance(model: Path, given: Sequence[Path], k: int, option: str = "--imp
         ) from error
     except NamingError as error:
         raise NamingError(f"The optimizer state of {model} cannot be used as it is: {error}") from error
-
-
-def _base_importance(base: Path | None, given: Path | None, size: float | None) -> Importance | None:
-    if given is not None:
-        return open_importance(given)
-    option = "--base-importance, or do without it: --base-size 0"
-    return None if base is None or size == 0 else _importance(base, (), 0, option)
 
 
 def open_importance(path: str | os.PathLike[str]) -> Importance:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import __version__, ranks
-from ..errors import FileError, NamingError, SquisherError, SquisherWarning, check_fraction, near
+from ..errors import ArgumentError, FileError, NamingError, SquisherError, SquisherWarning, check_fraction, near
 from ..importance import Importance, checked, structure_hash
 from ..names import check_boolean, check_known, live_tensors
 from ..order import choose, reverse
@@ -83,7 +83,7 @@ def top_k(
     sources = {name: source(name) for name in shapes if name not in unranked}
     try:
         choice = choose(sources, k, sizes, always=kept, minimum=least, sharded=sharded, progress=progress)
-    except SquisherError as error:
+    except ArgumentError as error:  # the budget, and not the values
         raise SquisherError(f"keep={keep} of {int(total):,} entries: {error}") from error
     layout, data = {}, {}
     for name, shape in shapes.items():

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from .. import ranks
-from ..errors import SquisherError
+from ..errors import ArgumentError, SquisherError
 
 __all__ = [
     "BINS", "DIGIT", "DIGITS", "INFINITY", "TINY", "Choice", "Keys", "Selection", "Source", "Threshold", "bins_of", "checked", "choose", "keys_of", "middles",
@@ -383,7 +383,8 @@ def choose(
         progress: Called with the scores read so far and those that will probably be read in all.
 
     Raises:
-        SquisherError: What must be kept is more than k, k is more than there is, or scores cannot be ranked.
+        ArgumentError: What must be kept is more than k.
+        SquisherError: k is more than there is, or scores cannot be ranked.
     """
     watched = _watched(sources, sum(sizes[name] for name in sources), progress)
     ranked = {name: source for name, source in watched.items() if name not in always}
@@ -394,7 +395,7 @@ def choose(
         ranks.sum_in_place([forced])
     all_whole, all_least, total = forced.tolist()
     if all_whole + all_least > k:
-        raise SquisherError(
+        raise ArgumentError(
             f"{k:,} entries are to be chosen, but {all_whole:,} are always kept"
             + (f" and {all_least:,} are the minimum of the others" if all_least else "")
             + f" (of {total:,}). Keep more in all, or demand less."
