@@ -10,6 +10,7 @@ import squisher
 from squisher.integrations.exports import export, gguf_name, mlx_sensitivities, tensor_types, write_plan
 from squisher.quantize import allocate, sensitivity
 from squisher.storage import safetensors
+from tests.commands import run
 
 NAMES = {
     "model.layers.11.self_attn.q_proj.weight": "blk.11.attn_q.weight",
@@ -58,6 +59,27 @@ def test_experts_that_are_stacked_get_the_widest():
     plan = plan_of([f"model.layers.0.mlp.experts.{k}.up_proj.weight" for k in range(3)])
     (line,) = tensor_types(plan).splitlines()
     assert line == r"^blk\.0\.ffn_up_exps\.weight$=" + {2: "q2_k", 4: "q4_k", 8: "q8_0"}[max(plan.bits.values())]
+
+
+def test_a_plan_for_stacked_experts_keeps_its_budget(tmp_path):
+    """The widest of eight widths was written for all of them: 8.5 bits a weight under a plan that said 4.4."""
+    weights = {f"model.layers.0.mlp.experts.{k}.up_proj.weight": torch.randn(8, 256) for k in range(8)}
+    weights["lm_head.weight"] = torch.randn(8, 256)
+    importance = {name: torch.rand(8, 256) * 10.0**-k for k, name in enumerate(weights)}
+    safetensors.save(tmp_path / "model.safetensors", weights, None)
+    squisher.Importance(importance).save(tmp_path / "i.safetensors")
+    options = ("--importance", tmp_path / "i.safetensors", "--bits-per-weight", "4.5", "--format", "llama.cpp")
+    done = run("quantize", tmp_path / "model.safetensors", *options, "--out", tmp_path / "types.txt", "--json")
+    assert done.returncode == 0, done.stderr
+    lines = dict(line.rsplit("=", 1) for line in (tmp_path / "types.txt").read_text().splitlines())
+    plan = json.loads(done.stdout)
+    assert set(plan["tensors"]) == {"blk.0.ffn_up_exps.weight", "lm_head.weight"}
+    assert plan["tensors"]["blk.0.ffn_up_exps.weight"]["numel"] == 8 * 8 * 256
+    bits = {"q2_k": 2.625, "q3_k": 3.4375, "q4_k": 4.5, "q5_k": 5.5, "q6_k": 6.5625, "q8_0": 8.5}
+    written = [bits[lines[rf"^{re.escape(name)}$"]] for name in ("blk.0.ffn_up_exps.weight", "output.weight")]
+    mean = (8 * written[0] + written[1]) / 9
+    assert mean <= 4.5
+    assert plan["bits_per_weight"] == pytest.approx(mean)
 
 
 def test_sensitivities_for_mlx(tmp_path):

@@ -47,7 +47,7 @@ def quantize(
     Nothing is quantised; the plan is for the tool that does it.
     """
     from ..importance.weights import check_weights
-    from ..integrations.exports import PLAN_FORMATS, write_plan
+    from ..integrations.exports import PLAN_FORMATS, stacked, write_plan
     from ..quantize import allocate, sensitivity
     from ..storage.folders import open_model
 
@@ -65,6 +65,7 @@ def quantize(
         check_weights([opened], [weights], [str(model)], any_weights)
     with shell.progress_bar("measuring") as progress:
         found = sensitivity(weights, opened, widths, group, scheme=scheme or fixed, exclude=exclude, progress=progress)
+    found = stacked(found) if to == "llama.cpp" else found
     plan = allocate(found, bits_per_weight)
     write_plan(plan, to, out)
     widths_used = Counter(plan.bits.values())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ..storage.atomic import new_folder, write_file
 from ..storage.folders import open_model, write_model
 from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of
 
-__all__ = ["FORMATS", "PLAN_FORMATS", "export", "gguf_name", "mlx_sensitivities", "tensor_types"]
+__all__ = ["FORMATS", "PLAN_FORMATS", "export", "gguf_name", "mlx_sensitivities", "stacked", "tensor_types"]
 
 FORMATS = ("bergson", "squeezellm", "ota")
 PLAN_FORMATS = ("json", "llama.cpp", "mlx")
@@ -147,10 +148,30 @@ def gguf_name(name: str) -> str:
     )
 
 
+def stacked(found: Sensitivity) -> Sensitivity:
+    """Return a sensitivity in which the experts that llama.cpp stacks into one tensor are one, of one width, under its name.
+
+    Raises:
+        NamingError: What llama.cpp calls a tensor is not known.
+    """
+    groups: dict[str, list[str]] = {}
+    for name in found.losses:
+        groups.setdefault(gguf_name(name), []).append(name)
+    names = {theirs if len(ours) > 1 else ours[0]: ours for theirs, ours in groups.items()}
+
+    def summed(by_width: Mapping[str, Mapping[int, Any]]) -> dict[str, dict[int, Any]]:
+        return {
+            name: {b: sum(by_width[one][b] for one in ours) for b in by_width[ours[0]]} for name, ours in names.items()
+        }
+
+    numel = {name: sum(found.numel[one] for one in ours) for name, ours in names.items()}
+    return replace(found, losses=summed(found.losses), sizes=summed(found.sizes), numel=numel)
+
+
 def tensor_types(plan: Plan) -> str:
     """Return the lines that `llama-quantize --tensor-type-file` reads: a pattern for one tensor each, and its type.
 
-    Experts that llama.cpp stacks into one tensor get the widest width among them.
+    Experts that llama.cpp stacks into one tensor get the widest width among them; a plan of what `stacked` returns has one for all.
 
     Raises:
         SquisherError: The plan is not for llama.cpp's types, or it does not know a name.

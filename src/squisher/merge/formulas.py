@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -63,7 +63,6 @@ class Fisher:
 
     def __post_init__(self) -> None:
         self._mean = Mean(self.models, [c / math.fsum(self.coefficients) for c in self.coefficients[1:]], self.work)
-        self._norms: list[float] | None = None
         self._terms: dict[str, list[Term]] = {}
 
     def inputs(self, name: str) -> list[Weights]:
@@ -90,8 +89,8 @@ class Fisher:
     def _new_terms(self, name: str) -> list[Term]:
         if name in self.averaged or len(self.models) == 1:
             return []
-        factors = [g.factor / norm for g, norm in zip(self.importances, self._all_norms(), strict=True)]
-        sums = [g.sums(name)[0] / norm for g, norm in zip(self.importances, self._all_norms(), strict=True)]
+        factors = [g.factor / norm for g, norm in zip(self.importances, self._norms, strict=True)]
+        sums = [g.sums(name)[0] / norm for g, norm in zip(self.importances, self._norms, strict=True)]
         floors = self.floors
         if floors is None:
             mean = math.fsum(sums) / (len(sums) * max(numel_of(self.models[0], name), 1))
@@ -99,7 +98,7 @@ class Fisher:
                 return []
             floors = [_RELATIVE * mean for _ in factors]
         else:
-            floors = [f / norm for f, norm in zip(floors, self._all_norms(), strict=True)]
+            floors = [f / norm for f, norm in zip(floors, self._norms, strict=True)]
         # Only ratios matter: with the first factor at 1 its importance needs no multiplication, and often none does.
         unit = factors[0] * self.coefficients[0] or math.inf
         terms = [
@@ -113,11 +112,10 @@ class Fisher:
             )
         return terms
 
-    def _all_norms(self) -> list[float]:
-        if self._norms is None:
-            kind = self.normalize
-            self._norms = [1.0 if kind is None else g.norm(list(g), kind) for g in self.importances]
-        return self._norms
+    @cached_property
+    def _norms(self) -> list[float]:
+        kind = self.normalize
+        return [1.0 if kind is None else g.norm(list(g), kind) for g in self.importances]
 
 
 @dataclass
@@ -201,7 +199,6 @@ class Grafting:
             self.models, self.importances, ones, None, self.floors, self.adds, self.averaged, self.work
         )
         self._mean = Mean([self.base, *self.models], shares, self.work)
-        self._least: list[float] | None = None
 
     def inputs(self, name: str) -> list[Weights]:
         """Return what is read for a chunk, in this order."""
@@ -217,13 +214,12 @@ class Grafting:
         # One model has no terms, and a tensor whose importance is 0 everywhere has none: all weights are equal then.
         terms = self._weights.terms(name) or [Term(0.0, 1.0) for _ in self.models]
         careful = not all(_in_range(t) and _safe(t.floor) for t in terms)
-        grafted(chunks, terms, self._thresholds(), torch.float64 if careful else self.work, careful, out)
+        grafted(chunks, terms, self._thresholds, torch.float64 if careful else self.work, careful, out)
 
+    @cached_property
     def _thresholds(self) -> list[float]:
-        """Return the saliency of the last entry that each model keeps; found once, by passes over everything."""
-        if self._least is None:
-            self._least = [self._threshold(k) for k in range(len(self.models))]
-        return self._least
+        """The saliency of the last entry that each model keeps; found once, by passes over everything."""
+        return [self._threshold(k) for k in range(len(self.models))]
 
     def _threshold(self, k: int) -> float:
         if self.keeps[k] == 1.0:

@@ -26,26 +26,21 @@ def overview_chart(importances: Sequence[Mapping[str, Any]]) -> str:
         series.append(
             Series(item["name"], range(len(layers["layer"])), [means.get(layer) for layer in layers["layer"]])
         )
-    return lines(
-        series,
-        Axis("layer", 0, 1),
-        Axis("mean importance of an entry", *_padded([mean for one in series for mean in one.y]), log=True),
-        title="Mean importance through the layers",
-        description="One line for each importance, on a logarithmic scale.",
-        categories=layers["label"],
-    )
+    about = "One line for each importance, on a logarithmic scale."
+    return _mean_lines(series, layers["label"], "Mean importance through the layers", about)
 
 
 def depth_chart(depth: Mapping[str, Any]) -> str:
     """Draw the mean importance of an entry through the layers."""
-    return lines(
-        [Series("mean", range(len(depth["layer"])), depth["mean"])],
-        Axis("layer", 0, 1),
-        Axis("mean importance of an entry", *_padded(depth["mean"]), log=True),
-        title="Depth profile",
-        description="The mean importance of an entry in each layer, on a logarithmic scale.",
-        categories=depth["label"],
-    )
+    series = [Series("mean", range(len(depth["layer"])), depth["mean"])]
+    about = "The mean importance of an entry in each layer, on a logarithmic scale."
+    return _mean_lines(series, depth["label"], "Depth profile", about)
+
+
+def _mean_lines(series: Sequence[Series], layers: Sequence[str], title: str, description: str) -> str:
+    low, high = domain_of([mean for one in series for mean in one.y], log=True)
+    y = Axis("mean importance of an entry", low / 1.6, high * 1.6, log=True)  # with a little room
+    return lines(series, Axis("layer", 0, 1), y, title=title, description=description, categories=layers)
 
 
 def share_chart(depth: Mapping[str, Any]) -> str:
@@ -226,9 +221,3 @@ def similarity_chart(tasks: Sequence[str], similarities: Sequence[Sequence[float
         written=len(tasks) <= 14,
         width=540.0 if len(tasks) <= 6 else 1080.0,
     )
-
-
-def _padded(values: Sequence[float | None]) -> tuple[float, float]:
-    """Return the ends of a logarithmic axis with a little room."""
-    low, high = domain_of(values, log=True)
-    return low / 1.6, high * 1.6

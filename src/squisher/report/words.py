@@ -122,13 +122,10 @@ def summary(document: Mapping[str, Any]) -> str:
         )
         known = [item for item in agreements if item.get("spearman") is not None]
         if len(known) == 1:
-            parts.append(f"Their ranks agree at {fixed(known[0]['spearman'])} (Spearman)")
-            tenth = [
-                o
-                for f, o in zip(known[0]["overlaps"]["fraction"], known[0]["overlaps"]["overlap"], strict=True)
-                if f == 0.01
-            ]
-            parts[-1] += f", and {share(tenth[0])} of the largest 1% are in both." if tenth else "."
+            overlaps = known[0]["overlaps"]
+            common = dict(zip(overlaps["fraction"], overlaps["overlap"], strict=True)).get(0.01)
+            more = "" if common is None else f", and {share(common)} of the largest 1% are in both"
+            parts.append(f"Their ranks agree at {fixed(known[0]['spearman'])} (Spearman){more}.")
         elif known:
             low, high = (f([item["spearman"] for item in known]) for f in (min, max))
             parts.append(f"Their ranks agree at {fixed(low)} to {fixed(high)} (Spearman).")

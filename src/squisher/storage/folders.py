@@ -96,7 +96,8 @@ def open_weights(path: Path) -> Weights | None:
             )
         return Weights(path.name, {name: lazy.source(name) for name in lazy}, False)
     if path.suffix == ".json":
-        return _torch_shards(path)
+        weight_map, _ = safetensors.read_index(path)
+        return Weights(path.name, safetensors.open_shards(path, weight_map, _torch_weights), True)
     return Weights(path.name, _torch_weights(path), True)
 
 
@@ -123,18 +124,6 @@ def _torch_weights(path: Path) -> Mapping[str, TensorSource]:
             stacklevel=4,
         )
     return found[chosen[0]]
-
-
-def _torch_shards(index: Path) -> Weights:
-    weight_map, _ = safetensors.read_index(index)
-    tensors: dict[str, TensorSource] = {}
-    left_out: list[str] = []
-    for shard in sorted(set(weight_map.values())):  # their numbers follow the order of the parameters
-        held = _torch_weights(index.parent / shard)
-        tensors.update({name: held[name] for name in held if weight_map.get(name) == shard})
-        left_out += [name for name in held if name not in weight_map]
-    safetensors.check_promised(index, weight_map, tensors, left_out)
-    return Weights(index.name, tensors, True)
 
 
 class Model(NamedTuple):

@@ -14,7 +14,7 @@ import re
 import stat
 import struct
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -28,11 +28,11 @@ from ..errors import ArgumentError, FileError, NamingError, SquisherError, Squis
 from .atomic import PartialFile, as_file_error, check_free, check_not_read, exclusive, write_file
 from .byte_range import ByteRange, shown
 from .json_files import no_duplicates, parse_json, read_json
-from .tensors import CHUNK, FileTensor, LazyTensors, Progress, chunks_of, dtype_of, shape_of
+from .tensors import CHUNK, FileTensor, LazyTensors, Progress, TensorSource, chunks_of, dtype_of, shape_of
 
 __all__ = [
-    "KEY", "SHARD_BYTES", "WIDEST", "SafetensorsWriter", "check_dtype", "check_promised", "exists", "open_archive", "open_kind",
-    "open_safetensors", "read_header", "read_index", "rounded", "save", "sums_of",
+    "KEY", "SHARD_BYTES", "WIDEST", "SafetensorsWriter", "check_dtype", "exists", "open_archive", "open_kind",
+    "open_safetensors", "open_shards", "read_header", "read_index", "rounded", "save", "sums_of",
 ]  # fmt: skip
 
 KEY = "squisher"
@@ -146,12 +146,25 @@ def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, 
     return weight_map, strings
 
 
-def check_promised(index: Path, weight_map: Mapping[str, str], found: Collection[str], left_out: Sequence[str]) -> None:
-    """Refuse an index that names a tensor which its shards do not hold; warn of tensors that it does not name.
+def open_shards(
+    index: Path, weight_map: Mapping[str, str], opened: Callable[[Path], Mapping[str, TensorSource]]
+) -> dict[str, TensorSource]:
+    """Return the tensors that an index names, from its shards in the order of their numbers; warn of what it does not name.
+
+    Args:
+        index: The index.
+        weight_map: The shard of each tensor, as the index has it.
+        opened: Opens one shard.
 
     Raises:
         NamingError: A tensor that the index names is missing.
     """
+    found: dict[str, TensorSource] = {}
+    left_out: list[str] = []
+    for shard in sorted(set(weight_map.values())):
+        held = opened(index.parent / shard)
+        found.update({name: held[name] for name in held if weight_map.get(name) == shard})
+        left_out += [name for name in held if name not in weight_map]
     for name, shard in weight_map.items():
         if name not in found:
             raise NamingError(f"{index} promises {name!r} in {shard}, which does not have it.")
@@ -161,6 +174,7 @@ def check_promised(index: Path, weight_map: Mapping[str, str], found: Collection
             SquisherWarning,
             stacklevel=3,
         )
+    return found
 
 
 def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
@@ -177,13 +191,7 @@ def open_safetensors(path: str | os.PathLike[str]) -> LazyTensors:
         return LazyTensors(*read_header(path))
     opened = ByteRange.of(path)
     weight_map, metadata = read_index(path)
-    found: dict[str, FileTensor] = {}
-    left_out: list[str] = []
-    for shard in sorted(set(weight_map.values())):
-        held = read_header(path.parent / shard)[0]
-        found.update({n: t for n, t in held.items() if weight_map.get(n) == shard})
-        left_out += [name for name in held if name not in weight_map]
-    check_promised(path, weight_map, found, left_out)
+    found = open_shards(path, weight_map, lambda shard: read_header(shard)[0])
     opened.read()  # replacing a set begins with its index: if that is unchanged, so were all shards
     return LazyTensors({name: found[name] for name in weight_map}, metadata)
 
