@@ -9,7 +9,17 @@ from squisher.names import live_parameters
 from squisher.storage import safetensors as archive
 from squisher.storage import tensors
 from squisher.storage.safetensors import open_safetensors
-from squisher.storage.tensors import CHUNK, Computed, LazyTensors, chunks_of, numel_of, one_thread, tied_names
+from squisher.storage.tensors import (
+    CHUNK,
+    Computed,
+    LazyTensors,
+    chunks_of,
+    filled,
+    numel_of,
+    one_thread,
+    recut,
+    tied_names,
+)
 
 
 def test_chunks_of_a_plain_dict_and_of_a_file_have_the_same_borders(tmp_path):
@@ -144,3 +154,13 @@ def test_computed_tensors_take_names_shapes_and_types_from_another_mapping():
     assert torch.equal(renamed["x"], stored["a"])
     with pytest.raises(KeyError, match="no tensor named 'a'"):
         renamed["a"]
+
+
+@pytest.mark.parametrize("cuts", [[12], [1] * 12, [5, 7], [4, 4, 4], [0, 3, 0, 9, 0], []])
+@pytest.mark.parametrize("size", [1, 4, 5, 12, 100])
+def test_chunks_are_recut_and_joined(cuts, size):
+    numel = sum(cuts)
+    values = torch.arange(numel)
+    chunks = list(recut(values.split(cuts), size)) if cuts else list(recut([], size))
+    assert [chunk.numel() for chunk in chunks] == [size] * (numel // size) + [numel % size] * (numel % size > 0)
+    assert torch.equal(filled(chunks, (numel, 1), torch.int64), values.view(-1, 1))
