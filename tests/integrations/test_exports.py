@@ -93,6 +93,20 @@ def test_sensitivities_for_mlx(tmp_path):
         mlx_sensitivities(plan.sensitivity, 3, 4)
 
 
+@pytest.mark.parametrize("known_by", ["the file", "the importance"])
+def test_squeezellm_gives_a_tied_weight_its_importance_under_both_names(tmp_path, known_by):
+    """The second name had zeros, and the command said that it has no importance."""
+    weight, tied = torch.ones(4, 2), {"head.weight": "embed.weight"} if known_by == "the importance" else {}
+    state = {"embed.weight": weight, "head.weight": weight.clone() if tied else weight}
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text("{}")
+    importance = squisher.Importance({"embed.weight": torch.rand(4, 2)}, tied=tied)
+    said = export(importance, "squeezellm", tmp_path / "out", tmp_path)
+    made, _ = safetensors.open_archive(tmp_path / "out" / "model.safetensors")
+    assert all(torch.equal(made[name], importance["embed.weight"]) for name in state)
+    assert "no importance" not in said
+
+
 def test_squeezellm_folder_has_every_name(tmp_path):
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text('{"dtype": "float16"}')

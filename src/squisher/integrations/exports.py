@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..errors import ArgumentError, NamingError, check_choice
 from ..importance import Importance
-from ..names import align
+from ..names import align, check_like, find
 from ..quantize import Plan, Sensitivity
 from ..storage import safetensors
 from ..storage.atomic import new_folder, write_file
 from ..storage.folders import open_model, write_model
-from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of
+from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of, tied_names
 
 __all__ = ["FORMATS", "PLAN_FORMATS", "export", "gguf_name", "mlx_sensitivities", "stacked", "tensor_types"]
 
@@ -84,7 +84,12 @@ class _Squares(Computed):
     def __init__(self, importance: Importance, weights: Any) -> None:
         super().__init__(weights)
         self._importance = importance
-        self._matches = align(importance, weights, ("the importance", "the model"), tied=importance.provenance.tied)
+        tied = {**importance.provenance.tied, **tied_names(weights)}
+        align(importance, weights, ("the importance", "the model"), tied=tied)
+        found = {name: find(name, importance, tied) for name in weights}
+        self._matches = {name: match for name, match in found.items() if match is not None}
+        for name, match in self._matches.items():
+            check_like(weights, name, importance, match, ("the model", "the importance"))
         self.without = [name for name in weights if name not in self._matches]
 
     def dtype(self, name: str) -> torch.dtype:
