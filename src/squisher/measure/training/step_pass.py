@@ -35,7 +35,7 @@ _OBJECTIVE = Objective("categorical")
 _BY_CLASS = {"cross_entropy", "nll_loss"}
 _BY_ENTRY = {
     *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
+    *("binary_cross_entropy", "binary_cross_entropy_with_logits", "poisson_nll_loss", "gaussian_nll_loss"),
 }
 _DIVIDED_BY_WEIGHT = {"mse_loss", "l1_loss", "huber_loss"}
 """Losses whose mean with a weight is divided by the sum of the weights, or not, as the version of torch has it."""
@@ -139,6 +139,9 @@ class StepPass(Pass):
         if not isinstance(first, Tensor):
             return None
         state = self._state(first)
+        other = args[1] if name in _BY_ENTRY and len(args) > 1 else None
+        if state is SHARED and isinstance(other, Tensor) and other.shape == first.shape:
+            state = self._state(other)  # the labels were given first
         attached = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         # Of a loss, only the function in torch.nn.functional: the one below it has the same name and other arguments.
         if not isinstance(state, Examples) or not attached or func is not getattr(F, name, func):
