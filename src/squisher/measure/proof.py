@@ -79,11 +79,13 @@ class Known:
         state: of the model, the settings and the form of the batches; None if it is not to be remembered.
         batches: how many there were.
         programs: for every sequence of operations, the parameters for which the rules were seen to be right.
+        numbers: which the operations were given, in batches of which some examples were run alone; see `doubts_of`.
     """
 
     state: Any = None
     batches: int = 0
     programs: dict[Any, set[str]] = field(default_factory=dict)
+    numbers: set[int] = field(default_factory=set)
 
     def begin(self, model: nn.Module) -> None:
         """Count a batch. Until it is done nothing is remembered: what fails is forgotten."""
@@ -295,7 +297,7 @@ def check_alone(
             found = f"cannot be computed ({error}), unlike"
         if not found:
             continue
-        if n not in also:
+        if n not in also or n in (alone or {}):
             _refuse_cut_input(model, objective, batch, taken, values, n)
         if not interacting:
             return
@@ -306,8 +308,8 @@ def interaction(n: int, found: str, size: int) -> SquisherError:
     """Return the error for examples that influence each other."""
     return SquisherError(
         f"Examples influence each other: the outputs of example {n} on its own {found} from those in its batch of {size}, so it has no "
-        "gradient of its own in the batch. A batch statistic in the forward pass or the loss, or a contrastive loss, can be the "
-        "reason. Use method='loop' for every example on its own, or per='batch' for whole batches."
+        "gradient of its own in the batch. A batch statistic in the forward pass or the loss, a contrastive loss, or a number that is "
+        "taken from the size of the batch can be the reason. Use method='loop' for every example on its own, or per='batch' for whole batches."
     )
 
 
@@ -370,14 +372,22 @@ def two_of(batch: Batch) -> list[int] | None:
     return sorted(chosen[:2]) or None
 
 
-def doubts_of(one: Pass) -> list[int]:
+def doubts_of(one: Pass, numbers: set[int]) -> list[int]:
     """Return the examples of a pass that may have got something else on their own.
 
-    Where any of them may have, these are the fullest and the emptiest, and those with the largest and the smallest inputs.
+    Where any of them may have, these are the fullest and the emptiest, and those with the largest and the smallest inputs. A batch of
+    another size, or in which Python gave other numbers to operations, has the first two.
+
+    Args:
+        one: after its forward pass.
+        numbers: of earlier passes, hashed; gets those of this one.
     """
     batch = one.batch
+    given = hash((batch.size, *one.numbers))
+    new = given not in numbers
+    numbers.add(given)
     if not one.doubted:
-        return one.told
+        return list(dict.fromkeys([*one.told, *((two_of(batch) or []) if new else [])]))
     sums = torch.zeros(batch.size, dtype=torch.float64)
     for t, apart in batch.tensors():
         if apart and t is not batch.labels and t.layout is torch.strided and not t.is_complex():
