@@ -163,22 +163,38 @@ class _Kept:
                 if named:
                     self.tables.append((table, named))
         tensors = [v for _, named in self.tables for v in named.values() if isinstance(v, Tensor)]
-        self.copies = [(t, t.clone()) for t in {id(t): t for t in tensors}.values()]
-        self.versions = [_version(t) for t, _ in self.copies]
+        self.copies = {id(t): (t, t.clone()) for t in tensors}
+        self.given = [{n: (v, _version(v)) for n, v in named.items()} for _, named in self.tables]
 
     @torch.no_grad()
-    def restore(self, counted: bool = False) -> None:
-        """Bring everything back; `counted`: only tensors whose version says that they were changed."""
+    def begin(self) -> None:
+        """Give the next pass what the modules kept at first; in new tensors, as the graph of the last pass may need the changed ones."""
+        new: dict[int, Tensor] = {}
+        for (table, named), given in zip(self.tables, self.given, strict=True):
+            now = _plain(table)
+            for name, (value, version) in given.items():
+                if now.get(name) is value and _version(value) == version:
+                    continue
+                first = named[name]
+                if isinstance(first, Tensor):
+                    key = id(first)
+                    if key not in new:
+                        new[key] = self.copies[key][1].clone()
+                    first = new[key]
+                table[name] = first
+                given[name] = (first, _version(first))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring everything back."""
         for table, named in self.tables:
-            now = dict(table.items())  # that of a scripted module is not a dict
-            for name in (name for name, value in named.items() if now.get(name) is not value):
+            now = _plain(table)
+            for name in [name for name, value in named.items() if now.get(name) is not value]:
                 table[name] = named[name]
-        for n, (tensor, copy) in enumerate(self.copies):
-            if counted and _version(tensor) == self.versions[n]:
-                continue
+        for tensor, copy in self.copies.values():
+            # Its version says nothing: batch normalisation changes its statistics without counting it.
             if not _equal(tensor, copy):
                 (tensor if tensor.shape == copy.shape else tensor.resize_(copy.shape)).copy_(copy)
-            self.versions[n] = _version(tensor)
 
 
 _KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
@@ -190,15 +206,19 @@ def begin_pass(model: nn.Module) -> None:
     The statistics of batch normalisation may stay as they are: a pass that changes them does not use them.
     """
     if model in _KEPT:
-        _KEPT[model].restore(counted=True)
+        _KEPT[model].begin()
 
 
 def _is_kept(value: Any) -> bool:
     return type(value) in (int, float, bool) or (isinstance(value, Tensor) and not value.requires_grad)
 
 
-def _version(t: Tensor) -> int:
-    return 0 if t.is_inference() else t._version
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _plain(table: Any) -> dict[str, Any]:
+    return table if isinstance(table, dict) else dict(table.items())  # that of a scripted module is none
 
 
 def _equal(one: Any, other: Any) -> bool:

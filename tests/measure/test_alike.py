@@ -47,6 +47,11 @@ def _counting(s, x):
     return s.out(s.a(x)) * (1 + 1e-3 * s.count)
 
 
+def _counting_where_the_graph_needs_it(s, x):
+    s.count += 1
+    return s.out(s.a(x)) * s.count
+
+
 def _counting_in_python(s, x):
     s.number += 1
     return s.out(s.a(x)) / s.number
@@ -66,7 +71,9 @@ def _observed(s, x):
 
 
 @pytest.mark.parametrize("method", ["auto", "loop"])
-@pytest.mark.parametrize("forward", [_counting, _counting_in_python, _queue, "spectral norm"])
+@pytest.mark.parametrize(
+    "forward", [_counting, _counting_where_the_graph_needs_it, _counting_in_python, _queue, "spectral norm"]
+)
 def test_what_a_pass_changes_is_brought_back_before_the_next(forward, method):
     torch.manual_seed(0)
     if forward == "spectral norm":
