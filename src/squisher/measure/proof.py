@@ -383,7 +383,7 @@ def doubts_of(one: Pass, numbers: set[int]) -> list[int]:
         numbers: of earlier passes, hashed; gets those of this one.
     """
     batch = one.batch
-    given = hash((batch.size, *one.numbers))
+    given = hash((batch.size, one.guess, *one.numbers))
     new = given not in numbers
     numbers.add(given)
     if not one.doubted:
