@@ -37,6 +37,7 @@ __all__ = [
     "compare",
     "difference_of",
     "differing",
+    "distance",
     "doubts_of",
     "interaction",
     "prove",
@@ -247,15 +248,21 @@ def total_of(bounds: Iterable[Gradients], like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _relative(ours: Tensor, theirs: Tensor, bound: Tensor | None = None) -> float:
-    """Return the largest difference of the square roots, each relative to the root of its bound, or of a typical one."""
+def distance(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
+    """Return the largest difference, each relative to the root of its bound, or of a typical one."""
     if not ours.numel():
         return 0.0
-    f, e = ours.sqrt(), theirs.sqrt()
-    b = e if bound is None else bound.sqrt()
+    root = bound.sqrt()
     # The mean of what anything was added to: an embedding's other rows say nothing about the size of its gradient.
-    typical = b.sum() / (b > 0).sum().clamp(min=1)
-    return float(((f - e).abs() / torch.maximum(b, typical).clamp(min=torch.finfo(b.dtype).tiny)).max())
+    typical = root.sum() / (root > 0).sum().clamp(min=1)
+    least = torch.finfo(root.dtype).tiny
+    return float(((ours - theirs).abs() / torch.maximum(root, typical).clamp(min=least)).max())
+
+
+@torch.no_grad()
+def _relative(ours: Tensor, theirs: Tensor, bound: Tensor | None = None) -> float:
+    """Return the largest difference of the square roots; without a bound the gradients themselves are the measure."""
+    return distance(ours.sqrt(), theirs.sqrt(), theirs if bound is None else bound)
 
 
 def check_alone(

@@ -20,7 +20,7 @@ from ..batches import Batch
 from ..examples import SHARED, UNKNOWN, Call, Examples, Look, Other, State, replaced, tensors_in
 from ..following import is_custom, is_random, nodes_behind
 from ..likelihood import Objective
-from ..proof import tolerance_of, total_of
+from ..proof import distance, tolerance_of, total_of
 from ..rules import Dense, Gradients, Rule, Squares, add_squares
 from ..squaring import Pass
 from ..sums import Sums
@@ -360,7 +360,7 @@ class StepPass(Pass):
 
     def _judge(self, name: str, own: Tensor, given: Tensor, arrived: Tensor, one_by_one: Tensor, bound: Tensor) -> None:
         """Refuse a parameter if our squares, or Σ r_n g_n, are not what they should be."""
-        wrong = max(_apart(given, arrived, bound), _apart(own.sqrt(), one_by_one.sqrt(), bound))
+        wrong = max(distance(given, arrived, bound), distance(own.sqrt(), one_by_one.sqrt(), bound))
         if not bool(arrived.isfinite().all()):
             self.finite = False
         elif not wrong <= tolerance_of(self.types):
@@ -397,13 +397,3 @@ def _rows(weights: Tensor, g: Tensor, state: Examples) -> Tensor:
     """Return a number for each example, against the rows of a gradient."""
     rows = weights.to(g.device, g.dtype).repeat_interleave(state.inner)
     return rows.view([-1 if d == state.dim else 1 for d in range(g.dim())])
-
-
-def _apart(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
-    """Return the largest difference, each relative to the root of its bound, or of a typical one."""
-    if not ours.numel():
-        return 0.0
-    root = bound.sqrt()
-    typical = root.sum() / (root > 0).sum().clamp(min=1)
-    least = torch.finfo(root.dtype).tiny
-    return float(((ours - theirs).abs() / torch.maximum(root, typical).clamp(min=least)).max())
