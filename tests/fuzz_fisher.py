@@ -244,10 +244,13 @@ def main():
     """Run many cases and count how they ended."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--count", type=int, default=2000)
-    parser.add_argument("--seed", type=int)
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--seed", type=int, help="this one alone")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    seeds = [arguments.seed] if arguments.seed is not None else range(arguments.count)
+    seeds = (
+        [arguments.seed] if arguments.seed is not None else range(arguments.first, arguments.first + arguments.count)
+    )
     counts = collections.Counter()
     for seed in seeds:
         try:

@@ -177,6 +177,9 @@ LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "weighted distances": lambda o, y: F.l1_loss(o, F.one_hot(y, 3).to(o.dtype), weight=(1.0 + y)[:, None].expand(-1, 3), reduction="sum") / 3,
     "of log probabilities": lambda o, y: F.nll_loss(F.log_softmax(o, -1), y),
     "its exponential": lambda o, y: F.cross_entropy(o, y).exp(),
+    "labels first": lambda o, y: F.mse_loss(F.one_hot(y, 3).to(o.dtype), o),
+    "poisson": lambda o, y: F.poisson_nll_loss(o, F.one_hot(y, 3).to(o.dtype)),
+    "variances": lambda o, y: F.gaussian_nll_loss(o, F.one_hot(y, 3).to(o.dtype), o.exp()),
 }  # fmt: skip
 UNREDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "label smoothing": lambda o, y: F.cross_entropy(o, y, label_smoothing=0.1, reduction="sum"),
@@ -187,6 +190,9 @@ UNREDUCED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "over examples first": lambda o, y: ((o - F.one_hot(y, 3)) ** 2).sum(),
     "bernoulli": lambda o, y: F.binary_cross_entropy_with_logits(o, F.one_hot(y, 3).to(o.dtype), reduction="sum"),
     "weighted distances": lambda o, y: ((o - F.one_hot(y, 3)).abs() * (1.0 + y)).sum(),
+    "labels first": lambda o, y: ((o - F.one_hot(y, 3)) ** 2).sum(),
+    "poisson": lambda o, y: (o.exp() - F.one_hot(y, 3) * o).sum(),
+    "variances": lambda o, y: 0.5 * (o + (o - F.one_hot(y, 3)) ** 2 / o.exp()).sum(),
 }  # fmt: skip
 
 

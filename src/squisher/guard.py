@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from .errors import SquisherError
 
-__all__ = ["as_it_was", "eager_original", "eagerly", "only_requiring", "refuse_batch_statistics"]
+__all__ = ["as_it_was", "begin_pass", "eager_original", "eagerly", "only_requiring", "refuse_batch_statistics"]
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -26,14 +28,15 @@ def eager_original(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
-    """Run what is compiled of the model eagerly inside."""
+    """Run what is compiled, of the model and of the functions that it calls, eagerly inside."""
     modules = list(model.modules())
     compiled = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
     wrapped = [m for m in modules if type(m).__name__ == "OptimizedModule"]
     with ExitStack() as stack:
-        if wrapped and hasattr(torch.compiler, "set_stance"):
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        elif wrapped:  # before torch 2.6
+        if hasattr(torch.compiler, "set_stance"):
+            if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and it takes long to import
+                stack.enter_context(torch.compiler.set_stance("force_eager"))
+        else:  # before torch 2.6
             for module in wrapped:
                 stack.callback(vars(module).__setitem__, "forward", module.forward)
                 vars(module)["forward"] = cast(nn.Module, module._orig_mod).__call__
@@ -69,7 +72,8 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
     """Put the model into evaluation mode inside (unless `eval_mode` is False); restore everything, also after an error.
 
     Inside, the users' hooks on parameters are off (an optimizer may live in them), compiled calls run eagerly, and what is for
-    inference alone is off: the fused attention path, which has no gradients, and the caches of Hugging Face's models.
+    inference alone is off: the fused attention path, which has no gradients, and the caches of Hugging Face's models. `begin_pass`
+    brings back what a forward pass changes.
 
     Raises:
         SquisherError: A parameter was changed inside.
@@ -81,13 +85,7 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
     tables = [table for p in parameters for name in _HOOKS if (table := getattr(p, name, None))]
     hooks = [(table, dict(table)) for table in tables]
     versions = [(name, p, p._version) for name, p in model.named_parameters()]
-    # Also tensors that a module keeps without registering them; what requires a gradient is made anew in every pass.
-    kept = [
-        (table, {n: t for n, t in table.items() if isinstance(t, Tensor) and not t.requires_grad})
-        for m in modules
-        for table in (m._buffers, vars(m))
-    ]
-    copies = [(t, t.clone()) for t in {id(t): t for _, named in kept for t in named.values()}.values()]
+    kept = _Kept(modules)
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
     with ExitStack() as stack:
@@ -103,8 +101,10 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
                 table.clear()
             if eval_mode:
                 model.eval()
+            _KEPT[model] = kept
             yield
         finally:
+            _KEPT.pop(model, None)
             torch.backends.mha.set_fastpath_enabled(fast_path)
             for module, mode in training:
                 module.training = mode
@@ -113,7 +113,7 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
                 parameter.grad = grad
             for table, before in hooks:
                 table.update(before)
-            _restore(kept, copies)
+            kept.restore()
     changed = [name for name, p, version in versions if p._version != version]
     if changed:
         raise SquisherError(
@@ -149,16 +149,76 @@ def only_requiring(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[N
             p.requires_grad_(flag)
 
 
-@torch.no_grad()
-def _restore(kept: list[tuple[dict[str, Any], dict[str, Tensor]]], copies: list[tuple[Tensor, Tensor]]) -> None:
-    for table, named in kept:
-        now = dict(table.items())  # that of a scripted module is not a dict
-        for name in (name for name, t in named.items() if now.get(name) is not t):
-            table[name] = named[name]
-    for tensor, copy in copies:
-        # Its version says nothing: batch normalisation changes its statistics without counting it.
-        if not _equal(tensor, copy):
-            (tensor if tensor.shape == copy.shape else tensor.resize_(copy.shape)).copy_(copy)
+class _Kept:
+    """What the modules keep beside their parameters: buffers, tensors that are not registered, numbers.
+
+    What requires a gradient is not kept: it is made anew in every pass.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        self.tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for module in modules:
+            for table in (module._buffers, vars(module)):
+                named = {n: v for n, v in table.items() if n != "training" and _is_kept(v)}
+                if named:
+                    self.tables.append((table, named))
+        tensors = [v for _, named in self.tables for v in named.values() if isinstance(v, Tensor)]
+        self.copies = {id(t): (t, t.clone()) for t in tensors}
+        self.given = [{n: (v, _version(v)) for n, v in named.items()} for _, named in self.tables]
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Give the next pass what the modules kept at first; in new tensors, as the graph of the last pass may need the changed ones."""
+        new: dict[int, Tensor] = {}
+        for (table, named), given in zip(self.tables, self.given, strict=True):
+            now = _plain(table)
+            for name, (value, version) in given.items():
+                if now.get(name) is value and _version(value) == version:
+                    continue
+                first = named[name]
+                if isinstance(first, Tensor):
+                    key = id(first)
+                    if key not in new:
+                        new[key] = self.copies[key][1].clone()
+                    first = new[key]
+                table[name] = first
+                given[name] = (first, _version(first))
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Bring everything back."""
+        for table, named in self.tables:
+            now = _plain(table)
+            for name in [name for name, value in named.items() if now.get(name) is not value]:
+                table[name] = named[name]
+        for tensor, copy in self.copies.values():
+            # Its version says nothing: batch normalisation changes its statistics without counting it.
+            if not _equal(tensor, copy):
+                (tensor if tensor.shape == copy.shape else tensor.resize_(copy.shape)).copy_(copy)
+
+
+_KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+
+def begin_pass(model: nn.Module) -> None:
+    """Bring back what the last forward pass of a model changed (a counter, a queue), so that all begin alike; inside of `as_it_was`.
+
+    The statistics of batch normalisation may stay as they are: a pass that changes them does not use them.
+    """
+    if model in _KEPT:
+        _KEPT[model].begin()
+
+
+def _is_kept(value: Any) -> bool:
+    return type(value) in (int, float, bool) or (isinstance(value, Tensor) and not value.requires_grad)
+
+
+def _version(value: Any) -> int:
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+
+
+def _plain(table: Any) -> dict[str, Any]:
+    return table if isinstance(table, dict) else dict(table.items())  # that of a scripted module is none
 
 
 def _equal(one: Any, other: Any) -> bool:

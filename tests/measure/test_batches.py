@@ -1,8 +1,12 @@
 from __future__ import annotations
 
+import collections
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import squisher
@@ -115,3 +119,39 @@ def test_sparse_inputs_are_cut_too():
     expected = squisher.fisher(dense, [(X, Y), (X[:2], Y[:2])])["weight"].T
     assert torch.allclose(found["weight"], expected, rtol=1e-4)
     assert "sparse" in found.provenance.coverage["loop"]["weight"]
+
+
+class Record(collections.UserDict):
+    """A mapping with attributes, as tokenizers return."""
+
+    def __getattr__(self, name):
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclasses.dataclass
+class Pair:
+    """A batch with fields."""
+
+    x: torch.Tensor
+    y: torch.Tensor
+    note: str = ""
+
+
+@pytest.mark.parametrize("kind", [Record, Pair, lambda **given: [Pair(**given)]])
+def test_a_function_gets_batches_of_the_type_that_was_given(kind):
+    torch.manual_seed(0)
+    model = nn.Linear(3, 2).double()
+    given = [{"x": torch.randn(n, 3).double(), "y": torch.randint(0, 2, (n,))} for n in (4, 3)]
+
+    def losses(model, batch):
+        batch = batch[0] if isinstance(batch, list) else batch
+        return F.cross_entropy(model(batch.x), batch.y, reduction="none")
+
+    batches = [kind(**batch) for batch in given]
+    found = squisher.fisher(model, batches, likelihood=losses, method="fast", max_examples=6)
+    expected = squisher.fisher(model, [(b["x"], b["y"]) for b in given], max_examples=6)
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name])

@@ -242,8 +242,8 @@ class Failing(nn.Tanh):
     calls = 0
 
     def forward(self, x):
-        self.calls += 1
-        if dist.get_rank() == 1 and self.calls > 5:
+        Failing.calls += 1
+        if dist.get_rank() == 1 and Failing.calls > 5:
             raise MemoryError("nothing left")
         return super().forward(x)
 

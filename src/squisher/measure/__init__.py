@@ -71,7 +71,7 @@ def fisher(
     Args:
         model: any module; wrappers (compiled, data parallel) are looked through. Nothing about it is changed.
         batches: an iterable of mappings (`model(**batch)`, labels under "labels"), pairs (inputs, labels), or inputs alone; for a
-            function as likelihood, of mappings, lists or tuples of any tensors. Tensors, arrays and lists of values with an entry for
+            function as likelihood, of mappings, lists, tuples or dataclasses of any tensors. Tensors, arrays and lists of values with an entry for
             each example are cut into examples; others, and tuples, are shared by all.
         likelihood: "categorical", "tokens", "bernoulli", "gaussian" (σ = 1), a function `(model, batch) -> losses` with one
             loss per example, or "auto": what a Hugging Face model says, otherwise categorical. Losses are summed over the

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sized
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -84,8 +84,10 @@ class Batch:
         args = tuple(self.args[n] if name == f"number {n + 1}" else a for n, a in enumerate(taken.args))
         kwargs = {k: self.kwargs[k] if name == repr(k) else v for k, v in taken.kwargs.items()}
         raw = taken.raw  # what a function as likelihood gets
-        if isinstance(raw, dict):
-            raw = {k: self.raw[k] if name == repr(str(k)) else v for k, v in raw.items()}
+        if isinstance(raw, MutableMapping):
+            raw = copy(raw)
+            for k in [k for k in raw if name == repr(str(k))]:
+                raw[k] = self.raw[k]
         elif isinstance(raw, (tuple, list)) and len(raw) > 2:
             raw = args
         return dataclasses.replace(taken, raw=raw, args=args, kwargs=kwargs)
@@ -214,8 +216,8 @@ def _size(labels: Any, values: Iterable[Any]) -> int:
         )
     if not found:
         raise SquisherError(
-            "A batch holds no tensor with a batch dimension, so its number of examples is not known. Expected tensors "
-            "whose first dimension is the example."
+            "A batch holds no tensor with a batch dimension, so its number of examples is not known. Expected tensors whose first "
+            "dimension is the example, alone or in mappings, lists, tuples and dataclasses; not lists of lists of numbers."
         )
     return found[0]
 
@@ -225,12 +227,27 @@ def _tree(value: Any, change: Callable[[Any], Any]) -> Any:
     if _is_leaf(value):
         return change(value)
     if isinstance(value, Mapping):
-        return {k: _tree(v, change) for k, v in value.items()}
+        changed = {k: _tree(v, change) for k, v in value.items()}
+        if type(value) is dict or not isinstance(value, MutableMapping):
+            return changed
+        same = copy(value)  # of its own type, which a function as likelihood may rely on
+        for k, v in changed.items():
+            same[k] = v
+        return same
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(_tree(v, change) for v in value))
     if isinstance(value, (tuple, list)):
         return type(value)(_tree(v, change) for v in value)
+    if _is_record(value):
+        same = copy(value)
+        for field in dataclasses.fields(value):
+            object.__setattr__(same, field.name, _tree(getattr(value, field.name), change))
+        return same
     return value
+
+
+def _is_record(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -242,6 +259,8 @@ def _leaves(value: Any) -> list[Any]:
             found.append(item)
         elif isinstance(item, (Mapping, tuple, list)):
             left.extend(reversed(list(item.values() if isinstance(item, Mapping) else item)))
+        elif _is_record(item):
+            left.extend(getattr(item, field.name) for field in reversed(dataclasses.fields(item)))
     return found
 
 

@@ -9,13 +9,16 @@ parameter: its per-example gradients are sent on to the parameters through its o
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..guard import begin_pass
 from ..ranks import is_sharded
 from .batches import Batch
 from .examples import SHARED, UNKNOWN, Call, Examples, Look, Routed, State, replaced, tensors_in
@@ -108,6 +111,7 @@ class Capture(Following):
         guess: bool = True,
         gathered: Iterable[Tensor] | None = None,
     ):
+        begin_pass(model)  # what it keeps is what the pass will find
         super().__init__(batch.size, (*model.parameters(), *model.buffers(), *(gathered or ())))
         self.model, self.objective, self.batch, self.parameters = model, objective, batch, parameters
         self.guess, self.guessed = guess, False
@@ -124,6 +128,8 @@ class Capture(Following):
         self._leaf = torch.zeros((), requires_grad=True)
         self._watch = Watch(self)
         self._routes = Routes(batch.size)
+        for size in (n for tensor, apart in batch.tensors() if apart for n in tensor.shape[1:]):
+            self._sizes.setdefault(size, f"size {len(self._sizes)}")
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -138,8 +144,10 @@ class Capture(Following):
             if tensor.layout is not torch.strided:
                 raise Obstacle({"": "an input is sparse"})
             self._mark(tensor, Examples(0) if apart else SHARED)
+        before = _generators()
         with self._watch:
             raw = self.objective.raw(self.model, batch)
+        self.random = self.random or before != _generators()
         state = self._state(raw)
         outputs = self.objective.arranged(raw, self.batch)
         values = outputs.values
@@ -190,6 +198,7 @@ class Capture(Following):
         tensors = tensors_in((args, kwargs))
         states = {id(t): self._state(t) for t in tensors}
         self.random = self.random or is_random(name, args, kwargs)
+        self._note_numbers(name, (args, kwargs))
         if name in ("getitem", "setitem"):
             self._python_saw_ends(args[1])
         if name == "setitem":
@@ -420,6 +429,12 @@ class Capture(Following):
     def _names_behind(self, source: Tensor) -> set[str]:
         name = self._names.get(id(source))
         return {name} if name is not None else self._behind[id(source)][1]
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return the state of the generators of random numbers, from which a forward pass may draw where it is not seen."""
+    numbers = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), torch.get_rng_state().numpy().tobytes(), numbers["pos"], numbers["key"].tobytes()
 
 
 def _apart(rule: Rule, dim: int, dims: int) -> bool:

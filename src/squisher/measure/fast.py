@@ -6,8 +6,9 @@ In every batch, before anything is added:
 - no path of the graph leads to a parameter past the rules (`capture`);
 - the sequence of operations is one that was proven against the loop (`proof`), for every parameter whose gradient is not zero; while it
   is zero, a plain gradient of the batch must be zero too, or what arrived was lost on its way;
-- every number or decision that Python took from the batch is what it would have taken from each example alone; where it is not, or where
-  a scripted function or an array hides it, the outputs of some examples alone are compared with those of the batch;
+- every number or decision that Python took from the batch is what it would have taken from each example alone; where it is not, where
+  a scripted function or an array hides it, or where the batch has another size or its operations get other numbers than in earlier
+  batches, the outputs of some examples alone are compared with those of the batch;
 - backward functions written in Python, which may mix examples, give the same squares for the two halves of the batch one after the other.
 
 A batch that fails one of these checks is left to the loop, and the coverage says why. What was proven is remembered for later calls on
@@ -110,7 +111,7 @@ class Fast:
                 known.state = None  # only the proof sees that examples influence each other through Python
             if one.program not in known.programs and proof is None:
                 proof = self._prove(sums, batch, index, known)
-            also = doubts_of(one)
+            also = doubts_of(one, known.numbers)
             if proof is not None or also:
                 alone = {} if proof is None else proof.alone
                 check_alone(self.model, self.objective, batch, outputs.values.detach(), alone, also)

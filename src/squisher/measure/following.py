@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from .examples import SHARED, UNKNOWN, Examples, Routed, State, argument, replaced, tensors_in
 from .indexing import place_after
-from .placements import state_after
+from .placements import reshapes, state_after
 from .rules import in_steps, multi_head_attention, supports
 
 __all__ = [
@@ -114,6 +114,8 @@ class Following:
         doubted: whether something was computed from the examples where it cannot be seen (a scripted function, an array), so that any
             example might have been treated differently alone.
         hooked: whether the model registers hooks on its gradients.
+        numbers: what Python gave to operations beside tensors. It may have computed them from the number of examples, or from how many of
+            them were picked, which nothing here sees.
         types: of the gradients that arrived, and single precision if they came through it: models in double precision compute parts of
             themselves, or their loss, in it.
     """
@@ -130,6 +132,8 @@ class Following:
         self._apart: dict[int, tuple[Any, int, list[Any]]] = {}
         self._trace: list[Any] = []
         self.types: set[torch.dtype] = set()
+        self.numbers: list[Any] = []
+        self._sizes: dict[int, str] = {}
 
     @property
     def program(self) -> tuple[Any, ...]:
@@ -252,6 +256,23 @@ class Following:
                 return [func(*replaced(args, part), **replaced(kwargs, part)) for part in parts]
         except Exception:  # whatever the operation says to a single example
             return None
+
+    def _note_numbers(self, name: str, given: Any) -> None:
+        """Note the numbers among the arguments of an operation; an example alone has the sizes of the inputs too, so these may differ."""
+        if not self._compares or reshapes(name):
+            return
+        left = [given]
+        while left:
+            item = left.pop()
+            kind = type(item)
+            if kind is int or kind is float:
+                self.numbers.append(self._sizes.get(item, item))
+            elif kind is tuple or kind is list:
+                left.extend(item)
+            elif kind is dict:
+                left.extend(item.values())
+            elif kind is slice:
+                left += (item.start, item.stop, item.step)
 
     def _python_saw_ends(self, index: Any) -> None:
         """Compare the ends of slices that are tensors, which Python turns into numbers."""

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import SquisherError
+from ..guard import begin_pass
 from ..ranks import whole
 from .batches import Batch
 from .sampling import categories, normals, uniforms
@@ -75,6 +76,7 @@ class Objective:
 
     def raw(self, model: nn.Module, batch: Batch) -> Tensor:
         """Run the model on a batch, which it may change; return its logits, or the losses of a function."""
+        begin_pass(model)
         if callable(self.likelihood):
             losses = self.likelihood(model, batch.raw)
             if not isinstance(losses, Tensor) or losses.shape != (batch.size,):

@@ -17,7 +17,7 @@ from .examples import SHARED, UNKNOWN, Call, Examples, Look, Routed, State, tens
 from .indexing import GROUPED, indexed
 from .rules import einsum_terms
 
-__all__ = ["broadcasts", "routed_state_after", "state_after", "why_unknown"]
+__all__ = ["broadcasts", "reshapes", "routed_state_after", "state_after", "why_unknown"]
 
 Placement = Callable[[Call], State]
 _UNKNOWN_FORMS = (TypeError, IndexError, ValueError, AttributeError, KeyError, RuntimeError)
@@ -59,6 +59,11 @@ def why_unknown(name: str) -> str:
     """Return the reason why rows cannot be followed through an operation."""
     known = name in _PLACEMENTS
     return f"{name} moves or mixes the rows of examples" if known else f"{name} is an operation without a rule"
+
+
+def reshapes(name: str) -> bool:
+    """Return whether an operation leaves all entries as they are and in their order."""
+    return _PLACEMENTS.get(name) is _same_order
 
 
 def broadcasts(
@@ -383,7 +388,7 @@ _POINTWISE = """
     erfinv lgamma digamma sinc hypot xlogy logaddexp special_expit clone contiguous detach type float double half bfloat16
     int long bool byte short char cpu cuda data real imag conj resolve_conj requires_grad positive copysign heaviside deg2rad
     rad2deg copy fill zero complex polar angle get.data get.real get.imag op.and op.or op.xor op.invert op.neg op.abs op.eq op.ne op.lt op.le op.gt op.ge op.pos
-    expand expand_as broadcast_to and or xor zeros_like ones_like full_like empty_like logit i0
+    expand expand_as broadcast_to broadcast_tensors and or xor zeros_like ones_like full_like empty_like logit i0
 """
 
 
@@ -445,7 +450,7 @@ _PLACEMENTS: dict[str, Placement] = {
     **dict.fromkeys(("tril", "triu"), _triangle),
     **_each(
         "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy soft_margin_loss "
-        "binary_cross_entropy_with_logits kl_div",
+        "binary_cross_entropy_with_logits kl_div poisson_nll_loss gaussian_nll_loss",
         _loss,
     ),
     "where": _where,

@@ -37,6 +37,7 @@ __all__ = [
     "compare",
     "difference_of",
     "differing",
+    "distance",
     "doubts_of",
     "interaction",
     "prove",
@@ -79,11 +80,13 @@ class Known:
         state: of the model, the settings and the form of the batches; None if it is not to be remembered.
         batches: how many there were.
         programs: for every sequence of operations, the parameters for which the rules were seen to be right.
+        numbers: which the operations were given, in batches of which some examples were run alone; see `doubts_of`.
     """
 
     state: Any = None
     batches: int = 0
     programs: dict[Any, set[str]] = field(default_factory=dict)
+    numbers: set[int] = field(default_factory=set)
 
     def begin(self, model: nn.Module) -> None:
         """Count a batch. Until it is done nothing is remembered: what fails is forgotten."""
@@ -245,15 +248,21 @@ def total_of(bounds: Iterable[Gradients], like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _relative(ours: Tensor, theirs: Tensor, bound: Tensor | None = None) -> float:
-    """Return the largest difference of the square roots, each relative to the root of its bound, or of a typical one."""
+def distance(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
+    """Return the largest difference, each relative to the root of its bound, or of a typical one."""
     if not ours.numel():
         return 0.0
-    f, e = ours.sqrt(), theirs.sqrt()
-    b = e if bound is None else bound.sqrt()
+    root = bound.sqrt()
     # The mean of what anything was added to: an embedding's other rows say nothing about the size of its gradient.
-    typical = b.sum() / (b > 0).sum().clamp(min=1)
-    return float(((f - e).abs() / torch.maximum(b, typical).clamp(min=torch.finfo(b.dtype).tiny)).max())
+    typical = root.sum() / (root > 0).sum().clamp(min=1)
+    least = torch.finfo(root.dtype).tiny
+    return float(((ours - theirs).abs() / torch.maximum(root, typical).clamp(min=least)).max())
+
+
+@torch.no_grad()
+def _relative(ours: Tensor, theirs: Tensor, bound: Tensor | None = None) -> float:
+    """Return the largest difference of the square roots; without a bound the gradients themselves are the measure."""
+    return distance(ours.sqrt(), theirs.sqrt(), theirs if bound is None else bound)
 
 
 def check_alone(
@@ -295,7 +304,7 @@ def check_alone(
             found = f"cannot be computed ({error}), unlike"
         if not found:
             continue
-        if n not in also:
+        if n not in also or n in (alone or {}):
             _refuse_cut_input(model, objective, batch, taken, values, n)
         if not interacting:
             return
@@ -306,8 +315,8 @@ def interaction(n: int, found: str, size: int) -> SquisherError:
     """Return the error for examples that influence each other."""
     return SquisherError(
         f"Examples influence each other: the outputs of example {n} on its own {found} from those in its batch of {size}, so it has no "
-        "gradient of its own in the batch. A batch statistic in the forward pass or the loss, or a contrastive loss, can be the "
-        "reason. Use method='loop' for every example on its own, or per='batch' for whole batches."
+        "gradient of its own in the batch. A batch statistic in the forward pass or the loss, a contrastive loss, or a number that is "
+        "taken from the size of the batch can be the reason. Use method='loop' for every example on its own, or per='batch' for whole batches."
     )
 
 
@@ -370,14 +379,22 @@ def two_of(batch: Batch) -> list[int] | None:
     return sorted(chosen[:2]) or None
 
 
-def doubts_of(one: Pass) -> list[int]:
+def doubts_of(one: Pass, numbers: set[int]) -> list[int]:
     """Return the examples of a pass that may have got something else on their own.
 
-    Where any of them may have, these are the fullest and the emptiest, and those with the largest and the smallest inputs.
+    Where any of them may have, these are the fullest and the emptiest, and those with the largest and the smallest inputs. A batch of
+    another size, or in which Python gave other numbers to operations, has the first two.
+
+    Args:
+        one: after its forward pass.
+        numbers: of earlier passes, hashed; gets those of this one.
     """
     batch = one.batch
+    given = hash((batch.size, one.guess, *one.numbers))
+    new = given not in numbers
+    numbers.add(given)
     if not one.doubted:
-        return one.told
+        return list(dict.fromkeys([*one.told, *((two_of(batch) or []) if new else [])]))
     sums = torch.zeros(batch.size, dtype=torch.float64)
     for t, apart in batch.tensors():
         if apart and t is not batch.labels and t.layout is torch.strided and not t.is_complex():

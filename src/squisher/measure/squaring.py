@@ -52,16 +52,9 @@ class Pass(Capture):
             if they are not wanted.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        batch: Batch,
-        parameters: Mapping[str, Tensor],
-        guess: bool = True,
-        gathered: Iterable[Tensor] | None = None,
-    ):
-        super().__init__(model, objective, batch, parameters, guess, gathered)
+    def __init__(self, *arguments: Any, **settings: Any):
+        super().__init__(*arguments, **settings)
+        objective = self.objective
         self.many = objective.labels == "exact" or objective.draws > 1 or objective.unit == "token"
         self.at_least = 0
         self.bounds: dict[str, list[Gradients]] | None = None

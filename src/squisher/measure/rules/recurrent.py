@@ -35,8 +35,9 @@ def in_steps(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callab
         return lambda: _single(name, *args)
     if name == "embedding_bag" and len(args) >= 2 and args[0].dim() == 2:
         given = {**dict(zip(_BAG, args, strict=False)), **kwargs}
-        rare = ("offsets", "max_norm", "padding_idx")
-        if given.get("mode", "mean") in ("mean", "sum") and not any(given.get(n) is not None for n in rare):
+        rare = [given.get(name) for name in ("offsets", "max_norm", "padding_idx")]
+        rare.append(given.get("scale_grad_by_freq") or None)
+        if given.get("mode", "mean") in ("mean", "sum") and rare == [None] * 4:
             return lambda: _bag(given)
     return None
 

@@ -69,6 +69,7 @@ class Passes:
         self._through: dict[int, int] = {}
         self._squared: set[int] = set()
         self._waiting: set[int] = set()
+        self._numbers: set[int] = set()
         self._sending = self._checking = False
 
     def watched(self) -> AbstractContextManager[None]:
@@ -135,7 +136,7 @@ class Passes:
                 one.captured,
                 one.used_again,
                 self.exchange.form(None if outputs is None else outputs.values),
-                [n for n in doubts_of(one) if n not in (alone or {})],
+                [n for n in doubts_of(one, self._numbers) if n not in (alone or {})],
             )
             told = self.exchange(here, failure)
             self.exchange.check_outputs([t.outputs for t in told])

@@ -20,10 +20,11 @@ from ..batches import Batch
 from ..examples import SHARED, UNKNOWN, Call, Examples, Look, Other, State, replaced, tensors_in
 from ..following import is_custom, is_random, nodes_behind
 from ..likelihood import Objective
-from ..proof import tolerance_of, total_of
+from ..proof import distance, tolerance_of, total_of
 from ..rules import Dense, Gradients, Rule, Squares, add_squares
 from ..squaring import Pass
 from ..sums import Sums
+from .reductions import BY_CLASS, BY_ENTRY, REDUCTIONS, counted_in, factor_of
 
 __all__ = ["StepPass", "weighted_rows"]
 
@@ -32,15 +33,6 @@ REDUCED = Other("reduced")
 FLAT = Other("flat")
 """Rows of examples that are no neighbours: (positions, examples, ...) in one dimension, as torch's attention has them."""
 _OBJECTIVE = Objective("categorical")
-_BY_CLASS = {"cross_entropy", "nll_loss"}
-_BY_ENTRY = {
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss", "kl_div"),
-    *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
-}
-_DIVIDED_BY_WEIGHT = {"mse_loss", "l1_loss", "huber_loss"}
-"""Losses whose mean with a weight is divided by the sum of the weights, or not, as the version of torch has it."""
-_REDUCTIONS = {"sum", "mean", *_BY_CLASS, *_BY_ENTRY}
-"""Names (`name_of`) of the operations that are known."""
 
 
 @dataclass
@@ -104,7 +96,7 @@ class StepPass(Pass):
                 return self._finish(func(*args, **kwargs), name, state, "a part of the loss mixes examples")
         if args and id(args[0]) in self._flat:
             return self._of_flat(func, name, args, kwargs)
-        if name in _REDUCTIONS:
+        if name in REDUCTIONS:
             reduced = self._reduced(func, name, args, kwargs)
             if reduced is not None:
                 return reduced
@@ -139,11 +131,14 @@ class StepPass(Pass):
         if not isinstance(first, Tensor):
             return None
         state = self._state(first)
+        other = args[1] if name in BY_ENTRY and len(args) > 1 else None
+        if state is SHARED and isinstance(other, Tensor) and other.shape == first.shape:
+            state = self._state(other)  # the labels were given first
         attached = [t for t in tensors_in((args, kwargs)) if t.requires_grad]
         # Of a loss, only the function in torch.nn.functional: the one below it has the same name and other arguments.
         if not isinstance(state, Examples) or not attached or func is not getattr(F, name, func):
             return None
-        factor = _factor_of(name, state, args, kwargs)
+        factor = factor_of(name, state, args, kwargs)
         if factor is None:
             return None
         inputs: list[tuple[Tensor, Examples]] = []
@@ -159,12 +154,12 @@ class StepPass(Pass):
                 return None
         output = func(*replaced(args, instead), **replaced(kwargs, instead))
         reduction = _Reduction(inputs, output, factor)
-        counted = _counted_in(name, self.examples, args, kwargs)
+        counted = counted_in(name, self.examples, args, kwargs)
         self._counted = counted if self._counted is None else self._counted | counted
         output.register_hook(lambda g: reduction.arrived.append(g.detach()) if self._in_backward else None)
         self.reductions.append(reduction)
         # A loss over classes with several positions for each example, as a language model has.
-        self.positions = self.positions or (name in _BY_CLASS and (state.inner > 1 or first.dim() > 2))
+        self.positions = self.positions or (name in BY_CLASS and (state.inner > 1 or first.dim() > 2))
         return self._finish(output, name, REDUCED)
 
     def _state(self, t: Tensor) -> State:
@@ -365,7 +360,7 @@ class StepPass(Pass):
 
     def _judge(self, name: str, own: Tensor, given: Tensor, arrived: Tensor, one_by_one: Tensor, bound: Tensor) -> None:
         """Refuse a parameter if our squares, or Σ r_n g_n, are not what they should be."""
-        wrong = max(_apart(given, arrived, bound), _apart(own.sqrt(), one_by_one.sqrt(), bound))
+        wrong = max(distance(given, arrived, bound), distance(own.sqrt(), one_by_one.sqrt(), bound))
         if not bool(arrived.isfinite().all()):
             self.finite = False
         elif not wrong <= tolerance_of(self.types):
@@ -402,76 +397,3 @@ def _rows(weights: Tensor, g: Tensor, state: Examples) -> Tensor:
     """Return a number for each example, against the rows of a gradient."""
     rows = weights.to(g.device, g.dtype).repeat_interleave(state.inner)
     return rows.view([-1 if d == state.dim else 1 for d in range(g.dim())])
-
-
-def _apart(ours: Tensor, theirs: Tensor, bound: Tensor) -> float:
-    """Return the largest difference, each relative to the root of its bound, or of a typical one."""
-    if not ours.numel():
-        return 0.0
-    root = bound.sqrt()
-    typical = root.sum() / (root > 0).sum().clamp(min=1)
-    least = torch.finfo(root.dtype).tiny
-    return float(((ours - theirs).abs() / torch.maximum(root, typical).clamp(min=least)).max())
-
-
-# -- how a loss goes from the examples to one number: which operations sum over them, and by which factor ---------------------
-
-
-def _factor_of(name: str, state: Examples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    """Return the factor c of an operation that gives c · Σ of the entries over all examples; None for any other operation.
-
-    Args:
-        name: One of `_REDUCTIONS`.
-        state: Where the examples are in the first argument.
-        args: Of the call.
-        kwargs: Of the call.
-    """
-    t: Tensor = args[0] if args else kwargs["input"]
-    if name in ("sum", "mean"):
-        return _of_sum(name, t, state, args, kwargs)
-    reduction = kwargs.get("reduction", "mean")
-    old = any(kwargs.get(key) is not None for key in ("size_average", "reduce"))
-    if reduction == "none" or old or state.dim or (name in _BY_CLASS and t.dim() < 2):
-        return None
-    if reduction == "sum":
-        return 1.0
-    if reduction == "batchmean":
-        return 1.0 / t.shape[0]
-    target: Tensor = args[1] if len(args) > 1 else kwargs["target"]
-    if name in _DIVIDED_BY_WEIGHT and kwargs.get("weight") is not None:
-        return None
-    if name in _BY_ENTRY:
-        return 1.0 / max(1, math.prod(torch.broadcast_shapes(t.shape, target.shape)))
-    return _of_classes(t, target, args, kwargs)
-
-
-def _counted_in(name: str, examples: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return which examples count in a loss: all, except those whose labels a loss over classes ignores."""
-    target = args[1] if len(args) > 1 else kwargs.get("target")
-    if name not in _BY_CLASS or not isinstance(target, Tensor) or target.is_floating_point():
-        return torch.ones(examples, dtype=torch.bool)
-    return (target != _ignored(args, kwargs)).reshape(examples, -1).any(1).cpu()
-
-
-def _ignored(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    return int(kwargs.get("ignore_index", args[4] if len(args) > 4 else -100))
-
-
-def _of_sum(name: str, t: Tensor, state: Examples, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float | None:
-    dim = kwargs.get("dim", kwargs.get("axis", args[1] if len(args) > 1 else None))
-    if isinstance(dim, torch.dtype) or dim is None or dim == ():
-        dims = list(range(t.dim()))
-    else:
-        dims = [int(d) % t.dim() for d in (dim if isinstance(dim, (tuple, list)) else (dim,))]
-    if state.dim not in dims:
-        return None
-    return 1.0 if name == "sum" else 1.0 / max(1, math.prod(t.shape[d] for d in dims))
-
-
-def _of_classes(t: Tensor, target: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-    weight = kwargs.get("weight", args[2] if len(args) > 2 else None)
-    if target.is_floating_point():
-        return t.shape[1] / t.numel()
-    counted = target != _ignored(args, kwargs)
-    total = counted.sum() if weight is None else weight.detach()[target[counted]].sum()
-    return 1.0 / float(total) if float(total) else 0.0
