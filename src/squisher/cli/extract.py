@@ -104,14 +104,15 @@ def extract(
             }
         )
         return
-    known = _Known(base_model is not None, _has_earlier(source))
+    adapts = (Path(source) / "adapter_config.json").is_file()
+    known = _Known(base_model is not None or adapts, _has_earlier(source))
     shell.console().print(_extracted(importance, target, known), highlight=False, soft_wrap=True)
     if published is not None:
         typer.echo(f"Published: {published}")
 
 
 class _Known(NamedTuple):
-    """Which weights from before were at hand to prove names by."""
+    """Which weights from before were at hand to prove names by; the base of an adapter holds none of its weights."""
 
     base: bool
     earlier: bool
