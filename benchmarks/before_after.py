@@ -1,4 +1,6 @@
-"""How long extract, merge and top-k take beside an older commit: the same files, in turn, each in a process of its own.
+"""How long extract, fisher, merge and top-k take beside an older commit: the same files, in turn, each in a process of its own.
+
+Beside the seconds of the clock are those of the processor, which other work on the machine spoils less; ratios are of both.
 
 python -m benchmarks.before_after [--before COMMIT] [--size 3e7] [--rounds 5]
 """
@@ -11,11 +13,13 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from .harness import BEFORE, ROOT, alone, older, write
 
-CASES = ("extract, names recorded", "extract", "merge fisher", "mask top-k", "prune")
+CASES = ("extract, names recorded", "extract", "fisher", "merge fisher", "mask top-k", "prune")
 
 
 def make(folder: Path, size: int) -> None:
@@ -51,6 +55,14 @@ def prepared(case: str, folder: Path) -> Callable[[], object]:
     out = folder / "out.safetensors"
     if case.startswith("extract"):
         return lambda: squisher.extract(folder / f"{case}.pt").save(out)
+    if case == "fisher":
+        import torch
+
+        torch.manual_seed(0)
+        sizes = [256, 1024, 1024, 1024, 10]
+        model = torch.nn.Sequential(*(torch.nn.Linear(*pair) for pair in pairwise(sizes)))
+        batches = [(torch.randn(32, 256), torch.randint(0, 10, (32,))) for _ in range(8)]
+        return lambda: squisher.fisher(model, batches)
     from safetensors.torch import load_file
 
     measured = [load_file(folder / name / "values.safetensors") for name in ("a", "b")]
@@ -63,13 +75,13 @@ def prepared(case: str, folder: Path) -> Callable[[], object]:
     return lambda: dict(squisher.prune.weights(weights[0], a, sparsity=0.75))
 
 
-def timed(case: str, folder: Path) -> float:
+def timed(case: str, folder: Path) -> dict[str, float]:
     """Return the seconds of one call, after one that is not counted."""
     call = prepared(case, folder)
     call()
-    start = time.perf_counter()
+    start, worked = time.perf_counter(), time.process_time()
     call()
-    return time.perf_counter() - start
+    return {"seconds": time.perf_counter() - start, "processor_seconds": time.process_time() - worked}
 
 
 def main() -> None:
@@ -87,26 +99,29 @@ def main() -> None:
     with older(options.before) as source, tempfile.TemporaryDirectory() as scratch:
         trees = {"before": source, "after": ROOT}
         make(Path(scratch), int(options.size))
-        seconds: dict[str, dict[str, list[float]]] = {case: {tree: [] for tree in trees} for case in CASES}
+        runs: dict[str, dict[str, list[dict[str, float]]]] = {case: {tree: [] for tree in trees} for case in CASES}
         for _ in range(options.rounds):
             for case in CASES:
                 for tree, path in trees.items():
-                    seconds[case][tree].append(alone(path, "before_after", case, "--folder", scratch))
+                    runs[case][tree].append(alone(path, "before_after", case, "--folder", scratch))
     found = {
-        case: {
-            **{tree: {"seconds": statistics.median(times), "all": times} for tree, times in both.items()},
-            "ratio": statistics.median(a / b for a, b in zip(both["after"], both["before"], strict=True)),
-        }
-        for case, both in seconds.items()
+        case: {kind: _compared(both, kind) for kind in ("seconds", "processor_seconds")} for case, both in runs.items()
     }
     write(
         "before_after",
         {"before": options.before, "weights": int(options.size), "rounds": options.rounds, "cases": found},
     )
-    for case, both in found.items():
-        print(
-            f"{case}: {both['before']['seconds']:.2f} s -> {both['after']['seconds']:.2f} s, ratio {both['ratio']:.2f}"
-        )
+    for case, kinds in found.items():
+        for kind, both in kinds.items():
+            print(f"{case}, {kind}: {both['before']:.2f} -> {both['after']:.2f}, ratio {both['ratio']:.2f}")
+
+
+def _compared(both: dict[str, list[dict[str, float]]], kind: str) -> dict[str, Any]:
+    """Return the medians, the median of the ratios within a round, and all the values behind them."""
+    values = {tree: [run[kind] for run in runs] for tree, runs in both.items()}
+    ratios = [after / before for after, before in zip(values["after"], values["before"], strict=True)]
+    medians = {tree: statistics.median(v) for tree, v in values.items()}
+    return {**medians, "ratio": statistics.median(ratios), "all": values}
 
 
 if __name__ == "__main__":
