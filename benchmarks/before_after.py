@@ -27,23 +27,28 @@ def make(folder: Path, size: int) -> None:
     import torch
     from safetensors.torch import save_file
 
-    rows = 1 << 10
+    narrow = 1 << 10
+    wide = size // (12 * narrow)
     names = [f"layers.{k}.weight" for k in range(12)]
-    shape = (rows, size // (12 * rows))
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(*pair, bias=False) for pair in [(narrow, wide), (wide, narrow)] * 6]
     for seed, name in enumerate(("a", "b")):
         generator = torch.Generator().manual_seed(seed)
         (folder / name).mkdir()
-        weights = {n: torch.randn(shape, generator=generator) for n in names}
-        values = {n: torch.randn(shape, generator=generator).square() * 1e-9 for n in names}
+        shapes = {n: layer.weight.shape for n, layer in zip(names, layers, strict=True)}
+        weights = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+        values = {n: torch.randn(shape, generator=generator).square() * 1e-9 for n, shape in shapes.items()}
         save_file(weights, folder / name / "model.safetensors", {"format": "pt"})
         save_file(values, folder / name / "values.safetensors")
-    model = torch.nn.ModuleDict(
-        {"layers": torch.nn.ModuleList(torch.nn.Linear(*shape[::-1], bias=False) for _ in names)}
-    )
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter) * 1e-4
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList(layers)})
+    outputs = torch.randn(32, narrow)
+    for layer in layers:
+        outputs = torch.relu(layer(outputs))
+    (
+        outputs.square().sum() * 1e6
+    ).backward()  # real gradients: without them the values prove no name, and extract refuses
     for listed, name in ((model.parameters(), "extract.pt"), (model.named_parameters(), "extract, names recorded.pt")):
-        optimizer = torch.optim.AdamW(listed)
+        optimizer = torch.optim.AdamW(listed, lr=1e-6)
         optimizer.step()
         torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / name)
 
