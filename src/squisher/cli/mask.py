@@ -57,3 +57,8 @@ def mask(
         shell.print_json({"file": str(out), "kept": chosen.kept, "total": chosen.total, "per_tensor": kept})
         return
     typer.echo(f"{out}: {chosen.kept:,} of {chosen.total:,} entries in {len(chosen)} tensors may train.")
+    if not chosen.kept:
+        typer.echo(
+            f"This mask freezes everything: {keep:g} of {chosen.total:,} entries is less than one; give a larger --keep.",
+            err=True,
+        )
