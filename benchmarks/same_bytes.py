@@ -4,7 +4,7 @@
     python -m benchmarks.same_bytes --before COMMIT
 
 Compared are names, types, shapes and values of every tensor, not the metadata, which says more than it did. A fixture that the
-older commit refuses is not compared; one that only this one refuses counts as different.
+older commit refuses is not compared; one that only this one refuses is listed.
 """
 
 from __future__ import annotations
@@ -107,11 +107,15 @@ def main() -> None:
     with older(options.before) as source:
         before = alone(source, "same_bytes")
     after = alone(ROOT, "same_bytes")
-    different = sorted(name for name in before if before[name] != after.get(name))
-    same = sorted(set(before) - set(different))
+    refused = sorted(set(before) - set(after))
     new = sorted(set(after) - set(before))
-    write("same_bytes", {"before": options.before, "same": same, "different": different, "only_now": new})
-    print(f"{len(same)} of {len(before)} files are the same; {len(new)} are read only now; different: {different}")
+    same = sorted(name for name in before if before[name] == after.get(name))
+    different = sorted(set(before) - set(same) - set(refused))
+    found = {"same": same, "different": different, "refused_now": refused, "only_now": new}
+    write("same_bytes", {"before": options.before, **found})
+    print(
+        f"{len(same)} of {len(before)} files are the same; {len(new)} are read only now; different: {different}; refused now: {refused}"
+    )
 
 
 if __name__ == "__main__":

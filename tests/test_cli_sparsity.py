@@ -102,6 +102,12 @@ def test_magnitude_needs_no_importance(place, tmp_path):
     assert not (tmp_path / "x").exists()
 
 
+def test_a_mask_that_freezes_everything_says_so(place, tmp_path):
+    done = run("mask", place[0] / "base", "--keep", "1e-5", "--out", tmp_path / "mask.safetensors")
+    assert "0 of 1,400 entries" in done.stdout
+    assert "freezes everything" in done.stderr
+
+
 def test_mask_and_patch(place, tmp_path):
     folder, _, _, mask, tuned = place
     made, patch, out = tmp_path / "mask.safetensors", tmp_path / "patch.safetensors", tmp_path / "again"

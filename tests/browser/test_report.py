@@ -308,6 +308,21 @@ def test_a_phone_scrolls_boxes_not_the_page(page):
     assert page.run(f"{narrow}.length > 0 && {narrow}.every(svg => svg.getBoundingClientRect().right <= 390)")
 
 
+def test_long_names_leave_room_for_their_numbers(browser, tmp_path):
+    tensors = {f"bert.encoder.layer.{k}.attention.output.dense.weight": torch.rand(384, 384) for k in range(4)}
+    path = tmp_path / "long.html"
+    write(path, report_page(collect([Subject("long", squisher.Importance(tensors))])))
+    box = f"document.getElementById('{TABLE}').parentElement"
+    browser.resize(1280, 900)
+    browser.open(path)
+    assert browser.run(f"{box}.scrollWidth <= {box}.clientWidth")
+    browser.resize(390, 844, mobile=True)
+    for _ in range(2):  # as it is written, and as the script draws it
+        assert browser.run(f"{box}.querySelector('tbody td').getBoundingClientRect().right") <= 390
+        click(browser, f"{head(browser, 0)} button")
+    assert column(browser, 0) == sorted(tensors)[::-1]
+
+
 def test_print_is_light_and_without_controls(page, tmp_path):
     click(page, "[data-theme-choice=dark]")
     page.media("print")

@@ -269,6 +269,32 @@ def test_an_adapter_whose_shapes_do_not_tell_asks_for_the_base(tmp_path):
         squisher.extract(folder)
 
 
+def test_an_adapter_whose_shapes_do_not_tell_is_proven_by_an_earlier_checkpoint(tmp_path):
+    torch.manual_seed(0)
+    names = [
+        f"base_model.model.layers.{k}.{m}.lora_{f}.weight" for k in range(3) for m in ("v_proj", "q_proj") for f in "AB"
+    ]
+    weights = {n: nn.Parameter(torch.randn(32, 64) if "lora_A" in n else torch.zeros(64, 32)) for n in names}
+    pulls = {n: torch.randn_like(p) for n, p in weights.items()}
+    optimizer = torch.optim.AdamW(weights.values(), lr=1e-2, weight_decay=0.0)
+    for step in range(1, 21):
+        for name, parameter in weights.items():
+            parameter.grad = pulls[name] + torch.randn_like(parameter)
+        optimizer.step()
+        if step % 10 == 0:
+            folder = tmp_path / f"checkpoint-{step}"
+            folder.mkdir()
+            save_file({n: p.data for n, p in weights.items()}, folder / "adapter_model.safetensors")
+            shutil.copy(FIXTURES / "llama_lora" / "adapter_config.json", folder)
+            torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    with pytest.raises(NamingError):
+        squisher.extract(tmp_path / "checkpoint-10")
+    imp = squisher.extract(tmp_path / "checkpoint-20", bias_correction=False)
+    assert imp.provenance.naming.level == "proven"
+    for name, parameter in weights.items():
+        assert torch.equal(imp[name], optimizer.state[parameter]["exp_avg_sq"]), name
+
+
 def test_an_adapter_without_its_weights_is_refused(tmp_path):
     folder = tmp_path / "lora"
     shutil.copytree(FIXTURES / "llama_lora", folder)

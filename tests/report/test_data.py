@@ -177,6 +177,8 @@ def test_the_summary_says_what_the_data_say(data):
     assert one["summary"].endswith("Nothing speaks against using it.")
     assert one["agreements"] == []
     assert one["tasks"] is None
+    foreign = collect([Subject("x", examples.squisher(), {"other": torch.ones(2)})])
+    assert foreign["summary"].endswith("x: no weight of the model that was given has this importance, see below.")
 
 
 def test_what_it_is_in_words():

@@ -104,14 +104,15 @@ def extract(
             }
         )
         return
-    known = _Known(base_model is not None, _has_earlier(source))
+    adapts = (Path(source) / "adapter_config.json").is_file()
+    known = _Known(base_model is not None or adapts, _has_earlier(source))
     shell.console().print(_extracted(importance, target, known), highlight=False, soft_wrap=True)
     if published is not None:
         typer.echo(f"Published: {published}")
 
 
 class _Known(NamedTuple):
-    """Which weights from before were at hand to prove names by."""
+    """Which weights from before were at hand to prove names by; the base of an adapter holds none of its weights."""
 
     base: bool
     earlier: bool
@@ -132,7 +133,7 @@ def _extracted(importance: Importance, target: Path, known: _Known) -> str:
     steps = p.steps or {}
     first, last = steps.get("min"), steps.get("max")
     after = (
-        f" after {first if first == last else f'{first} to {last}'} steps"
+        f" after {first if first == last else f'{first} to {last}'} {'step' if last == 1 else 'steps'}"
         if steps
         else ", of steps that are not recorded"
     )
@@ -169,7 +170,7 @@ def _named(importance: Importance, known: _Known) -> list[str]:
             lines.append(f"Names proven by the values: {count} ({by}{behind}).")
         elif count and level == Level.CONVENTION:
             shapes = {importance.shape(name) for names in ways.values() for name in names}
-            once = "; every shape occurs once, so no other order of these parameters fits"
+            once = ", and no other order of these parameters fits"
             lines.append(
                 f"Names by convention: {count} ({by}). They rest on order and shapes"
                 f"{once if len(shapes) == len(importance) else ''}. {_what_proves(importance, known)}"

@@ -56,3 +56,8 @@ def mask(
     document = {"file": str(out), "kept": chosen.kept, "total": chosen.total, "per_tensor": kept}
     text = f"{out}: {chosen.kept:,} of {chosen.total:,} entries in {len(chosen)} tensors may train."
     shell.print_result(as_json, document, text)
+    if not chosen.kept:
+        typer.echo(
+            f"This mask freezes everything: {keep:g} of {chosen.total:,} entries is less than one; give a larger --keep.",
+            err=True,
+        )

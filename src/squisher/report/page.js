@@ -66,7 +66,9 @@
           const cell = document.createElement(place ? "td" : "th");
           if (!place) cell.scope = "row";
           cell.className = column.kind;
-          cell.textContent = write[column.kind](column.values[k]);
+          const text = write[column.kind](column.values[k]);
+          if (place) cell.textContent = text;
+          else cell.append(...text.split(/(?<=\.)/).flatMap((part) => [part, document.createElement("wbr")])); // a long name breaks at a dot
           row.append(cell);
         });
       }

@@ -194,11 +194,10 @@ def _heading(column: Column, sorted_by: bool) -> str:
 
 
 def _row(columns: Sequence[Column], values: Sequence[Any]) -> str:
-    cells = [
-        f'<{tag} class="{column.kind}">{escape(formatted(value, column.kind))}</{tag[:2]}>'
-        for tag, column, value in zip(['th scope="row"', *["td"] * (len(columns) - 1)], columns, values, strict=True)
-    ]
-    return f"<tr>{''.join(cells)}</tr>"
+    name, *numbers = (escape(formatted(value, column.kind)) for column, value in zip(columns, values, strict=True))
+    name = name.replace(".", ".<wbr>")  # a long name breaks at a dot
+    cells = [f'<td class="{column.kind}">{text}</td>' for column, text in zip(columns[1:], numbers, strict=True)]
+    return f'<tr><th scope="row" class="{columns[0].kind}">{name}</th>{"".join(cells)}</tr>'
 
 
 def dumped(data: Mapping[str, Any]) -> str:

@@ -158,6 +158,9 @@ def _worst(importances: list[Mapping[str, Any]]) -> str:
     what = "it" if len(importances) == 1 else "them"
     if counts["problem"]:
         return f"{counted(counts['problem'], 'problem')} found: see below before using {what}."
+    strange = [item["name"] for item in importances if "error" in (item.get("model") or {})]
+    if strange:
+        return f"{' and '.join(strange)}: no weight of the model that was given has this importance, see below."
     if counts["warning"]:
         return f"No problem, {counted(counts['warning'], 'warning')}."
     return f"Nothing speaks against using {what}."

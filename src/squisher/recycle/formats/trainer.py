@@ -141,7 +141,11 @@ Tier = tuple[list[Source], Candidates]
 def _tiers(optimizer: OptimizerState, folder: Path, options: Options, weights: Weights | None) -> Iterator[Tier]:
     """Yield where names may come from: plain assumptions before those that need evidence of what was frozen."""
     if _is_adapter(folder):
-        yield from _adapter_proposals(folder, options, weights)
+        _, before = _other_weights(
+            folder, replace(options, base_model=None), farthest=False
+        )  # a base has no adapter's weights
+        for sources, every in _adapter_proposals(folder, options, weights):
+            yield [(label, with_earlier(one, before)) for label, one in sources] if before else sources, every
         return
     missing: MissingPackage | None = None
     model = options.model or (folder if (folder / "config.json").is_file() else None)
