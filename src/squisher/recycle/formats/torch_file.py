@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -39,6 +39,7 @@ __all__ = [
 ]  # fmt: skip
 
 _MOST = 12  # torch files of one folder that are looked into
+_NETWORKS = 6  # of which one optimizer may step several
 
 
 def read_torch_file(path: Path, options: Options | None = None) -> Found:
@@ -75,15 +76,35 @@ def _in_one(networks: Iterable[tuple[str, Mapping[str, TensorSource]]]) -> dict[
 def _together(
     weights: Sequence[tuple[str, Mapping[str, TensorSource]]], optimizers: Sequence[OptimizerState]
 ) -> list[list[Source]]:
-    """Return several networks as the one model that an optimizer steps (an actor and its critic), in an order that fits."""
-    kept = [[e.shape for e in one.entries] for one in optimizers]
-    for order in itertools.permutations(weights) if 2 <= len(weights) <= 4 else ():
+    """Return networks as the one model that an optimizer steps (two generators, an actor and its critic), in an order that fits.
+
+    Where several choices of networks fit an optimizer (a moving average beside them), all orders of each are returned.
+    """
+    sizes = {place: len(candidates_of(network)[0]) for place, network in weights}
+    sources: list[Source] = []
+    for one in optimizers:
+        shapes = [entry.shape for entry in one.entries]
+        chosen = [
+            networks
+            for count in (range(2, 5) if len(weights) <= _NETWORKS else ())
+            for networks in itertools.combinations(weights, count)
+            if sum(sizes[place] for place, _ in networks) == len(shapes)
+        ]
+        fitting = [orders for networks in chosen if (orders := list(_orders_that_fit(networks, shapes)))]
+        for orders in fitting:
+            sources += orders if len(fitting) > 1 else orders[:1]
+    return [sources] if sources else []
+
+
+def _orders_that_fit(
+    networks: Sequence[tuple[str, Mapping[str, TensorSource]]], shapes: Sequence[tuple[int, ...] | None]
+) -> Iterator[Source]:
+    for order in itertools.permutations(networks):
         candidates, _ = candidates_of(_in_one(order))
-        shapes = [c.shape for c in candidates]
-        fitting = [one for one in kept if len(one) == len(shapes)]
-        if any([k or s for k, s in zip(one, shapes, strict=True)] == shapes for one in fitting):
-            return [[(f"the weights under {' and '.join(repr(place) for place, _ in order)}", candidates)]]
-    return []
+        if len(candidates) == len(shapes) and all(
+            s in (None, c.shape) for s, c in zip(shapes, candidates, strict=True)
+        ):
+            yield f"the weights under {' and '.join(repr(place) for place, _ in order)}", candidates
 
 
 def read_lightning(path: Path, options: Options) -> Found:

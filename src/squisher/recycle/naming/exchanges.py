@@ -189,9 +189,12 @@ class _Search:
     def __init__(self, terms: Sequence[Term], noisy: bool):
         self.terms = terms
         self._of: dict[int, list[int]] = defaultdict(list)
+        choices: dict[object, list[int]] = defaultdict(list)
         for k, term in enumerate(terms):
+            choices[k if term.choice is None else (term.choice,)].append(k)
             for member in set(term.members):
                 self._of[member].append(k)
+        self._choice = {k: tuple(own) for own in choices.values() for k in own}
         self._known: dict[tuple[int, tuple[int, ...]], float] = {}
         self.left = _EFFORT
         self._noisy = noisy
@@ -214,20 +217,23 @@ class _Search:
 
     def support(self, assignment: Assignment, member: int) -> float:
         """Return by how much likelier the laws of one candidate's weight make its entry than an accident."""
-        return sum(self._weight(k, assignment) for k in self._of[member] if member in self.terms[k].weights)
+        own = {self._choice[k] for k in self._of[member] if member in self.terms[k].weights}
+        return sum(self._likeliest(terms, assignment) for terms in own)
 
     def change(self, old: Assignment, move: _Move) -> tuple[float, float]:
         """Return by how much likelier one exchange is, and how much of that may be accident.
 
         Without first moments many weak comparisons add up: each may come out either way, like a step of a random walk.
         """
-        terms = {k for member in move.to for k in self._of[member]}
         total, walk = 0.0, 0.0
-        for k in terms:
-            change = self._weight(k, old, move.to) - self._weight(k, old)
+        for choice in {self._choice[k] for member in move.to for k in self._of[member]}:
+            change = self._likeliest(choice, old, move.to) - self._likeliest(choice, old)
             total += change
             walk += min(abs(change), STEP) ** 2
         return total, NOISE * math.sqrt(walk) if self._noisy else 0.0
+
+    def _likeliest(self, terms: Sequence[int], assignment: Assignment, to: Mapping[int, int] | None = None) -> float:
+        return max(self._weight(k, assignment, to) for k in terms)
 
     def _weight(self, k: int, assignment: Assignment, to: Mapping[int, int] | None = None) -> float:
         entries = tuple(assignment[c if to is None else to.get(c, c)] for c in self.terms[k].members)
@@ -274,7 +280,7 @@ def _moves(values: Values, usable: Assignment, noisy: bool) -> Iterator[_Move]:
         for f in families
         if _whole(values, f[0]) or _is_list_of_norms(values, usable, f) or _is_list_of_vectors(values, f)
     ]
-    plausible = [*_in_all_layers(values, doubtful), *_kinds_apart(values, usable)]
+    plausible = [*_in_all_layers(values, doubtful), *_kinds_apart(values, usable), *_between_groups(values, usable)]
     lists = [part for family in families if _is_list_of_norms(values, usable, family) for part in family]
     plausible += [{a: b for part in lists for a, b in _swap(part[:1], part[1:]).items()}] if lists else []
     plausible += [move for move in _habits(values, usable) if move not in plausible]
@@ -379,30 +385,49 @@ def _habits(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
 
 
 def _kinds_apart(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
-    """Yield the orders of a script that lists the biases of a group of vectors and then its norms, or the other way round."""
+    """Yield the orders of a script that lists the vectors of each group by their kind: the norms and then the biases."""
     kind, groups = _kinds(values, usable), defaultdict(list)
     for c in sorted(usable, key=lambda c: usable[c]):
         groups[values.entries[usable[c]].group_number].append(c)
     shape = lambda c: values.candidates[c].shape  # noqa: E731
-    for first in (["bias"], ["weight", "shift"], ["weight"], ["bias", "shift"]):
+    known: set[frozenset[tuple[int, int]]] = set()
+    for ranks in itertools.product(range(3), repeat=3):
+        rank = dict(zip(("weight", "shift", "bias"), ranks, strict=True))
         move: dict[int, int] = {}
         for own in groups.values():
-            listed = sorted(own, key=lambda c: kind.get(c) not in first)
-            if all(c in kind for c in own) and list(map(shape, own)) == list(map(shape, listed)):
-                move |= {a: b for a, b in zip(listed, own, strict=True) if a != b}
-        if len(move) > 3:  # no script makes lists of one norm and one bias
+            if all(c in kind for c in own):
+                listed = sorted(own, key=lambda c: rank[kind[c]])
+                if list(map(shape, own)) == list(map(shape, listed)):
+                    move |= {a: b for a, b in zip(listed, own, strict=True) if a != b}
+        if len(move) > 3 and frozenset(move.items()) not in known:  # no script makes lists of one norm and one bias
+            known.add(frozenset(move.items()))
             yield move
 
 
+def _between_groups(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
+    """Yield the orders of norms and biases that stand in several groups of vectors: which is in which is up to the script."""
+    kind, modules = _kinds(values, usable), defaultdict(list)
+    group = {c: values.entries[e].group_number for c, e in usable.items()}
+    mixed = {g for c, g in group.items() if c not in kind}
+    for c in (c for c in sorted(kind, key=lambda c: usable[c]) if group[c] not in mixed):
+        modules[values.candidates[c].name.rpartition(".")[0]].append(c)
+    alike: dict[tuple[tuple[Shape, str], ...], list[list[int]]] = defaultdict(list)
+    for own in modules.values():
+        alike[tuple((values.candidates[c].shape, kind[c]) for c in own)].append(own)
+    for parts in alike.values():
+        yield from (move for move in _orders(parts) if any(group[a] != group[b] for a, b in move.items()))
+
+
 def _kinds(values: Values, usable: Assignment) -> dict[int, str]:
-    """Return which vectors are the bias of a matrix, a norm's weight, or what a norm adds (its shift)."""
-    number = {values.candidates[c].name: c for c in usable}
+    """Return which vectors are the bias of a matrix, trained or not, a norm's weight, or what a norm adds (its shift)."""
+    shapes = {c.name: c.shape for c in values.candidates}
     kinds: dict[int, str] = {}
-    for name, c in number.items():
-        owner = number.get(re.sub("bias$", "weight", name), c)
-        if len(values.candidates[c].shape) == 1:
+    for c in usable:
+        name = values.candidates[c].name
+        owner = shapes.get(re.sub("bias$", "weight", name), ())
+        if len(shapes[name]) == 1:
             alone = "shift" if name.endswith("bias") else "weight"
-            kinds[c] = "bias" if len(values.candidates[owner].shape) > 1 else alone
+            kinds[c] = "bias" if len(owner) > 1 else alone
     return kinds
 
 

@@ -50,11 +50,16 @@ Assignment = dict[int, int]
 
 
 class Term(NamedTuple):
-    """One law: the candidates in it, how likely their entries make it, and whose weights it is read from."""
+    """One law: the candidates in it, how likely their entries make it, and whose weights it is read from.
+
+    Attributes:
+        choice: Of the laws with one such number only the likeliest holds: a norm is read in one place.
+    """
 
     members: tuple[int, ...]
     weigh: Callable[[Sequence[int]], float]
     weights: tuple[int, ...]
+    choice: int | None = None
 
 
 class _Side(NamedTuple):
@@ -157,14 +162,20 @@ def _of_moments(values: Values, sides: Iterator[_Side]) -> Iterator[Term]:
             if values.candidates[a.first].shape == values.candidates[b.first].shape and a.length == b.length:
                 yield _law(values, a, b, 0.3, FACTOR)
         for b in inputs.around(a.first, -NEAR, NEAR):
-            if a.length != b.length or {*a.members} & {*b.members}:
+            if a.length != b.length or {*a.members} & {*b.members} or _own_gain(values, a.first, b.first):
                 continue
             # Zero where b alone is the next matrix. Neither its weights, all near one, nor its place tell which norm is meant.
             apart = inputs.apart(a.first, b.first) + (len(b.members) > 1)
             prior, most = 0.5 / (1 + apart), MOST / (1 + apart) ** 2
             if a.kind == "norm":
                 prior, most = 0.1 if _apart(values, a.first, b.first) else 0.3, NORM
-            yield _law(values, a, b, prior, most)
+            yield _law(values, a, b, prior, most)._replace(choice=a.first if a.kind == "norm" else None)
+
+
+def _own_gain(values: Values, gain: int, other: int) -> bool:
+    """Return whether the first is the gain of the second, as weight norm has it: one number a row. It reads no layer of its own."""
+    module, own = (values.candidates[c].name.rpartition(".")[0] for c in (gain, other))
+    return module == own and math.prod(values.candidates[gain].shape[1:]) == 1
 
 
 def _of_biases(values: Values, usable: Assignment, matrices: Sequence[int]) -> Iterator[Term]:
@@ -184,12 +195,15 @@ def _of_biases(values: Values, usable: Assignment, matrices: Sequence[int]) -> I
 
 def _of_neighbours(values: Values, matrices: Sequence[int]) -> Iterator[Term]:
     """Yield what v of a matrix says of v of those near it in the model."""
-    # Of an embedding the columns are outputs. Layers of a stack are none, however early they come, nor is a head that is registered first.
+    # Of an embedding, which has no bias, the columns are outputs. Layers of a stack are none, however early they come, nor is a
+    # head that is registered first.
+    names = {c.name for c in values.candidates}
     tables = [
         c
         for k, c in enumerate(matrices)
         if not re.search(r"\d+\..*\.|head|out", values.candidates[c].name)
         and (k < EMBEDDINGS or "emb" in values.candidates[c].name)
+        and f"{values.candidates[c].name.removesuffix('weight')}bias" not in names
     ]
     near = _Places(values, [(d, d) for d in matrices])
     for c in matrices:
@@ -225,10 +239,18 @@ def _of_directions(values: Values, usable: Assignment, matrices: Sequence[int]) 
 
 
 def _hidden_is_read(values: Values, a: int, b: int) -> bool:
-    """Return whether b may read what the hidden-to-hidden weight a of a recurrent layer reads: the next layer, or another module."""
+    """Return whether b may read what the hidden-to-hidden weight a of a recurrent layer reads: the next layer, or another module.
+
+    What reads the state of a single cell may be registered before it: the attention of a decoder.
+    """
     (module, _, own), (other, _, name) = (values.candidates[k].name.rpartition(".") for k in (a, b))
+    if own == "weight_hh":
+        return other != module
     number = own.removeprefix("weight_hh_l").removesuffix("_reverse")
-    return number.isdecimal() and (other != module or name.removesuffix("_reverse") == f"weight_ih_l{int(number) + 1}")
+    if not number.isdecimal():
+        return False
+    following = other != module or name.removesuffix("_reverse") == f"weight_ih_l{int(number) + 1}"
+    return following and values.place[b] > values.place[a]
 
 
 def _half_alike(values: Values, a: int, b: int, prior: float, most: float) -> Term:
@@ -275,7 +297,9 @@ def _law(values: Values, a: _Side, b: _Side, prior: float, most: float) -> Term:
         agreement = float(concordance(x[None], y[None])[0, 0])
         return _likelier(certainty(agreement, min(carried(x), carried(y))), prior, most)
 
-    return Term((*a.members, *b.members), weigh, (*a.members, *b.members))
+    # What several layers read together holds without one of them nearly as well.
+    readers = b.members if b.kind == "outputs" or len(b.members) == 1 else ()
+    return Term((*a.members, *b.members), weigh, (*a.members, *readers))
 
 
 def _carried_v(values: Values, a: int, b: int, prior: float, most: float) -> Iterator[Term]:
