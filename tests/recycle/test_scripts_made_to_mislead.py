@@ -541,10 +541,10 @@ def test_factors_gates_and_layers_of_x_at_w_are_told(tmp_path, make, seed, steps
 
 
 def test_values_that_speak_against_an_order_say_what_settles_it(tmp_path):
-    torch.manual_seed(2)
+    torch.manual_seed(17)
     model = gated()
     optimizer = OPTIMIZERS["AdamW"](model.parameters())
-    trained(model, optimizer, 60)
+    trained(model, optimizer, 10)
     path = saved(tmp_path / "c.pt", model, optimizer)
     with pytest.raises(NamingError, match="speak against.*--in-order"):
         squisher.extract(path)

@@ -405,9 +405,13 @@ def _kinds_apart(values: Values, usable: Assignment) -> Iterator[dict[int, int]]
 
 
 def _between_groups(values: Values, usable: Assignment) -> Iterator[dict[int, int]]:
-    """Yield the orders of norms and biases that stand in several groups of vectors: which is in which is up to the script."""
+    """Yield the orders of norms and biases that stand in several groups of vectors: which is in which is up to the script.
+
+    Groups with rates of their own are those of layers, which the rates tell.
+    """
     kind, modules = _kinds(values, usable), defaultdict(list)
     group = {c: values.entries[e].group_number for c, e in usable.items()}
+    rate = {c: values.entries[e].group.get("lr") for c, e in usable.items()}
     mixed = {g for c, g in group.items() if c not in kind}
     for c in (c for c in sorted(kind, key=lambda c: usable[c]) if group[c] not in mixed):
         modules[values.candidates[c].name.rpartition(".")[0]].append(c)
@@ -415,7 +419,9 @@ def _between_groups(values: Values, usable: Assignment) -> Iterator[dict[int, in
     for own in modules.values():
         alike[tuple((values.candidates[c].shape, kind[c]) for c in own)].append(own)
     for parts in alike.values():
-        yield from (move for move in _orders(parts) if any(group[a] != group[b] for a, b in move.items()))
+        for move in _orders(parts):
+            if any(group[a] != group[b] for a, b in move.items()) and all(rate[a] == rate[b] for a, b in move.items()):
+                yield move
 
 
 def _kinds(values: Values, usable: Assignment) -> dict[int, str]:
