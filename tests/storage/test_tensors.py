@@ -5,6 +5,7 @@ import concurrent.futures
 import pytest
 import torch
 
+from squisher.errors import SquisherError
 from squisher.names import live_parameters
 from squisher.storage import safetensors as archive
 from squisher.storage import tensors
@@ -164,3 +165,9 @@ def test_chunks_are_recut_and_joined(cuts, size):
     chunks = list(recut(values.split(cuts), size)) if cuts else list(recut([], size))
     assert [chunk.numel() for chunk in chunks] == [size] * (numel // size) + [numel % size] * (numel % size > 0)
     assert torch.equal(filled(chunks, (numel, 1), torch.int64), values.view(-1, 1))
+
+
+@pytest.mark.parametrize("chunks", [[], [torch.ones(3)], [torch.ones(3), torch.ones(2)]])
+def test_chunks_that_end_early_make_no_tensor(chunks):
+    with pytest.raises(SquisherError, match="6 entries"):
+        filled(chunks, (2, 3), torch.float32)

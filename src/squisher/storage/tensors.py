@@ -129,11 +129,19 @@ def not_finite(name: str, called: str = "the model") -> SquisherError:
 
 
 def filled(chunks: Iterable[Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return one tensor made of flat chunks; no more than it and a chunk are in memory."""
+    """Return one tensor made of flat chunks; no more than it and a chunk are in memory.
+
+    Raises:
+        SquisherError: The chunks end early: what is left would be whatever the memory held before.
+    """
     out, start = torch.empty(math.prod(shape), dtype=dtype), 0
     for chunk in chunks:
         out[start : start + chunk.numel()] = chunk
         start += chunk.numel()
+    if start != out.numel():
+        raise SquisherError(
+            f"A tensor of the shape {tuple(shape)} has {out.numel()} entries, but its chunks end after {start}."
+        )
     return out.view(tuple(shape))
 
 
