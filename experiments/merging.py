@@ -61,6 +61,8 @@ STAND_IN = (
 )
 MAIN_CASES = ("average",)
 FIXED_ROWS = True
+WHAT = ("seeds",)
+"""What of a configuration says what is done; see `experiments.ewc`."""
 _GUESSED = {
     "sst2": 50.0, "subj": 50.0, "scitail": 50.0, "trec6": 50 / 3, "cosmos_qa": 25.0, "paws": 50.0, "qasc": 12.5, "quail": 25.0,
     "quartz": 50.0, "ropes": 50.0, "social_iqa": 100 / 3, "wiki_qa": 50.0,
@@ -160,12 +162,12 @@ _EIGHT = {
 }  # fmt: skip
 CONFIGS["eight"] = {"seeds": 3, "benchmarks": {"text": _EIGHT}}
 CONFIGS["eight-upper"] = {
-    "seeds": 3,
+    "seeds": 5,
     "benchmarks": {
         "text": {
             **_EIGHT, "kind": "upper", "layers": 2, "length": 48, "validation": 100, "test": 300, "rate": 2e-4, "fisher_examples": 300,
             "tasks": {task: round(steps / 4) for task, steps in _EIGHT["tasks"].items()},
-            "epochs": 2, "every": 12,
+            "epochs": 2, "every": 12, "seeds": 5,
         }
     },
 }  # fmt: skip

@@ -221,7 +221,11 @@ def _take_over(run: Run, module: Any, document: dict[str, Any], stages: list[lis
 def _protocol(module: Any, config: dict[str, Any]) -> dict[str, Any]:
     """What of a configuration a unit's result depends on."""
     what = getattr(module, "WHAT", ())
-    return json.loads(json.dumps({key: value for key, value in config.items() if key not in what}))
+
+    def how(part: Any) -> Any:
+        return {key: how(value) for key, value in part.items() if key not in what} if isinstance(part, dict) else part
+
+    return json.loads(json.dumps(how(config)))
 
 
 class _Clock:
