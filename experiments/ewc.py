@@ -135,13 +135,13 @@ _REDUCED: dict[str, Any] = _PERMUTED | {
 }
 _PERMUTED_CHECK: dict[str, Any] = _PERMUTED | {
     "seeds": 2,
-    "methods": ["none", "fisher", "squisher", "squisher (N·v)"],
+    "methods": ["none", "fisher", "squisher", "squisher (N·v)", *_ABLATIONS],
     "exponents": {},
     "strengths": {"fisher": 100.0, "squisher": 100.0},
 }
 _CIFAR_CHECK: dict[str, Any] = _CIFAR | {
     "seeds": 2,
-    "methods": ["none", "fisher", "squisher", "squisher (without rescaling)", "squisher (N·v)"],
+    "methods": ["none", "fisher", "squisher", "squisher (N·v)", *_ABLATIONS],
     "exponents": {},
     "strengths": {"fisher": 1000.0, "squisher": 1000.0},
 }
@@ -208,7 +208,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "cifar-class-check": _CIFAR_CHECK | {"scenario": "class", "strengths": {"fisher": 100.0, "squisher": 100.0}},
 }
 """`exponents`: λ is searched over 10ᵉ, equally many for every method of a benchmark; `beyond`: run for the curve and not chosen from;
-`strengths`: λ is given."""
+`strengths`: λ is given; the Fisher's for methods that are not listed."""
 
 BENCHMARKS = {
     "cpu": {
@@ -280,7 +280,7 @@ def chosen(run: Run, method: str) -> float:
         return 0.0
     searched = method if METHODS[method].rule == "search" else "fisher"
     if "strengths" in run.config:
-        return run.config["strengths"][searched]
+        return run.config["strengths"].get(searched, run.config["strengths"]["fisher"])
     exponents = run.config["exponents"][searched]
     return 10.0 ** max(exponents, key=lambda e: (run.result(_search_key(searched, e))["accuracy"], -e))
 
