@@ -91,9 +91,10 @@ _ALL = (
     "embedding_text",
     "embedding",
     *_EWC,
+    "ewc/permuted-check",
     "ewc/permuted-reduced",
 )
-_EWC_TASK = ("ewc/split-task", "ewc/permuted-task", "ewc/cifar-task")
+_EWC_TASK = ("ewc/split-task", "ewc/permuted-task", "ewc/permuted-check", "ewc/cifar-task")
 
 CLAIMS: tuple[Claim, ...] = (
     *(Claim("The Squisher is better than the Fisher-free baseline", s, "squisher", "baseline") for s in _ALL),

@@ -212,9 +212,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 BENCHMARKS = {
     "cpu": {
-        scale: f"EWC, {config['case']}, {config['scenario']}" + ", reduced" * (scale == "permuted-reduced")
+        scale: f"EWC, {config['case']}, {config['scenario']}"
+        + {"permuted-reduced": ", reduced", "permuted-check": ", λ = 100"}.get(scale, "")
         for scale, config in CONFIGS.items()
-        if scale != "quick" and not scale.endswith("-check")
+        if scale == "permuted-check" or (scale != "quick" and not scale.endswith("-check"))
     }
 }
 """The documents that one name of a scale stands for, with their titles."""
