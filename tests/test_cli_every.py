@@ -71,7 +71,7 @@ WRONG = {
     "extract": {"source": [], "trainable": "(", "optimizer": "x", "batch_size": "-1", "batch_tokens": "0", "beta2": "2",
                 "optimizer_class": "Adma", "loss_reduction": "max", "dtype": "float16", "codec": "zip", "push": "hf://nobody",
                 "out": "x.bin"},
-    "fisher": {"labels": "true", "per": "token", "unit": "token", "draws": "0", "batch_size": "0", "max_examples": "0",
+    "fisher": {"labels": "true", "per": "token", "unit": "token", "draws": "0", "signs": "2", "batch_size": "0", "max_examples": "0",
                "max_length": "0", "parameters": "(", "device": "gpu9", "seed": "x", "codec": "zip", "out": "x.bin"},
     "compress": {"codec": "zip", "out": "x.bin"},
     "push": {"address": ["run-a/final", "hf://nobody"]},

@@ -61,6 +61,26 @@ def test_equals_the_loop_on_tokens(name, unit, labels):
     assert_equal(fisher(model, split(batch, 4), **settings), expected, 1e-10)
 
 
+@pytest.mark.parametrize("labels", ["data", "sampled"])
+def test_signed_tokens_equal_the_loop(labels):
+    model, batch = build(sorted(TOKENS)[0], torch.float64)
+    settings = {
+        "likelihood": "tokens",
+        "labels": labels,
+        "unit": "token",
+        "signs": 2,
+        "dtype": torch.float64,
+        "seed": 3,
+    }
+    expected = fisher(model, split(batch, 6), method="loop", **settings)
+    found = fisher(model, split(batch, 4), method="fast", **settings)
+    assert_equal(found, expected, 1e-10)
+    assert found.provenance.estimator["signs"] == 2
+    assert found.provenance.seed == 3
+    other = fisher(model, split(batch, 6), **{**settings, "seed": 4})
+    assert any(not torch.allclose(found[n], other[n]) for n in found)
+
+
 @pytest.mark.parametrize("name", PARTLY)
 def test_what_has_no_rule_is_left_to_the_loop_and_named(name):
     model, batch = build(name, torch.float64)

@@ -106,6 +106,24 @@ def test_a_sequence_is_as_much_as_its_tokens_for_sampled_labels():
         assert float(sequence[name].sum() / token[name].sum()) == pytest.approx(4, rel=0.15)
 
 
+@pytest.mark.parametrize("labels", ["data", "sampled"])
+def test_signed_sums_of_tokens_are_unbiased_for_their_squares(labels):
+    torch.manual_seed(0)
+    model = _Tokens().double()
+    ids, targets = torch.randint(0, 7, (6, 5)), torch.randint(0, 7, (6, 5))
+    targets[::2, 3:] = -100
+    settings = {"likelihood": "tokens", "unit": "token", "labels": labels, "dtype": torch.float64}
+    each = fisher(model, [(ids, targets)], **settings)
+    signed = fisher(model, [(ids, targets)], signs=3000, **settings)
+    assert signed.provenance.tokens == 24
+    sequence = fisher(model, [(ids, targets)], **{**settings, "unit": "sequence"})
+    for name in each:
+        error = float((signed[name] - each[name]).abs().max() / each[name].max())
+        assert error < 0.1
+        # Without signs the products of tokens would stay.
+        assert labels == "sampled" or float((sequence[name] / 4 - each[name]).abs().max() / each[name].max()) > 0.2
+
+
 def test_token_unit_squares_each_token():
     torch.manual_seed(0)
     model = _Tokens().double()

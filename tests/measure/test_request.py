@@ -59,6 +59,8 @@ def test_auto_is_categorical_for_any_other_model():
         ({"unit": "token"}, "'example'"),
         ({"likelihood": "tokens", "unit": "example"}, "'sequence' or 'token'"),
         ({"likelihood": "tokens", "unit": "token", "per": "batch"}, "no meaning"),
+        ({"likelihood": "tokens", "signs": 1}, "signs .*'sequence'"),
+        ({"likelihood": "tokens", "unit": "token", "signs": 0}, "signs .*not 0"),
         ({"draws": 2}, "draws .*not 2"),
         ({"draws": 0, "labels": "sampled"}, "draws .*not 0"),
         ({"likelihood": lambda m, b: b, "labels": "sampled"}, "named one"),

@@ -31,6 +31,10 @@ def fisher(
         str | None, typer.Option(metavar="U", help="For language models: sequence (default) or token.")
     ] = None,
     draws: Annotated[int, typer.Option(metavar="N", help="Sampled labels per example.")] = 1,
+    signs: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="With --unit token: N sums of randomly signed tokens, not one pass a position."),
+    ] = None,
     batch_size: Annotated[
         int, typer.Option(metavar="B", help="Examples at a time: a matter of speed, except with --per batch.")
     ] = 8,
@@ -38,7 +42,7 @@ def fisher(
     max_length: Annotated[int | None, typer.Option(metavar="L", help="Tokens per example.")] = None,
     parameters: Annotated[str | None, typer.Option(metavar="REGEX", help="Only matching parameters.")] = None,
     device: Annotated[str, typer.Option(metavar="D", help="cpu, cuda, mps.")] = "cpu",
-    seed: Annotated[int, typer.Option(metavar="S", help="Of sampled labels.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="S", help="Of sampled labels and signs.")] = 0,
     base: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="For an adapter: its base, where the adapter does not name a folder."),
@@ -88,6 +92,7 @@ def fisher(
                 per=per,
                 unit=unit,
                 draws=draws,
+                signs=signs,
                 parameters=parameters,
                 max_examples=max_examples,
                 seed=seed,

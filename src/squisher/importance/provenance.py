@@ -27,12 +27,12 @@ class Provenance(RunFacts):
 
     Attributes:
         kind: `squisher` (an optimizer's accumulator) or `fisher` (measured on data).
-        estimator: For a Fisher: `labels`, `per`, `draws`, and the likelihood.
+        estimator: For a Fisher: `labels`, `per`, `draws`, `signs` if there were any, and the likelihood.
         optimizer: For a Squisher: `class`, `key`, `beta2`, `eps`, `weight_decay`, `amsgrad`; `groups` where these differ.
         steps: `min` and `max` optimizer steps, and `per_parameter` where they differ.
         examples: Examples that a Fisher was measured on.
         tokens: Tokens that a Fisher per token is the mean over.
-        seed: Of sampled labels.
+        seed: Of sampled labels and of signs.
         coverage: For a Fisher: how it was measured, and which parameters in another way.
         standard_error: For a Fisher: the relative standard error of each parameter's total.
         bias_corrected: Whether a Squisher was divided by 1 − β₂ᵗ.

@@ -49,6 +49,7 @@ def fisher(
     per: str = "example",
     unit: str | None = None,
     draws: int = 1,
+    signs: int | None = None,
     parameters: Parameters | None = None,
     max_examples: int | None = None,
     dtype: torch.dtype = torch.float32,
@@ -83,12 +84,14 @@ def fisher(
         unit: for tokens, "sequence" (default) squares a sequence's summed gradient, "token" that of each token, which takes one
             backward pass for every position: with 64 positions, some fifty times longer.
         draws: sampled labels for each example.
+        signs: for the unit "token", so many backward passes instead of one for every position: each squares the sum of a sequence's
+            tokens with random signs, which is unbiased, and costs what a sequence does.
         parameters: which ones: a regular expression, names, or a function of the name. By default the trainable ones.
         max_examples: stop after this many.
         dtype: of the result, and at least of the sums.
         standard_error: also estimate, from the spread between batches, how far each parameter's mean is from its limit.
         eval_mode: measure in evaluation mode, as papers do; False keeps the mode of every module.
-        seed: of sampled labels, which are a function of (seed, index of the example in the stream, position).
+        seed: of sampled labels and signs, which are a function of (seed, index of the example in the stream, position).
         progress: called after every batch with the examples done and, if known (from `max_examples` or a DataLoader), their number.
         method: "auto" computes what it can for all examples at once, proves it against the loop, and leaves the rest to
             the loop; "fast" raises where something would be left to the loop; "loop" is the definition.
@@ -107,7 +110,7 @@ def fisher(
     _check(model, method, dtype, max_examples, seed)
     model = eager_original(model)
     spread_out = is_spread(model)  # before its parameters are looked at: what is whole after a pass is sharded again
-    objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift)
+    objective = objective_for(model, likelihood, labels, per, unit, draws, seed, shift, signs)
     name = objective.likelihood if isinstance(objective.likelihood, str) else "function"
     chosen, absent = _choose(model, parameters)
     if not eval_mode and per == "example":
@@ -121,7 +124,7 @@ def fisher(
         settings = {
             **{"likelihood": name, "labels": labels, "per": per, "unit": objective.unit, "draws": draws, "seed": seed},
             **{"dtype": str(dtype), "method": method, "eval_mode": eval_mode, "shift": objective.shift},
-            "max_examples": max_examples,
+            **{"max_examples": max_examples, "signs": objective.signs},
         }
         kept = Unfinished(unfinished, settings, by_name)
     replicas = Replicas.of(model)
@@ -133,7 +136,9 @@ def fisher(
     return Importance(
         values,
         kind="fisher",
-        estimator={"labels": labels, "per": per, "draws": draws, "likelihood": name, **walk.noted},
+        estimator={"labels": labels, "per": per, "draws": draws, "likelihood": name}
+        | ({"signs": signs} if signs else {})
+        | walk.noted,
         unit=objective.unit,  # what the mean is over
         examples=walk.examples if objective.unit == "token" else walk.units,
         dtype_of_source="+".join(sorted({str(p.dtype).removeprefix("torch.") for p in by_name.values()})),
@@ -148,7 +153,7 @@ def fisher(
         coverage=walk.coverage,
         standard_error=errors,
         tokens=walk.units if objective.unit == "token" else None,
-        seed=seed if labels == "sampled" else None,
+        seed=seed if labels == "sampled" or signs else None,
     )
 
 
@@ -237,6 +242,7 @@ def objective_for(
     draws: int = 1,
     seed: int = 0,
     shift: int | None = None,
+    signs: int | None = None,
 ) -> Objective:
     """Check what the user asked for, and fill in what the model says about itself.
 
@@ -249,6 +255,7 @@ def objective_for(
         draws: how many sampled labels for each example.
         seed: of sampled labels.
         shift: how far labels lie behind outputs; None asks the model.
+        signs: how many sums of tokens with random signs stand for squaring every token.
 
     Returns:
         The objective.
@@ -304,9 +311,13 @@ def objective_for(
             f"{kind if isinstance(kind, str) else 'function'!r}.",
             "shift",
         )
+    if signs is not None and (not isinstance(signs, int) or signs < 1 or unit != "token"):
+        raise ArgumentError(
+            f"is a positive number, for the unit 'token' only, not {signs!r} with the unit {unit!r}.", "signs"
+        )
     known = _config_of(model) is not None
     by_name = _shift_of(model) if shift is None else shift
-    return Objective(kind, labels, unit, draws, seed, by_name, known, per, shift is not None)
+    return Objective(kind, labels, unit, draws, seed, by_name, known, per, shift is not None, signs or 0)
 
 
 def _config_of(model: nn.Module) -> Any:

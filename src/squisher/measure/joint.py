@@ -45,11 +45,10 @@ class Joint:
                 hook = parameter.register_post_accumulate_grad_hook(self._arrival(name, sums, arrivals))
                 hooks.callback(hook.remove)
             outputs = self.objective.outputs(self.model, batch)
-            many = self.objective.draws > 1
             if outputs.values.requires_grad:
                 for column in self.objective.columns(outputs, index):
                     arrivals.clear()
-                    send_back(outputs.values, column, many)
+                    send_back(outputs.values, column, self.objective.several)
                     self._rest(sums, arrivals)
             return self.objective.units(outputs)
 

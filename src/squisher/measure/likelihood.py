@@ -35,6 +35,7 @@ KINDS = ("categorical", "tokens", "bernoulli", "gaussian")
 LABELS = ("data", "sampled", "exact")
 IGNORED = -100
 MOST_COLUMNS = 1000
+_SIGNS = 1 << 32  # where the draws of signs begin, after those of labels
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,18 @@ class Objective:
     """Whether outputs with several positions are known to have their classes last, as the text models of Hugging Face do."""
     per: str = "example"
     shift_given: bool = False
+    signs: int = 0
+    """Of unit "token": how many sums of tokens with random signs stand for squaring every token; 0 squares every token."""
+
+    @property
+    def each_position(self) -> bool:
+        """Whether every position has a backward pass of its own."""
+        return self.unit == "token" and not self.signs
+
+    @property
+    def several(self) -> bool:
+        """Whether an example may have several columns."""
+        return self.labels == "exact" or self.draws > 1 or self.signs > 1 or self.each_position
 
     # -- from a batch to outputs ---------------------------------------------------------------------------------------
 
@@ -250,8 +263,10 @@ class Objective:
             for draw in range(self.draws if self.labels == "sampled" else 1):
                 targets = outputs.targets if self.labels == "data" else self.sample(outputs, index, draw)
                 losses = self._losses(outputs, targets) * self.draws**-0.5
-                if self.unit == "token":
+                if self.each_position:
                     yield from losses.unbind(1)
+                elif self.signs:
+                    yield from ((losses * signs).sum(1) for signs in self._drawn_signs(losses, index, draw))
                 else:
                     yield losses.sum(1)
 
@@ -295,13 +310,16 @@ class Objective:
         elif self.labels == "exact":
             yield from self._exact_columns(outputs)
         elif self.labels == "data":
-            yield from self._per_unit(self._gradient(outputs, outputs.targets))
+            yield from self._per_unit(self._gradient(outputs, outputs.targets), index)
         else:
             for draw in range(self.draws):
                 column = self._sampled_gradient(outputs, index, draw)
-                yield from self._per_unit(column.mul_(self.draws**-0.5) if self.draws > 1 else column)
+                yield from self._per_unit(column.mul_(self.draws**-0.5) if self.draws > 1 else column, index, draw)
 
-    def _per_unit(self, column: Tensor) -> Iterator[Tensor]:
+    def _per_unit(self, column: Tensor, index: Tensor, draw: int = 0) -> Iterator[Tensor]:
+        if self.signs:
+            yield from (column * signs[:, :, None] for signs in self._drawn_signs(column, index, draw))
+            return
         if self.unit != "token":
             yield column
             return
@@ -354,6 +372,12 @@ class Objective:
                 column[:, position, k + 1 :] = -p[:, position, k + 1 :] * ratio[:, None]
                 column[:, position, k] = rest * ratio
                 yield column
+
+    def _drawn_signs(self, like: Tensor, index: Tensor, draw: int) -> Iterator[Tensor]:
+        """Yield ±1/√signs for every position: products of two positions' gradients then vanish in expectation, squares stay."""
+        for k in range(self.signs):
+            drawn = uniforms(self.seed, index, _SIGNS + draw * self.signs + k, like.shape[1])
+            yield ((drawn < 0.5).to(like) * 2 - 1) * self.signs**-0.5
 
     # -- labels from the model -----------------------------------------------------------------------------------------
 

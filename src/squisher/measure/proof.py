@@ -416,15 +416,15 @@ class Probe(Objective):
     def of(cls, objective: Objective) -> Probe:
         """Return a probe for an objective; with two draws if the objective has several columns, which the fast way adds up differently."""
         given = {f.name: getattr(objective, f.name) for f in fields(objective)}
-        several = objective.labels == "exact" or (objective.labels == "sampled" and objective.draws > 1)
-        return cls(**{**given, "draws": 2 if several else 1})
+        given["draws"] = 2 if objective.several and not objective.each_position else 1
+        return cls(**{**given, **({"unit": "sequence", "signs": 0} if objective.signs else {})})
 
     def terms(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
         """Yield scalars whose gradients with respect to the outputs are the random ones."""
         for draw in range(self.draws):
             products = outputs.values * self._random(outputs, index, draw)
             by_position = products.sum(2) if products.dim() == 3 else products
-            if self.unit == "token":
+            if self.each_position:
                 yield from by_position.unbind(1)
             else:
                 yield by_position.sum(1)
@@ -433,7 +433,7 @@ class Probe(Objective):
     def columns(self, outputs: Outputs, index: Tensor) -> Iterator[Tensor]:
         """Return the random gradients."""
         for draw in range(self.draws):
-            yield from self._per_unit(self._random(outputs, index, draw))
+            yield from self._per_unit(self._random(outputs, index, draw), index)
 
     @torch.no_grad()
     def _random(self, outputs: Outputs, index: Tensor, draw: int) -> Tensor:

@@ -55,7 +55,7 @@ class Pass(Capture):
     def __init__(self, *arguments: Any, **settings: Any):
         super().__init__(*arguments, **settings)
         objective = self.objective
-        self.many = objective.labels == "exact" or objective.draws > 1 or objective.unit == "token"
+        self.many = objective.several
         self.at_least = 0
         self.bounds: dict[str, list[Gradients]] | None = None
         self.sums: Mapping[str, Tensor] = {}

@@ -153,7 +153,7 @@ class Passes:
         late = set().union(*(t.used_again for t in told))
         whole = self._whole = WholeSums(self.shards, sums, weight, late, self.tally)
         self._one = one
-        if one.objective.unit == "token":  # a column for every position that counts
+        if one.objective.each_position:  # a column for every position that counts
             one.at_least = max(self.exchange(sum(1 for _ in one.objective.columns(outputs, index))))
         try:
             with self.shards.requiring(), self._following(one):
