@@ -1,8 +1,8 @@
-"""Tasks as vectors: an importance summed up, distances between two of them, and what a ranking by distance is worth.
+"""Tasks as vectors: embeddings of importances, distances between them, and how good a ranking by distance is.
 
-An embedding is itself an importance, with fewer numbers: one per tensor, one per row, or all of them. So it can be saved, says
-where it comes from, and follows the same scale rule. The distance is invariant under a factor common to all tasks, not under
-one per task: that is what `scale` is for.
+An embedding is itself an importance with fewer numbers: one per tensor, one per row, or all of them. So it can be saved, has a
+provenance, and follows the same scale rule. A factor common to all tasks does not change distances; a factor of one task does,
+which is what `scale` is for.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ METRICS = ("task2vec", "cosine")
 
 @one_thread()
 def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: str | None = None) -> Importance:
-    """Return a task's vector, from the importance that it gives to a network's parameters.
+    """Return a task's vector: the importance that it gives to a network's parameters, summed up.
 
     Args:
-        importance: Of a network that all tasks share.
+        importance: The importance of a network that all tasks share.
         by: `"tensor"` is one mean per tensor; `"row"` one per output row of every weight, without biases, as Task2Vec;
             `"full"` keeps every entry.
         exclude: A regular expression: parameters to leave out, such as heads that tasks do not share.
@@ -48,18 +48,17 @@ def embedding(importance: Mapping[str, Tensor], by: str = "tensor", *, exclude: 
     whole = without(whole, exclude)
     if by == "full":
         return whole
-    names = [
-        name for name in whole if numel_of(whole, name) and not (by == "row" and name.rsplit(".", 1)[-1] == "bias")
-    ]
-    if not any(numel_of(whole, name) for name in whole):
+    filled = [name for name in whole if numel_of(whole, name)]
+    if not filled:
         raise SquisherError("The importance has no entry, so there is nothing to sum up.")
+    names = [name for name in filled if by == "tensor" or name.rsplit(".", 1)[-1] != "bias"]
     if not names:
         raise NamingError("Only biases are left, and an embedding by row has none of them: use the one by tensor.")
     means = {
         name: torch.tensor([whole.total(name) / numel_of(whole, name)]) if by == "tensor" else _row_means(whole, name)
         for name in names
     }
-    # The shapes: means of tensors that are not alike, such as two tasks' heads, could not be told from means of one tensor.
+    # With the shapes, means of different tensors (two tasks' heads) can be told from means of one tensor.
     summed = {"by": by, "shapes": {name: list(whole.shape(name)) for name in names}}
     record = replace(whole.provenance, sum={}, sum_of_squares={}, embedding=summed)
     return Importance(means, **record.to_dict())
@@ -79,12 +78,12 @@ def distance(
         a: An importance or an embedding of one.
         b: Another, over the same network.
         scale: How the two are brought to one scale: `"auto"`, `"as_fisher"` or `"stored"`.
-        metric: `"task2vec"` is one minus the cosine of a/(a+b) and b/(a+b), where entries that are 0 in both drop out;
-            `"cosine"` is one minus the cosine of a and b themselves.
+        metric: `"task2vec"` is one minus the cosine of a/(a+b) and b/(a+b), without entries that are 0 in both; `"cosine"` is
+            one minus the cosine of a and b themselves.
         exclude: A regular expression: parameters to leave out.
 
     Raises:
-        SquisherError: Names or shapes differ, or nothing is left that is not 0 in both.
+        SquisherError: Names or shapes differ, or all entries are 0 in both.
     """
     check_choice("metric", metric, METRICS)
     first, second = on_common_scale([a, b], scale)
@@ -113,7 +112,7 @@ def _distance(
         raise SquisherError("Both importances are 0 everywhere, so there is nothing to compare.")
     inner, norm_a, norm_b = products
     if norm_a == 0 or norm_b == 0:
-        return 1.0  # nothing that matters to one of them matters to the other
+        return 1.0  # one of them is 0 everywhere
     return float(max(0.0, 1.0 - inner / math.sqrt(norm_a * norm_b)))
 
 
@@ -124,7 +123,7 @@ def _check_summed(
     called: tuple[str, str],
     advice: str,
 ) -> None:
-    """Refuse embeddings of two kinds, or of tensors that had different shapes before they were summed up."""
+    """Refuse embeddings of two kinds, or of tensors of different shapes."""
     summed = [(one.provenance.embedding if isinstance(one, Importance) else None) or {} for one in (first, second)]
     kinds = [f"is an embedding by {one['by']}" if "by" in one else "has every entry" for one in summed]
     if kinds[0] != kinds[1]:
@@ -167,7 +166,7 @@ def rank(
     metric: str = "task2vec",
     exclude: str | None = None,
 ) -> list[tuple[str, float]]:
-    """Return source tasks with their distance to the target, nearest first; equal ones by name.
+    """Return source tasks with their distance to the target, nearest first; equally near ones by name.
 
     Raises:
         SquisherError: There is no source, or scales, names or shapes differ.
@@ -186,11 +185,11 @@ def rank(
 
 
 def evaluate(predictions: Mapping[str, Sequence[str]], gains: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Return what rankings of source tasks are worth, given how well each source really transfers.
+    """Score rankings of source tasks, given how well each source really transfers.
 
     Args:
-        predictions: For each target, its sources, most promising first.
-        gains: For each target, the performance after transfer from each source.
+        predictions: The sources of each target, most promising first.
+        gains: The performance of each target after transfer from each source.
 
     Returns:
         `rho`, the mean predicted rank of the best source (1 is perfect); `mrr`, the mean of its inverse; `ndcg`, the
@@ -243,8 +242,8 @@ def _row_means(importance: Importance, name: str) -> Tensor:
         return torch.cat([chunk.float() for chunk in importance.chunks(name)])
     length = shape[1:].numel()
     means, done = torch.empty(shape[0]), 0
-    # Chunks of whole rows; a row longer than a chunk is read at once. Small results that are kept between large ones that are
-    # freed would leave holes in memory, so the means have a place of their own.
+    # Chunks of whole rows; a row longer than a chunk is read at once. The means have memory of their own: small tensors between
+    # large ones that are freed would fragment it.
     for chunk in importance.chunks(name, length * max(1, CHUNK // length)):
         values = chunk.view(-1, length).double().mean(1)
         means[done : done + len(values)] = values

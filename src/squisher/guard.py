@@ -1,4 +1,4 @@
-"""A module as it was: modes, flags, gradients, hooks, buffers, compiled calls and random state come back, whatever happens."""
+"""Run a model and leave it as it was: modes, flags, gradients, hooks, buffers, compiled calls and random state are restored."""
 
 from __future__ import annotations
 
@@ -28,29 +28,23 @@ def eager_original(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def eagerly(model: nn.Module) -> Iterator[None]:
-    """Run what is compiled, of the model and of the functions that it calls, eagerly inside."""
-    modules = list(model.modules())
-    compiled = [(m, m._compiled_call_impl) for m in modules if getattr(m, "_compiled_call_impl", None) is not None]
-    wrapped = [m for m in modules if type(m).__name__ == "OptimizedModule"]
+    """Run the compiled modules of a model, and the compiled functions that they call, eagerly inside."""
+    stance = hasattr(torch.compiler, "set_stance")  # since torch 2.6
     with ExitStack() as stack:
-        if hasattr(torch.compiler, "set_stance"):
-            if "torch._dynamo" in sys.modules:  # without it nothing is compiled, and it takes long to import
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-        else:  # before torch 2.6
-            for module in wrapped:
+        if stance and "torch._dynamo" in sys.modules:  # without it nothing is compiled, and it takes long to import
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for module in model.modules():
+            if not stance and type(module).__name__ == "OptimizedModule":
                 stack.callback(vars(module).__setitem__, "forward", module.forward)
                 vars(module)["forward"] = cast(nn.Module, module._orig_mod).__call__
-        try:
-            for module, _ in compiled:
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                stack.callback(setattr, module, "_compiled_call_impl", module._compiled_call_impl)
                 module._compiled_call_impl = None
-            yield
-        finally:
-            for module, implementation in compiled:
-                module._compiled_call_impl = implementation
+        yield
 
 
 def refuse_batch_statistics(model: nn.Module, instead: str) -> None:
-    """Refuse a model in which an example has no gradient of its own, because a layer normalises with the batch's statistics.
+    """Refuse a model in training mode with batch normalisation: its examples have no gradients of their own.
 
     Args:
         model: In the mode in which it will run.
@@ -71,9 +65,9 @@ def refuse_batch_statistics(model: nn.Module, instead: str) -> None:
 def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
     """Put the model into evaluation mode inside (unless `eval_mode` is False); restore everything, also after an error.
 
-    Inside, the users' hooks on parameters are off (an optimizer may live in them), compiled calls run eagerly, and what is for
-    inference alone is off: the fused attention path, which has no gradients, and the caches of Hugging Face's models. `begin_pass`
-    brings back what a forward pass changes.
+    Inside, hooks on parameters are off (an optimizer may live in them), compiled calls run eagerly, and what serves inference
+    alone is off: the fused attention path, which has no gradients, and the caches of Hugging Face models. `begin_pass` restores
+    what a forward pass changes.
 
     Raises:
         SquisherError: A parameter was changed inside.
@@ -150,9 +144,9 @@ def only_requiring(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[N
 
 
 class _Kept:
-    """What the modules keep beside their parameters: buffers, tensors that are not registered, numbers.
+    """What modules hold beside their parameters: buffers, unregistered tensors, numbers.
 
-    What requires a gradient is not kept: it is made anew in every pass.
+    Tensors that require a gradient are left out: every pass makes them anew.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
@@ -168,7 +162,7 @@ class _Kept:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Give the next pass what the modules kept at first; in new tensors, as the graph of the last pass may need the changed ones."""
+        """Restore the first values for the next pass, in new tensors: the graph of the last pass may need the changed ones."""
         new: dict[int, Tensor] = {}
         for (table, named), given in zip(self.tables, self.given, strict=True):
             now = _plain(table)
@@ -186,7 +180,7 @@ class _Kept:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bring everything back."""
+        """Restore everything."""
         for table, named in self.tables:
             now = _plain(table)
             for name in [name for name, value in named.items() if now.get(name) is not value]:
@@ -201,9 +195,9 @@ _KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
 
 
 def begin_pass(model: nn.Module) -> None:
-    """Bring back what the last forward pass of a model changed (a counter, a queue), so that all begin alike; inside of `as_it_was`.
+    """Undo what the last forward pass inside `as_it_was` changed (a counter, a queue), so that all passes begin alike.
 
-    The statistics of batch normalisation may stay as they are: a pass that changes them does not use them.
+    The statistics of batch normalisation stay as they are: a pass that changes them does not use them.
     """
     if model in _KEPT:
         _KEPT[model].begin()
@@ -218,7 +212,7 @@ def _version(value: Any) -> int:
 
 
 def _plain(table: Any) -> dict[str, Any]:
-    return table if isinstance(table, dict) else dict(table.items())  # that of a scripted module is none
+    return table if isinstance(table, dict) else dict(table.items())  # a scripted module has another type
 
 
 def _equal(one: Any, other: Any) -> bool:

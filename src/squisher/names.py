@@ -1,7 +1,7 @@
-"""Which tensors of two mappings belong together: by name, by a tied name, and never with another shape.
+"""Which tensors of two mappings belong together: those of one name, or of tied names, and of one shape.
 
-Everything that takes two mappings asks here, so that a wrong name gets the same message everywhere: what has it, what has
-not, and which names come near. The parameters of a live module go by the names that its weight file has.
+Everything that takes two mappings asks `align`, so that a wrong name gets the same message everywhere: which mapping has it,
+which has not, and which names are near. `live_parameters` gives the parameters of a module under the names of its weight file.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def align(
     dtypes: bool = False,
     advice: str = "",
 ) -> dict[str, str]:
-    """Return which tensor of one mapping belongs to which of another: name in `others` to name in `tensors`.
+    """Match the tensors of two mappings: return the name in `tensors` for each name in `others` that has one.
 
     Args:
         tensors: Every name must be in `others`.
         others: The other mapping; it may have more names.
         called: What the two are called in messages.
         tied: Other names of the same tensors: alias to name.
-        exclude: A regular expression: names in which it finds something are left out, of both; a tied tensor by any of its names.
-        both: Whether every name of the other must be one of these too.
-        partial: Whether names that the other does not have are left out instead of refused.
+        exclude: A regular expression: names that it matches are left out of both; a tied tensor if it matches any of its names.
+        both: Whether every name in `others` must be in `tensors`, too.
+        partial: Whether names that are not in `others` are left out instead of refused.
         dtypes: Whether data types must agree as shapes must.
         advice: A sentence for the end of an error: what to do.
 
@@ -94,13 +94,13 @@ def align_tied(
     exclude: str | None = None,
     aliases: Mapping[str, str] | None = None,
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return as `align` does, where tied weights may have several names: under the first one; and their other names.
+    """Match tensors with weights that may be tied: return what `align` returns, by first names, and alias to first name.
 
     Args:
         tensors: Every name must be in `weights`.
-        weights: Weights; all names of a tied tensor are in them.
+        weights: A tied tensor is in them under all its names.
         called: What the two are called in messages.
-        tied: What else is known about names: alias to name.
+        tied: Other names that are known: alias to name.
         exclude: As for `align`.
         aliases: The other names of tied weights, alias to first name, where they are known.
 
@@ -120,7 +120,7 @@ def align_tied(
 
 
 def align_mask(mask: Mapping[str, Tensor], weights: Mapping[str, Tensor], called: str) -> Mapping[str, Tensor]:
-    """Return a mask under the names that weights have in it, all names of a tied tensor among them.
+    """Return a mask under the names that the weights have; a tied tensor is in it under all its names.
 
     Raises:
         NamingError: A name or a shape does not fit.
@@ -141,9 +141,7 @@ def check_boolean(mask: Mapping[str, Tensor]) -> None:
 
 
 def excluded(exclude: str | None, names: Iterable[str], tied: Mapping[str, str] | None = None) -> set[str]:
-    """Return the names that a regular expression leaves out: those in which it finds something, and their tied names.
-
-    Warns where it finds nothing: what was to be left alone is not.
+    """Return the names that a regular expression matches, and those tied to them; warn if it matches none.
 
     Raises:
         ArgumentError: It is not a regular expression.
@@ -203,7 +201,7 @@ def shared(mappings: Sequence[Mapping[str, Tensor]]) -> list[str]:
 
 
 def check_known(names: Iterable[str], others: Collection[str], called: Names, advice: str = "") -> None:
-    """Refuse names that a mapping does not have; the message lists those that come near.
+    """Refuse names that a mapping does not have; the message lists near ones.
 
     Args:
         names: What is looked for.
@@ -245,7 +243,7 @@ def check_like(
 
 
 def check_unquantized(weights: Mapping[str, Tensor], names: Iterable[str], called: str = "the model") -> None:
-    """Refuse weights that are no real numbers, or mean nothing without the scales of a quantised model; reads no data.
+    """Refuse complex weights, and weights that mean nothing without the scales of a quantised model; reads no data.
 
     Raises:
         SquisherError: A tensor is complex, or has a type that only quantised weights have.
@@ -265,7 +263,7 @@ def check_unquantized(weights: Mapping[str, Tensor], names: Iterable[str], calle
 
 
 def pattern_of(name: str) -> str:
-    """Return a regular expression for one name that can be copied from a message into Python and into a shell alike."""
+    """Return a regular expression for one name that can be copied from a message into Python or a shell."""
     return "^" + re.sub(r"[\\^$*+?{}\[\]|()]", r"\\\g<0>", name) + "$"  # a dot is left as it is: it matches itself
 
 
@@ -353,9 +351,8 @@ def _without_wrappers(model: torch.nn.Module, live_name: str) -> str:
         if _WRAPPERS.get(type(module).__name__) != part:
             kept.append(part)
         module = getattr(module, part, None)
-    return (
-        adapter_file_name(".".join(kept)) if "lora_" in live_name or "modules_to_save" in live_name else ".".join(kept)
-    )
+    name = ".".join(kept)
+    return adapter_file_name(name) if "lora_" in name or "modules_to_save" in name else name
 
 
 _ADAPTER = (
@@ -365,10 +362,6 @@ _ADAPTER = (
 
 def adapter_file_name(live_name: str) -> str:
     """Return the name that PEFT writes for a live adapter parameter: without the adapter's own name (`.default`)."""
-    name = re.sub(_ADAPTER, _file_part, live_name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
-    return name.replace("..", ".")
-
-
-def _file_part(match: re.Match[str]) -> str:
-    # `modules_to_save.default.weight` is written as `weight`; `lora_A.default.weight` as `lora_A.weight`.
-    return match["kind"] if match["kind"] != "modules_to_save" else ""
+    # `lora_A.default.weight` is written as `lora_A.weight`, `modules_to_save.default.weight` as `weight`.
+    name = re.sub(_ADAPTER, lambda match: match["kind"].replace("modules_to_save", ""), live_name)
+    return name.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector").replace("..", ".")

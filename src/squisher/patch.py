@@ -1,7 +1,7 @@
-"""A fine-tune as base + sparse difference: exact bits, streamed, and tied to the base it was made from.
+"""Store a fine-tuned model as its sparse difference from the base: exact to the bit, streamed, and bound to that base.
 
-A patch holds, for every tensor that changed, the flat indices of the entries that differ and their new values; whole
-tensors where that is smaller or where the base has none. Entries differ if their bits do.
+A patch holds the flat indices and new values of the entries that changed in each tensor, or the whole tensor if that is smaller
+or the base has none. Entries differ if their bits do.
 
     squisher.patch.make(base, tuned, "patch.safetensors", mask=mask)
     tuned = squisher.patch.apply(base, "patch.safetensors")
@@ -67,14 +67,14 @@ def make(
         tuned: The fine-tuned weights. Tensors that the base does not have are stored whole.
         path: The patch to write, a `.safetensors` file.
         mask: True where an entry may differ; tensors that it does not name may not.
-        drop_outside: Leave out what differs outside the mask, instead of refusing it.
+        drop_outside: Whether to leave out entries that differ outside the mask, instead of refusing them.
         progress: Called with the entries compared so far and in all.
 
     Returns:
         What changed and what was dropped.
 
     Raises:
-        SquisherError: Something differs outside the mask; the message says how much.
+        SquisherError: Entries differ outside the mask; the message says how many.
         NamingError: Names, shapes or types do not fit.
     """
     same, mask = _matched(base, tuned, mask)
@@ -124,7 +124,7 @@ class _Difference:
 def _matched(
     base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None
 ) -> tuple[set[str], Mapping[str, Tensor] | None]:
-    """Return the names of the tensors to be compared entry by entry (the others are stored whole), and the mask under all names."""
+    """Return the tensors to compare entry by entry (others are stored whole), and the mask under all names."""
     if not any(name in base for name in tuned):
         example = next(iter(tuned), "")
         raise NamingError(f"No tensor of the tuned model is in the base, for example {example!r}.{near(example, base)}")
@@ -147,7 +147,7 @@ def _compare(
     mask: Mapping[str, Tensor] | None,
     progress: Progress | None,
 ) -> tuple[dict[str, _Difference], dict[str, str]]:
-    """Count what differs, tensor by tensor, and hash the base on the way."""
+    """Count the entries that differ, tensor by tensor, and hash the base on the way."""
     found: dict[str, _Difference] = {}
     hashes: dict[str, str] = {}
     total, done = sum(numel_of(tuned, name) for name in tuned), 0
@@ -177,7 +177,7 @@ def _compare(
                 progress(done, total)
         hashes[name] = digest.text()
         width = dtype_of(tuned, name).itemsize
-        # With entries outside the mask, whole tensors would bring them back.
+        # A whole tensor would bring back the entries outside the mask.
         one.whole = not one.outside and one.inside * (_index_type(size).itemsize + width) >= size * width and size > 0
     return found, hashes
 
@@ -185,7 +185,7 @@ def _compare(
 def _compared(
     base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None, name: str
 ) -> Iterator[tuple[Tensor, Any, Any]]:
-    """Yield chunks of the base, where the tuned bits differ, and where the mask allows it (None: everywhere)."""
+    """Yield (chunk of the base, where the tuned bits differ, where the mask allows it); None allows it everywhere."""
     marks: Iterator[Any]
     if mask is None:
         marks = itertools.repeat(None)
@@ -198,7 +198,7 @@ def _compared(
 
 
 def bits(chunk: Tensor) -> np.ndarray[Any, Any]:
-    """Return the bits of a chunk as integers, which every type can be compared by and moved as."""
+    """Return the bits of a chunk as integers, to compare and copy any type."""
     return chunk.contiguous().view(-1).view(_INTEGERS[chunk.dtype.itemsize]).numpy()
 
 
@@ -207,12 +207,12 @@ def _index_type(size: int) -> torch.dtype:
 
 
 def _indices(places: np.ndarray[Any, Any], start: int, size: int) -> Tensor:
-    """Return places in a chunk that begins at entry `start` as places in a tensor of `size` entries."""
+    """Return places in a chunk as flat indices of a tensor of `size` entries, in which the chunk begins at `start`."""
     return torch.from_numpy(places + start).to(_index_type(size))
 
 
 class _Stored(Computed):
-    """What goes into the file: computed again chunk by chunk, so that nothing large is ever in memory."""
+    """The tensors of a patch file, computed chunk by chunk from the models, so that nothing large is in memory."""
 
     def __init__(
         self,
@@ -223,38 +223,32 @@ class _Stored(Computed):
     ) -> None:
         kinds = ((kind, name, one) for name, one in found.items() for kind in (INDICES, VALUES))
         super().__init__(tuned, {kind + name: name for kind, name, one in kinds if kind == VALUES or not one.whole})
-        self._base, self._tuned, self._mask, self._found = base, tuned, mask, found
+        self._base, self._mask, self._found = base, mask, found
 
     def shape(self, key: str) -> torch.Size:
-        name = key.partition("/")[2]
-        one = self._found[name]
-        return shape_of(self._tuned, name) if one.whole else torch.Size([one.inside])
+        one = self._found[self._name_there(key)]
+        return super().shape(key) if one.whole else torch.Size([one.inside])
 
     def dtype(self, key: str) -> torch.dtype:
-        kind, _, name = key.partition("/")
-        if kind + "/" == VALUES:
-            return dtype_of(self._tuned, name)
-        return _index_type(numel_of(self._tuned, name))
+        return super().dtype(key) if key.startswith(VALUES) else _index_type(super().shape(key).numel())
 
     def chunks(self, key: str, size: int = CHUNK) -> Iterator[Tensor]:
-        kind, _, name = key.partition("/")
+        name, start = self._name_there(key), 0
         if self._found[name].whole:
-            yield from chunks_of(self._tuned, name, size)
+            yield from chunks_of(self._like, name, size)
             return
-        start = 0
-        for new, (old, differs, kept) in zip(
-            chunks_of(self._tuned, name), _compared(self._base, self._tuned, self._mask, name), strict=True
-        ):
+        compared = _compared(self._base, self._like, self._mask, name)
+        for new, (_, differs, kept) in zip(chunks_of(self._like, name), compared, strict=True):
             places = np.flatnonzero(differs if kept is None else differs & kept)
-            if kind + "/" == VALUES:
+            if key.startswith(VALUES):
                 yield torch.from_numpy(bits(new)[places]).view(new.dtype)
             else:
-                yield _indices(places, start, numel_of(self._tuned, name))
-            start += old.numel()
+                yield _indices(places, start, numel_of(self._like, name))
+            start += new.numel()
 
 
 class Digest:
-    """The hash of one tensor: of its type, its shape and its bytes."""
+    """The hash of a tensor's type, shape and bytes."""
 
     def __init__(self, tensors: Mapping[str, Tensor], name: str) -> None:
         kind = str(dtype_of(tensors, name)).removeprefix("torch.")
@@ -278,7 +272,7 @@ def hash_of(tensors: Mapping[str, Tensor], name: str) -> str:
 
 
 def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[str, Tensor]:
-    """Return the fine-tuned weights: a lazy mapping that checks every tensor of the base against the patch as it is read.
+    """Return the fine-tuned weights: a lazy mapping that checks every tensor of the base when it is read.
 
     Args:
         base: The weights that the patch was made from, to the bit.
@@ -286,61 +280,24 @@ def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[s
 
     Raises:
         FileError: The file is not a patch, or it is damaged.
-        NamingError: The base has other tensors than the patch's; one with other values is refused when it is read.
+        NamingError: The base lacks a tensor of the patch's base. Other values are refused when they are read.
     """
     path = Path(path)
     make = "squisher patch make BASE TUNED --out PATCH"
     data, metadata = safetensors.open_kind(path, "patch", FORMAT_VERSION, make)
     hashes, entries, names = (metadata.get(key) for key in ("base", "tensors", "names"))
-    if not (isinstance(hashes, dict) and isinstance(entries, dict) and isinstance(names, list)):
+    if not (isinstance(hashes, dict) and isinstance(entries, dict) and isinstance(names, list)) or not all(
+        isinstance(name, str) for name in names
+    ):
         raise FileError(f"{path}: the description of the patch is damaged.")
     check_known(hashes, base, (f"the base that {path} was made from", "this one"), "It is another base.")
-    _check_entries(base, data, hashes, entries, names, path)
-    return _Patched(base, data, hashes, entries, names, path)
-
-
-def _check_entries(
-    base: Mapping[str, Tensor],
-    data: LazyTensors,
-    hashes: Mapping[str, Any],
-    entries: Mapping[str, Any],
-    names: list[Any],
-    path: Path,
-) -> None:
-    """Refuse a patch whose description does not fit its tensors, or the base; reads no data.
-
-    Raises:
-        FileError: It does not.
-    """
-    known = {name for name in names if isinstance(name, str)}
-    expected: set[str] = set()
-    for name, entry in entries.items():
-        if not isinstance(entry, dict) or name not in known or entry.get("encoding") not in ("whole", "indices"):
-            raise FileError(f"{path}: the description of {name!r} is damaged.")
-        whole, shape = entry["encoding"] == "whole", entry.get("shape")
-        kinds = [VALUES] if whole else [INDICES, VALUES]
-        expected.update(kind + name for kind in kinds)
-        stored = [list(data.shape(kind + name)) for kind in kinds if kind + name in data]
-        if stored != ([shape] if whole else [[entry.get("changed")]] * 2):
-            raise FileError(f"{path}: the changes of {name!r} are not as many as it says; the file is damaged.")
-        if whole or name not in hashes:
-            continue
-        types = [data.dtype(INDICES + name), data.dtype(VALUES + name)]
-        here = [_index_type(numel_of(base, name)), dtype_of(base, name)]
-        if types != here or shape != list(shape_of(base, name)):
-            raise FileError(
-                f"{path}: the changes of {name!r} are {types[1]} at places of {types[0]} in a tensor of {shape}, and here it is {here[1]}, "
-                f"{here[0]} and {list(shape_of(base, name))}: the file is damaged, or was made from another base."
-            )
-    for name in names:
-        if name not in known or (name not in hashes and entries.get(name, {}).get("encoding") != "whole"):
-            raise FileError(f"{path}: nothing is known about {name!r}; the file is damaged.")
-    if set(data) != expected or not all(isinstance(text, str) for text in hashes.values()):
-        raise FileError(f"{path}: the description of the patch does not fit what it holds; the file is damaged.")
+    patched = _Patched(base, data, hashes, entries, names, path)
+    patched.check_description()
+    return patched
 
 
 class _Patched(Computed):
-    """The base with a patch, read when asked for; every tensor of the base is checked before its last chunk is out."""
+    """The base with a patch, read when asked for; every tensor of the base is checked before its last chunk is returned."""
 
     def __init__(
         self,
@@ -352,31 +309,62 @@ class _Patched(Computed):
         path: Path,
     ) -> None:
         super().__init__(base, {name: name for name in names})
-        self._base, self._data, self._hashes, self._entries = base, data, hashes, entries
-        self._path = path
+        self._data, self._hashes, self._entries, self._path = data, hashes, entries, path
+
+    def check_description(self) -> None:
+        """Refuse a patch whose description does not fit its tensors or the base; reads no data.
+
+        Raises:
+            FileError: It does not fit.
+        """
+        path, data, base = self._path, self._data, self._like
+        expected: set[str] = set()
+        for name, entry in self._entries.items():
+            if not isinstance(entry, dict) or name not in self or entry.get("encoding") not in ("whole", "indices"):
+                raise FileError(f"{path}: the description of {name!r} is damaged.")
+            whole, shape = entry["encoding"] == "whole", entry.get("shape")
+            kinds = [VALUES] if whole else [INDICES, VALUES]
+            expected.update(kind + name for kind in kinds)
+            stored = [list(data.shape(kind + name)) for kind in kinds if kind + name in data]
+            if stored != ([shape] if whole else [[entry.get("changed")]] * 2):
+                raise FileError(f"{path}: the changes of {name!r} are not as many as it says; the file is damaged.")
+            if whole or name not in self._hashes:
+                continue
+            types = [data.dtype(INDICES + name), data.dtype(VALUES + name)]
+            here = [_index_type(numel_of(base, name)), dtype_of(base, name)]
+            if types != here or shape != list(shape_of(base, name)):
+                raise FileError(
+                    f"{path}: the changes of {name!r} are {types[1]} at places of {types[0]} in a tensor of {shape}, and here it is {here[1]}, "
+                    f"{here[0]} and {list(shape_of(base, name))}: the file is damaged, or was made from another base."
+                )
+        for name in self:
+            if name not in self._hashes and not self._whole(name):
+                raise FileError(f"{path}: nothing is known about {name!r}; the file is damaged.")
+        if set(data) != expected or not all(isinstance(text, str) for text in self._hashes.values()):
+            raise FileError(f"{path}: the description of the patch does not fit what it holds; the file is damaged.")
 
     def _whole(self, name: str) -> bool:
         return bool(self._entries.get(self._name_there(name), {}).get("encoding") == "whole")
 
     def shape(self, name: str) -> torch.Size:
-        return self._data.shape(VALUES + name) if self._whole(name) else shape_of(self._base, name)
+        return self._data.shape(VALUES + name) if self._whole(name) else super().shape(name)
 
     def dtype(self, name: str) -> torch.dtype:
-        return self._data.dtype(VALUES + name) if self._whole(name) else dtype_of(self._base, name)
+        return self._data.dtype(VALUES + name) if self._whole(name) else super().dtype(name)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         if self._whole(name):
             if name in self._hashes:
-                self._check(name, hash_of(self._base, name))
+                self._check(name, hash_of(self._like, name))
             yield from self._data.chunks(VALUES + name, size)
             return
-        digest = Digest(self._base, name)
+        digest = Digest(self._like, name)
         changes = self._changes(name)
         late: Tensor | None = None
         start = 0
-        for chunk in chunks_of(self._base, name, size):
+        for chunk in chunks_of(self._like, name, size):
             digest.add(chunk)
-            if late is not None:  # yielded one chunk late, so that the last one comes only if the base is the right one
+            if late is not None:  # yielded one chunk late, so that the last one comes only after the check
                 yield late
             late = changes(chunk, start)
             start += chunk.numel()
@@ -388,7 +376,7 @@ class _Patched(Computed):
         if name not in self._entries:
             return lambda chunk, start: chunk
         indices, values = self._data[INDICES + name].numpy(), self._data[VALUES + name]
-        size = numel_of(self._base, name)
+        size = numel_of(self._like, name)
         rising = bool((indices[1:] > indices[:-1]).all())  # a difference could overflow
         if not rising or (indices.size and not 0 <= indices[0] <= indices[-1] < size):
             raise FileError(f"{self._path}: the changes of {name!r} do not fit the tensor; the file is damaged.")
@@ -404,8 +392,8 @@ class _Patched(Computed):
 
 
 def _changed(chunk: Tensor, start: int, indices: np.ndarray[Any, Any], values: Tensor) -> Tensor:
-    """Return a chunk of a tensor that begins at entry `start`, with the new values in it."""
-    # In the type of the indices: with another one, all of them would be converted for each chunk.
+    """Return a chunk, which begins at entry `start` of its tensor, with the new values."""
+    # In the type of the indices: for another type, each chunk would convert all of them.
     ends = np.array([start, start + chunk.numel() - 1], indices.dtype)
     first, last = int(np.searchsorted(indices, ends[0])), int(np.searchsorted(indices, ends[1], side="right"))
     if first == last:

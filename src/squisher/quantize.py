@@ -1,10 +1,10 @@
-"""Where bits matter: what every tensor loses at every width, and the widths of least total loss under a budget.
+"""Mixed-precision quantisation: the loss of every tensor at every width, and the widths of least total loss under a budget.
 
     found = squisher.quantize.sensitivity(weights, importance, bits=(2, 3, 4, 8), group=64)
     plan = squisher.quantize.allocate(found, bits_per_weight=4.5)
 
-The loss of a tensor is ½ Σ F·(w − Q(w))², the second-order increase of the training loss when its weights are rounded. The
-importance matrix of llama.cpp is something else: the mean square of a layer's inputs, which steers the rounding inside a tensor.
+The loss of a tensor is ½ Σ F·(w − Q(w))², the second-order increase of the training loss when its weights are rounded. (The
+importance matrix of llama.cpp is something else: the mean square of a layer's inputs, which steers the rounding inside a tensor.)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .storage.tensors import (
 __all__ = ["SCHEMES", "Plan", "Quantizer", "Sensitivity", "allocate", "sensitivity", "simulate"]
 
 SCHEMES = ("affine", "symmetric", "llama.cpp")
-_STATES = 20_000  # partial assignments that the search keeps at most
+_STATES = 20_000  # the most partial assignments that the search keeps
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ class Quantizer:
     """Rounding to the nearest of 2^bits evenly spaced values, with a scale (and an offset) for every group of a row.
 
     Attributes:
-        name: What others call it: a ggml type, or scheme and width.
+        name: A ggml type, or scheme and width.
         bits: The width of a value.
-        group: Values that share a scale; the last group of a row may be shorter.
-        affine: From the group's smallest to its largest value; otherwise symmetric around 0.
-        overhead: Bits that a group's scale and offset take.
+        group: How many values share a scale; the last group of a row may be shorter.
+        affine: Whether the values range from the group's smallest to its largest; otherwise they are symmetric around 0.
+        overhead: The bits of a group's scale and offset.
     """
 
     name: str
@@ -63,15 +63,17 @@ class Quantizer:
 
     def size(self, shape: Sequence[int]) -> int:
         """Return the bits that a tensor takes, scales and offsets included."""
-        row = _row(shape)
-        numel = math.prod(shape)
+        row, numel = math.prod(shape[1:]), math.prod(shape)
         return numel * self.bits + numel // max(row, 1) * -(-row // self.group) * self.overhead
 
     def rounded(self, rows: Tensor) -> Tensor:
-        """Round a matrix whose rows are made of whole groups, the last of a row perhaps shorter."""
+        """Round a matrix whose rows consist of groups; the last group of a row may be shorter."""
         width = rows.shape[1]
         group = min(self.group, width)
-        groups = _padded(rows, group).unflatten(1, (-1, group))
+        # The last value of a row completes its last group, and changes neither that group's limits nor its rounding.
+        missing = -width % group
+        rows = torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1) if missing else rows
+        groups = rows.unflatten(1, (-1, group))
         if self.affine:
             low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
             step = (high - low) / (2**self.bits - 1)
@@ -84,7 +86,7 @@ class Quantizer:
         return out.flatten(1)[:, :width]
 
 
-# Name, group, affine, bits of scales and offsets a group, so that 256 values take the bytes of ggml's super-blocks.
+# The overhead is such that 256 values take the bytes of ggml's super-blocks.
 _GGML = {
     2: Quantizer("q2_K", 2, 16, True, 10),
     3: Quantizer("q3_K", 3, 16, False, 7),
@@ -97,7 +99,7 @@ _GGML = {
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """What each tensor loses and takes at each width.
+    """The loss and the size of each tensor at each width.
 
     Attributes:
         losses: ½ Σ F·(w − Q(w))² by tensor and width.
@@ -118,7 +120,7 @@ class Sensitivity:
         return f"Sensitivity({len(self.losses)} tensors, {sum(self.numel.values()):,} weights, at {widths} bits; {len(self.kept)} kept)"
 
     def uniform(self, bits: int) -> Plan:
-        """Return the plan that gives every tensor the same width, one that was measured."""
+        """Return the plan that gives every tensor the same width, which must have been measured."""
         if any(bits not in losses for losses in self.losses.values()):
             raise ArgumentError(f"is a width that was measured, and {bits!r} was not.", "bits")
         return _plan(self, dict.fromkeys(self.losses, bits), 0.0)
@@ -131,9 +133,9 @@ class Plan:
     Attributes:
         bits: Width by tensor.
         loss: The total loss.
-        bits_per_weight: Mean over the weights of these tensors, scales and offsets included.
-        gap: By which fraction of `loss` another assignment could be better at most; 0 where none can be.
-        sensitivity: What it was made from.
+        bits_per_weight: The mean over the weights of these tensors, scales and offsets included.
+        gap: The largest fraction of `loss` by which another assignment could be better; 0 if none can be.
+        sensitivity: The measurement behind the plan.
     """
 
     bits: dict[str, int]
@@ -194,16 +196,16 @@ def sensitivity(
     exclude: str | None = None,
     progress: Progress | None = None,
 ) -> Sensitivity:
-    """Measure what every tensor loses at every width: ½ Σ F·(w − Q(w))², streamed.
+    """Measure the loss of every tensor at every width: ½ Σ F·(w − Q(w))², streamed.
 
     Tensors with two or more dimensions take part. A row is everything under one index of the first dimension; groups never
     cross rows. Memory is bounded by a chunk, or by one row where the group does not divide it.
 
     Args:
         weights: Any mapping, in memory or in files.
-        importance: Of the same names and shapes. Weights without one are kept as they are and listed in `kept`.
+        importance: A mapping with names and shapes of the weights. Weights without an importance are listed in `kept`.
         bits: The widths to choose from: 2 to 8.
-        group: Weights that share a scale; not for llama.cpp, whose types fix it.
+        group: How many weights share a scale; not for llama.cpp, whose types fix it.
         scheme: `"affine"` (16-bit scale and offset per group, as MLX), `"symmetric"` (16-bit scale), or `"llama.cpp"` (q2_K, q3_K,
             q4_K, q5_K, q6_K and q8_0 with their block sizes; llama.cpp itself searches and rounds the scales of k-quants).
         exclude: A regular expression: tensors that are not quantised.
@@ -238,11 +240,11 @@ def sensitivity(
 def simulate(
     weights: Mapping[str, Tensor], bits: Mapping[str, int], group: int = 64, *, scheme: str = "affine"
 ) -> Mapping[str, Tensor]:
-    """Return the weights as a quantised model has them: rounded and converted back to their type, lazily.
+    """Return the weights of a quantised model: rounded and converted back to their type, lazily.
 
     Args:
         weights: Any mapping.
-        bits: Width by tensor, such as `plan.bits`; the other tensors are as they were.
+        bits: Width by tensor, such as `plan.bits`; other tensors stay as they are.
         group: As in `sensitivity`.
         scheme: As in `sensitivity`.
 
@@ -265,9 +267,9 @@ def simulate(
 def allocate(sensitivity: Sensitivity, bits_per_weight: float) -> Plan:
     """Return the assignment of least total loss whose mean width, scales and offsets included, is within a budget.
 
-    This is a multiple-choice knapsack. A branch and bound over partial assignments, with the Lagrangian relaxation as the bound,
-    finds the best one; where it would have to keep more than 20,000 of them it drops the least promising, and `plan.gap` says
-    how much better another assignment could be at most.
+    This is a multiple-choice knapsack, solved by branch and bound over partial assignments with the Lagrangian relaxation as the
+    bound. Of more than 20,000 partial assignments the least promising are dropped; `plan.gap` bounds how much better another
+    assignment could be.
 
     Args:
         sensitivity: What `sensitivity` measured.
@@ -305,7 +307,7 @@ def _plan(found: Sensitivity, bits: dict[str, int], gap: float) -> Plan:
 def _candidates(
     weights: Mapping[str, Tensor], importance: Mapping[str, Tensor], exclude: str | None
 ) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the importance name by weight name of what is quantised; and why other matrices are not."""
+    """Return the importance's name for each tensor to quantise; and why other matrices are kept."""
     matches, aliases = align_tied(importance, weights, ("the importance", "the model"), tied=tied_in([importance]))
     left_out = excluded(exclude, weights, aliases)
     names, kept = {}, {}
@@ -323,10 +325,6 @@ def _candidates(
     return names, kept
 
 
-def _row(shape: Sequence[int]) -> int:
-    return math.prod(shape[1:])
-
-
 def _runs(
     weights: Mapping[str, Tensor],
     name: str,
@@ -334,8 +332,8 @@ def _runs(
     importance_name: str,
     quantizers: Mapping[int, Quantizer],
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield weights in the type to compute in and importances as float64, as matrices of whole groups."""
-    length, width = _run(_row(shape_of(weights, name)), math.lcm(*(q.group for q in quantizers.values())))
+    """Yield weights (in the type to compute in) and importances (as float64), as matrices of whole groups."""
+    length, width = _run(shape_of(weights, name)[1:].numel(), math.lcm(*(q.group for q in quantizers.values())))
     work = torch.promote_types(dtype_of(weights, name), torch.float32)  # as `simulate` rounds
     pairs = zip(chunks_of(weights, name, length), chunks_of(checked(importance), importance_name, length), strict=True)
     for w, f in pairs:
@@ -343,16 +341,10 @@ def _runs(
 
 
 def _run(row: int, group: int) -> tuple[int, int]:
-    """Return how many values are read at once, and how wide the matrix is that they become."""
-    if row % group == 0:  # groups are then whole wherever a chunk begins
+    """Return how many values are read at once, and the width of the matrix that they form."""
+    if row % group == 0:  # then groups are whole, wherever a chunk begins
         return max(CHUNK // group, 1) * group, group
     return max(CHUNK // row, 1) * row, row
-
-
-def _padded(rows: Tensor, group: int) -> Tensor:
-    """Repeat the last value of each row until the groups are whole: that changes neither their limits nor their rounding."""
-    missing = -rows.shape[1] % group
-    return torch.cat([rows, rows[:, -1:].expand(-1, missing)], 1) if missing else rows
 
 
 class _Rounded(Computed):
@@ -360,35 +352,35 @@ class _Rounded(Computed):
 
     def __init__(self, weights: Mapping[str, Tensor], bits: Mapping[str, int], quantizers: Mapping[int, Quantizer]):
         super().__init__(weights)
-        self._weights, self._quantizers, self._aliases = weights, quantizers, tied_names(weights)
+        self._quantizers, self._aliases = quantizers, tied_names(weights)
         self._bits = {self._aliases.get(name, name): b for name, b in bits.items()}
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order."""
         bits = self._bits.get(self._aliases.get(name, name))
         if bits is None:
-            yield from chunks_of(self._weights, name, size)
+            yield from chunks_of(self._like, name, size)
             return
         quantizer, dtype = self._quantizers[bits], self.dtype(name)
-        length, width = _run(_row(self.shape(name)), quantizer.group)
+        length, width = _run(self.shape(name)[1:].numel(), quantizer.group)
 
         def rounded(chunk: Tensor) -> Tensor:
             check_finite(chunk, name)
             work = chunk.to(torch.promote_types(dtype, torch.float32)).view(-1, width)
             return quantizer.rounded(work).reshape(-1).to(dtype)
 
-        yield from recut(map(rounded, chunks_of(self._weights, name, length)), size)
+        yield from recut(map(rounded, chunks_of(self._like, name, length)), size)
 
 
 def _search(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[list[int], float]:
-    """Return each tensor's choice, and by which fraction of the loss another assignment could be better at most."""
+    """Return each tensor's choice, and the largest fraction of the loss by which another assignment could be better."""
     price, chosen = _relaxed(sizes, losses, budget)
     best = float(np.take_along_axis(losses, chosen[:, None], 1).sum())
-    # At this price of a bit, what a choice costs more than the cheapest one: any assignment is above the bound by the sum of it.
+    # At this price of a bit, `above` is what a choice costs more than the cheapest: its sum is an assignment's distance from the bound.
     above = losses + price * sizes
     bound = float(above.min(1).sum()) - price * budget
     above -= above.min(1, keepdims=True)
-    rest = np.append(np.cumsum(sizes.min(1)[::-1])[::-1], 0)  # bits that the tensors from here on take at least
+    rest = np.append(np.cumsum(sizes.min(1)[::-1])[::-1], 0)  # the fewest bits that the tensors from here on take
     cap = min(_STATES, 20_000_000 // len(sizes) + 1)
     size, loss, extra = np.zeros(1, np.int64), np.zeros(1), np.zeros(1)
     steps: list[np.ndarray] = []
@@ -398,7 +390,7 @@ def _search(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[list[in
         kept = np.flatnonzero((size + rest[k + 1] <= budget) & (bound + extra < best))
         kept = kept[np.lexsort((loss[kept], size[kept]))]
         lowest = np.minimum.accumulate(np.append(np.inf, loss[kept]))[:-1]
-        kept = kept[loss[kept] < lowest]  # of the others, some assignment is neither larger nor worse
+        kept = kept[loss[kept] < lowest]  # the others are dominated by one that is neither larger nor worse
         if len(kept) > cap:
             complete = False
             kept = kept[np.sort(np.argpartition(extra[kept], cap)[:cap])]
@@ -412,7 +404,7 @@ def _search(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[list[in
 
 
 def _relaxed(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[float, np.ndarray]:
-    """Return the lowest price of a bit at which the cheapest choices are within the budget, and these choices."""
+    """Return the lowest price of a bit at which the cheapest choices fit the budget, and these choices."""
 
     def at(price: float) -> np.ndarray:
         return (losses + price * sizes).argmin(1)

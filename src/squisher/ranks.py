@@ -1,6 +1,6 @@
-"""Several processes: rank, world, sums over all of them, tensors sharded among them (DTensor). Does nothing when alone.
+"""Several processes: rank, world, sums over all of them, sharded tensors (DTensor). Everything works when alone, too.
 
-`torch.distributed.tensor` is never imported for this: where it is not imported, no tensor is sharded.
+`torch.distributed.tensor` is never imported here: where nobody imported it, no tensor is sharded.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def agree(error: BaseException | None, group: Any = None) -> None:
 
     Args:
         error: What happened here, or None.
-        group: The processes that this is about; all of them if there is none.
+        group: The processes that take part; all of them without one.
 
     Raises:
-        SquisherError: On the processes where nothing happened, if something happened elsewhere.
-        BaseException: The error itself, where it happened.
+        SquisherError: On the processes that did not fail.
+        BaseException: The error itself, on a process that failed.
     """
     messages = gather(None if error is None else f"{type(error).__name__}: {error}", group)
     if error is not None:
@@ -68,14 +68,14 @@ def agree(error: BaseException | None, group: Any = None) -> None:
 
 
 def break_off(error: BaseException, run: str, patience: float = 5.0) -> BaseException:
-    """Leave collective operations that other processes are still in, and leave the reason in the store of the process group.
+    """Leave a collective operation that other processes may still be in, and write the reason into the process group's store.
 
-    They notice when the connection breaks, at the latest when this process ends. Unless all fail alike, this ends the process
-    group: the processes are out of step, and what they sent each other from here on would be misread.
+    The others notice when the connection breaks, at the latest when this process ends. Unless all fail alike, the process group
+    is destroyed: its processes are out of step, and would misread what they send each other from here on.
 
     Args:
-        error: What happened here; if another process is gone, its error is looked up.
-        run: The same on all processes, and another one every time.
+        error: What happened here. If it says that another process is gone, that one's error is looked up.
+        run: A name for this operation: the same on all processes, and used once.
         patience: Seconds to wait for the others.
 
     Returns:
@@ -100,7 +100,7 @@ def break_off(error: BaseException, run: str, patience: float = 5.0) -> BaseExce
 
 
 def sum_in_place(tensors: Iterable[Tensor]) -> None:
-    """Replace every tensor by its sum over all processes; every process must bring the same shapes in the same order."""
+    """Replace every tensor by its sum over all processes; each must give the same shapes in the same order."""
     if is_alone():
         return
     bucket: list[Tensor] = []
@@ -146,9 +146,7 @@ def sharded_like(local: Tensor, like: Tensor) -> Tensor:
     if not is_sharded(like):
         return local
     d = _dtensor(like)
-    stride = torch.empty(
-        d.shape, device="meta"
-    ).stride()  # the shards are contiguous, whatever the shards of `like` are
+    stride = torch.empty(d.shape, device="meta").stride()  # our shards are contiguous, whatever those of `like` are
     return _kind().from_local(local, d.device_mesh, d.placements, run_check=False, shape=d.shape, stride=stride)
 
 
@@ -168,10 +166,10 @@ def agree_on(error: BaseException | None, tensors: Iterable[Tensor]) -> None:
 
 
 class Gathered(Mapping[str, Tensor]):
-    """Sharded named tensors for the process that writes them: gathered one by one, each once.
+    """Sharded named tensors, gathered one by one for the process that writes them.
 
-    To gather a tensor all processes must ask for it. A process that has not asked for all of them, because it does not write or
-    failed to, does so in `finish`, so that no process waits for ever.
+    All processes must ask for a tensor at the same time. One that does not write, or failed to, asks for the rest in `finish`,
+    so that no process waits for ever.
 
     Args:
         tensors: A mapping with the methods `shape`, `dtype` and `chunks`, which gathers what it is asked for.
@@ -206,14 +204,14 @@ class Gathered(Mapping[str, Tensor]):
         yield from self._tensors.chunks(name, size)
 
     def finish(self) -> None:
-        """Take part in gathering what was not asked for."""
+        """Gather the tensors that were not asked for, for the sake of the other processes."""
         for name in self._left:
             whole(self.parts[name])
         self._left = []
 
 
 def write_once(tensors: Gathered, write: Callable[[Mapping[str, Tensor]], None]) -> None:
-    """Let the first process write these tensors while the others help to gather; all must call this.
+    """Let the first process write these tensors while the others help to gather them; all must call this.
 
     Raises:
         SquisherError: On every process, if writing failed.

@@ -1,7 +1,7 @@
 """Selective synaptic dampening: forget some training data by shrinking the weights that matter to it far more than to all data.
 
-Foster, Schoepf and Brintrup, AAAI 2024. Where F_forget > select·F, a weight θ becomes min(strength·F/F_forget, 1)·θ. No training,
-and with a Squisher as F only the data to forget need a Fisher.
+Foster, Schoepf and Brintrup, AAAI 2024. Where F_forget > select·F, a weight θ becomes min(strength·F/F_forget, 1)·θ. It needs no
+training, and with a Squisher as F it needs a Fisher of the data to forget alone.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def dampen(
 
     Args:
         weights: Any mapping, in memory or in files.
-        importance: Of all training data, F: a Fisher or a Squisher.
-        forget_importance: Of the data to forget, F_forget: a Fisher of them. Weights without one stay as they are.
-        select: α. Larger ones dampen fewer weights, and everything depends on it. All data contain those to forget, so that
-            F_forget/F is at most 1 over their share: for one class of ten, a `select` of 10 dampens nothing.
-        strength: λ. Smaller ones dampen more.
-        scale: How the two are brought to one scale: `auto`, `as_fisher` or `stored`. Only with one scale does `select` mean what
-            it says; `stored` warns where the two are known to be of different kinds.
+        importance: F, a Fisher or a Squisher of all training data.
+        forget_importance: F_forget, a Fisher of the data to forget. Weights without one stay as they are.
+        select: α, on which everything depends; a larger one dampens fewer weights. All data contain those to forget, so F_forget/F
+            is at most 1 over their share: for one class of ten, a `select` of 10 dampens nothing.
+        strength: λ; a smaller one dampens more.
+        scale: How the two are brought to one scale, which `select` needs: `auto`, `as_fisher` or `stored`. `stored` warns if the
+            two are known to be of different kinds.
         exclude: A regular expression: tensors that stay as they are.
 
     Raises:
@@ -70,10 +70,10 @@ def dampen(
 
 
 class Dampened(Computed):
-    """Weights of which some were dampened, computed when asked for.
+    """Dampened weights, computed when asked for.
 
     Attributes:
-        dampened: Names of the tensors that take part, a tied one under its first name; the others are as they were.
+        dampened: Names of the tensors that take part, a tied one under its first name; others stay as they are.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Dampened(Computed):
         strength: float,
     ) -> None:
         super().__init__(weights)
-        self._weights, self._importance, self._forget = weights, importance, forget
+        self._importance, self._forget = importance, forget
         self._pairs, self._select, self._strength = dict(names), select, strength
         self._aliases = aliases
         self.dampened = tuple(names)
@@ -96,14 +96,14 @@ class Dampened(Computed):
         """Yield one tensor in flat chunks, in order."""
         target = self._aliases.get(name, name)
         if target not in self._pairs:
-            yield from chunks_of(self._weights, name, size)
+            yield from chunks_of(self._like, name, size)
             return
-        for weight, factor in zip(chunks_of(self._weights, name, size), self._factors(target, size), strict=True):
+        for weight, factor in zip(chunks_of(self._like, name, size), self._factors(target, size), strict=True):
             check_finite(weight, name)
-            yield torch.where(factor == 1, weight, (weight * factor).to(weight.dtype))  # what stays, stays to the bit
+            yield torch.where(factor == 1, weight, (weight * factor).to(weight.dtype))  # other weights stay to the bit
 
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Return for each tensor that takes part how many of its entries shrink, and how many there are; one pass."""
+        """Return how many entries of each tensor shrink, and how many there are; one pass."""
         out = {}
         for name in self._pairs:
             shrinks = sum(int(np.count_nonzero((factor != 1).numpy())) for factor in self._factors(name))
@@ -111,13 +111,11 @@ class Dampened(Computed):
         return out
 
     def _factors(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """Yield what the entries are multiplied by, in flat chunks."""
-        whole_name, forget_name = self._pairs[name]
-        read = ((self._weights, name), (self._importance, whole_name), (self._forget, forget_name))
-        work = torch.float64 if torch.float64 in [dtype_of(*one) for one in read] else torch.float32
-        for f, g in zip(
-            chunks_of(self._importance, whole_name, size), chunks_of(self._forget, forget_name, size), strict=True
-        ):
+        """Yield the factors of the entries in flat chunks."""
+        importances = tuple(zip((self._importance, self._forget), self._pairs[name], strict=True))
+        wide = torch.float64 in [dtype_of(*one) for one in ((self._like, name), *importances)]
+        work = torch.float64 if wide else torch.float32
+        for f, g in zip(*(chunks_of(*one, size) for one in importances), strict=True):
             f, g = (torch.where(values < TINY, 0, values.to(work)) for values in (f, g))
             shrunk = (self._strength * f / torch.where(g > 0, g, 1)).clamp_max_(1)
             yield torch.where(g > self._select * f, shrunk, 1)

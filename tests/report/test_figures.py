@@ -142,7 +142,7 @@ def test_an_error_while_drawing_leaves_no_file(tmp_path: Path, monkeypatch: pyte
     def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
-    monkeypatch.setattr(drawn, "depth_chart", broken)
+    monkeypatch.setattr(drawn.charts, "depth_chart", broken)
     with pytest.raises(RuntimeError, match="broken"):
         plot_importance(imp, health, tmp_path / "x.png")
     assert not list(tmp_path.iterdir())

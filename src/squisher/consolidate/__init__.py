@@ -1,7 +1,8 @@
-"""Elastic weight consolidation: learn the next task without leaving the last ones' important parameters.
+"""Elastic weight consolidation: learn the next task and keep the parameters that past tasks need.
 
 The penalty of all past tasks together, ½·λ·Σₖ Σ Fₖ(θ − θₖ)², is one parabola per parameter: with A = Σ Fₖ and the weighted
-centre θ̄ it equals ½·λ·Σ A(θ − θ̄)² and a constant, exactly. So neither memory nor time grows with the number of tasks.
+centre θ̄ it equals ½·λ·Σ A(θ − θ̄)² plus a constant, exactly. So neither memory nor time grows with the number of tasks. The
+class is here, its arithmetic in `arithmetic`.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ from .arithmetic import METRICS, Energy, Pull, StepsTaken, add_force_, denominat
 __all__ = ["EWC", "strength_like"]
 
 GROWTH = 1000.0
-"""How much more a task's importance may weigh than the one before it until a warning says why that is suspicious."""
+"""A task whose importance is larger than the last one's by this factor gets a warning."""
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """The scale of the tasks so far: means per unit, or numbers as they are stored; then what the first one says of itself.
+    """The scale of the tasks so far: means per unit, or stored numbers.
 
-    That is nothing (an empty dictionary) of a plain mapping, and None where the user asked for numbers as they are stored.
+    For stored numbers, `first` is the provenance of the first task: empty for a plain mapping, None if the user asked for "stored".
     """
 
     as_fisher: bool
@@ -52,12 +53,12 @@ class EWC:
     With PEFT, adapters are parameters like any other: the penalty is on the factors A and B, not on their product.
 
     Args:
-        model: The module whose parameters are protected, by name: a parameter that is replaced takes the place of the old one.
-        strength: λ. It depends on the scale of the importances: multiplying all of them is multiplying λ.
-        online: None keeps every task as it was. A number γ in (0, 1] keeps one centre, the last task's weights, and lets
-            earlier importances fade: A ← γ·A + F.
-        dtype: Of the importances kept: float32, or bfloat16 for half the memory. Centres are always float32.
-        device: Where they are kept; by default with the parameters. The CPU saves an accelerator's memory.
+        model: The module whose parameters are protected, by name; a parameter may be replaced by another one.
+        strength: λ. It depends on the scale of the importances: a factor common to all of them is a factor of λ.
+        online: None protects every task alike. A number γ in (0, 1] keeps one centre, the last task's weights, and lets earlier
+            importances fade: A ← γ·A + F.
+        dtype: The type of stored importances: float32, or bfloat16 for half the memory. Centres are always float32.
+        device: Where importances and centres are stored; by default with the parameters. The CPU saves an accelerator's memory.
         exclude: A regular expression: parameters that are never protected, such as heads.
 
     Raises:
@@ -102,18 +103,18 @@ class EWC:
 
     @torch.no_grad()
     def consolidate(self, importance: Mapping[str, Tensor], scale: str = "auto") -> None:
-        """Take the task that has just been learnt into account, at the model's present weights.
+        """Protect the task that has just been learnt, at the model's present weights.
 
         Args:
-            importance: Of this task, measured or recycled. Parameters without one are not protected for this task.
-            scale: How it is brought to the scale of the tasks before: `"auto"`, `"as_fisher"` or `"stored"`.
+            importance: The task's importance, measured or recycled. Parameters without one are not protected for this task.
+            scale: How it is converted to the scale of earlier tasks: `"auto"`, `"as_fisher"` or `"stored"`.
 
         Raises:
             NamingError: A name or shape is not the model's.
-            ScaleError: Its scale differs from the scale of the tasks before.
+            ScaleError: Its scale differs from that of earlier tasks.
             SquisherError: The model's weights or the importance are not finite; then nothing has changed.
         """
-        list(self._held())  # what earlier tasks protect is still there
+        list(self._held())  # refuses a model that lost a protected parameter
         scaled = self._on_scale(importance, scale)
         names = self._matched(scaled)
         self._warn_of_other_weights(importance, names)
@@ -121,7 +122,7 @@ class EWC:
         new_weight, new_centre, constant = dict(self._weight), dict(self._centre), self._constant
         for name, source in names.items():
             parameter = self._parameters[name]
-            # Copies: whoever gave the importance may use its memory for the next task, and training moves the parameter.
+            # Copies: the caller may reuse the memory of the importance, and training moves the parameter.
             force, now = (self._copied(tensor, parameter) for tensor in (scaled[source], parameter.detach()))
             check_finite(now, name)
             total += float(force.double().sum())
@@ -142,7 +143,7 @@ class EWC:
                     f"The importance of {name!r}, with those of the tasks before, is more than float32 holds: the penalty would be NaN. Scale "
                     "all of them down (importance * 1e-10) and the strength up."
                 )
-        if self.online is not None:  # without an importance in this task it fades like the others
+        if self.online is not None:  # parameters without an importance in this task fade like the others
             new_weight |= {name: old * self.online for name, old in self._weight.items() if name not in names}
         self._warn_if_exploding(total)
         self._weight, self._centre, self._constant = new_weight, new_centre, constant
@@ -184,15 +185,15 @@ class EWC:
         `add_gradient_()`. The penalty never enters the gradient, so the optimizer's state holds the gradients of the data alone and can be
         recycled for the next task without a tracker. It is stable for any strength.
 
-        λ here is not the λ of the gradient: Adam divides that one's step by √v̂ + ε. `strength_like(None, λ, optimizer)` converts.
+        λ here is not the λ of the gradient, whose step Adam divides by √v̂ + ε. `strength_like(None, λ, optimizer)` converts.
 
         Args:
-            optimizer: The one that has just taken a step. κ is the strength times the learning rate of a parameter's group.
+            optimizer: The optimizer that has just taken a step. κ is the strength times the learning rate of a parameter's group.
             metric: `"plain"`, or `"adam"`: κ is also divided by √v̂ + ε entry by entry, as Adam's step is; λ is then the λ of
                 the gradient.
 
         Returns:
-            Whether there was a step to follow: False where a `GradScaler` left it out.
+            Whether the optimizer took a step: False if a `GradScaler` skipped it.
 
         Raises:
             SquisherError: The metric does not exist, or the optimizer has none of the parameters or no state for the metric.
@@ -207,10 +208,10 @@ class EWC:
     def pull_after_steps(
         self, optimizer: torch.optim.Optimizer, metric: str = "plain"
     ) -> torch.utils.hooks.RemovableHandle:
-        """Call `pull_` after every step that the optimizer takes, until `remove()` of what is returned.
+        """Call `pull_` after every step of the optimizer, until the returned handle is removed.
 
         Args:
-            optimizer: Whose steps to follow.
+            optimizer: The optimizer.
             metric: As in `pull_`.
 
         Raises:
@@ -239,7 +240,7 @@ class EWC:
         pull_together_(pulls)
 
     def is_of(self, model: nn.Module) -> bool:
-        """Return whether every protected parameter is a parameter of this model (not of a copy), under the same name."""
+        """Return whether this model (not a copy of it) has every protected parameter under the same name."""
         self._look()
         live, _ = live_tensors(model)
         return all(name in live and live[name] is self._parameters.get(name) for name in self._weight)
@@ -247,17 +248,17 @@ class EWC:
     def strength_like(
         self, fisher: Mapping[str, Tensor] | None, strength: float, optimizer: torch.optim.Optimizer | None = None
     ) -> float:
-        """Return the strength that gives the last task's importance the weight that `strength` gives its Fisher.
+        """Return the strength at which the last task's importance weighs as much as its Fisher at `strength`.
 
         Args:
             fisher: A Fisher of the last task over the same parameters, from a few hundred inputs. None: `strength` suits the
                 importance itself.
             strength: The λ that suits that Fisher, in the gradient (`penalty`, `add_gradient_`, `pull_` with `metric="adam"`).
-            optimizer: Adam or one with its state, after some steps: return the strength of `pull_` with `metric="plain"` whose pull
-                is as long, over all parameters together, as the step that Adam makes of the penalty's gradient alone.
+            optimizer: Adam or one with its state, after some steps: convert to a strength for `pull_` with `metric="plain"`, which
+                then pulls as far, over all parameters together, as Adam would step along the penalty's gradient alone.
 
         Raises:
-            SquisherError: Nothing has been consolidated, or one of the two is 0 everywhere.
+            SquisherError: Nothing has been consolidated, or the Fisher or the importance is 0 everywhere.
         """
         if not self.totals:
             raise SquisherError("strength_like compares with the last task: consolidate one first.")
@@ -268,7 +269,7 @@ class EWC:
 
     @torch.no_grad()
     def _mean_step(self, optimizer: torch.optim.Optimizer) -> float:
-        """Return Σ A / (√v̂ + ε) over Σ A: what Adam multiplies the penalty's gradient by, on average."""
+        """Return Σ A / (√v̂ + ε) over Σ A: the factor by which Adam multiplies the penalty's gradient, on average."""
         above, total = [], []
         for group, parameter, weight, _ in self._held_by(optimizer):
             below = denominator(optimizer, group, parameter)
@@ -279,7 +280,7 @@ class EWC:
         return _ratio(math.fsum(above), math.fsum(total))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a stopped run needs to go on, in plain types and tensors."""
+        """Return all state, in plain types and tensors."""
         return {
             "strength": self.strength,
             "online": self.online,
@@ -292,10 +293,10 @@ class EWC:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
+        """Load what `state_dict` returned.
 
         Raises:
-            SquisherError: It is not one, or belongs to another model.
+            SquisherError: It is not the state of an EWC, or belongs to another model.
         """
         expected = {"strength", "online", "tasks", "totals", "constant", "scale", "weight", "centre"}
         known = isinstance(state, Mapping) and set(state) == expected
@@ -323,6 +324,7 @@ class EWC:
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _held(self) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield every protected parameter with its A and its centre."""
         self._look()
         for name, weight in self._weight.items():
             parameter = self._parameters.get(name)
@@ -335,14 +337,14 @@ class EWC:
             yield parameter, weight, self._centre[name]
 
     def _held_by(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[dict[str, Any], Tensor, Tensor, Tensor]]:
-        """Yield the protected parameters that an optimizer has, each after its group."""
+        """Yield group, parameter, A and centre of the protected parameters that an optimizer has."""
         group_of = {id(p): group for group in optimizer.param_groups for p in group["params"]}
         for parameter, weight, centre in self._held():
             if id(parameter) in group_of:
                 yield group_of[id(parameter)], parameter, weight, centre
 
     def _look(self) -> None:
-        """Look up the model's parameters, where some are others than at the last look."""
+        """Look up the model's parameters again if some were replaced."""
         now: list[Tensor] = list(self._model.parameters())
         if len(now) != len(self._seen) or any(a is not b for a, b in zip(now, self._seen, strict=True)):
             self._parameters, self._aliases = live_tensors(self._model)
@@ -352,13 +354,13 @@ class EWC:
         return tensor.to(self._device or parameter.device, dtype, copy=True)
 
     def _matched(self, importance: Mapping[str, Tensor]) -> dict[str, str]:
-        """Return the importance's name for each parameter of the model that it has."""
+        """Return the importance's name for each parameter that it has."""
         advice = "Leave out heads that grew or differ with EWC(model, exclude=...), or restrict the importance."
         called = ("the importance", "the model")
         return align(importance, self._parameters, called, tied=self._aliases, exclude=self._exclude, advice=advice)
 
     def _on_scale(self, importance: Mapping[str, Tensor], scale: str) -> Mapping[str, Tensor]:
-        """Return the importance on the scale of the tasks so far: the first one decides, the others must be able to follow."""
+        """Return the importance on the scale of earlier tasks: the first task decides, the others must be convertible."""
         check_choice("scale", scale, ("auto", "stored", "as_fisher"))
         if scale == "stored":
             self._scale = (self._scale if self.tasks else None) or _Scale(as_fisher=False)
@@ -420,13 +422,13 @@ def _check_settings(strength: Any, online: Any) -> None:
 
 
 def strength_like(importance: Mapping[str, Tensor], fisher: Mapping[str, Tensor], strength: float) -> float:
-    """Return the λ that gives an importance the total weight that `strength` gives a Fisher of the same task.
+    """Return the λ at which an importance has the same total weight as a Fisher of the same task at `strength`.
 
-    No fixed factor converts one into the other: measure the Fisher on a few hundred inputs (the exact one needs no labels) and
-    compare. Both are taken over the parameters that they share, and as they are stored.
+    No fixed factor converts one into the other: measure the Fisher on a few hundred inputs (the exact one needs no labels).
+    Stored values of the common parameters are compared.
 
     Raises:
-        SquisherError: They share no parameter, or one of them is 0 everywhere.
+        SquisherError: There is no common parameter, or one of the two is 0 everywhere.
     """
     names = [name for name in importance if name in fisher]
     if not names:
@@ -442,8 +444,6 @@ def _ratio(fisher: float, importance: float) -> float:
 
 
 def _total(importance: Mapping[str, Tensor], name: str) -> float:
-    return (
-        importance.total(name)
-        if isinstance(importance, Importance)
-        else float(checked(importance)[name].double().sum())
-    )
+    if isinstance(importance, Importance):
+        return importance.total(name)
+    return float(checked(importance)[name].double().sum())

@@ -1,6 +1,6 @@
-"""The arithmetic of the penalty and of the pull, bound by memory alone: on a CPU it goes block by block, so that a block stays in the cache.
+"""The arithmetic of the penalty and of the pull; on a CPU it goes block by block, so that a block stays in the cache.
 
-The pull of decoupled consolidation is the exact proximal step towards the centre, after the optimizer's step:
+The pull is the exact proximal step towards the centre, after the optimizer's step:
 
     θ ← (θ + κAθ̄) / (1 + κA)
 
@@ -19,12 +19,11 @@ from torch import Tensor, nn
 from ..errors import SquisherError
 
 __all__ = [
-    "METRICS", "Denominator", "Energy", "Pull", "StepsTaken", "add_force_", "denominator", "energy", "pull_together_", "unwrapped",
-    "was_taken",
+    "METRICS", "Denominator", "Energy", "Pull", "StepsTaken", "add_force_", "denominator", "pull_together_", "unwrapped", "was_taken",
 ]  # fmt: skip
 
 BLOCK = 1 << 16
-"""Elements at a time on a CPU: small enough for the cache, large enough that a call costs nothing beside them."""
+"""Elements at a time on a CPU: few enough for the cache, enough to outweigh the cost of a call."""
 
 
 class Energy(torch.autograd.Function):
@@ -33,7 +32,16 @@ class Energy(torch.autograd.Function):
     @staticmethod
     def forward(parameter: Tensor, weight: Tensor, centre: Tensor) -> Tensor:
         """Return the value."""
-        return energy(parameter, weight, centre)
+        three = (parameter, weight, centre)
+        if not in_blocks(*three):
+            gap = parameter.to(device=centre.device, dtype=torch.float32) - centre
+            return (gap * gap * weight).sum()
+        gap, force = parameter.new_empty(2, min(BLOCK, parameter.numel()))
+        total = parameter.new_zeros(())
+        for p, w, c in zip(*(t.view(-1).split(BLOCK) for t in three), strict=True):
+            apart = torch.sub(p, c, out=gap[: len(p)])
+            total += torch.mul(w, apart, out=force[: len(p)]).mul_(apart).sum()
+        return total
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
@@ -46,20 +54,6 @@ class Energy(torch.autograd.Function):
         parameter, weight, centre = ctx.saved_tensors
         force = (parameter.to(device=centre.device, dtype=torch.float32) - centre) * weight * (2 * upstream)
         return force.to(device=parameter.device, dtype=parameter.dtype), None, None
-
-
-def energy(parameter: Tensor, weight: Tensor, centre: Tensor) -> Tensor:
-    """Return Σ weight·(parameter − centre)²."""
-    three = (parameter, weight, centre)
-    if not in_blocks(*three):
-        gap = parameter.to(device=centre.device, dtype=torch.float32) - centre
-        return (gap * gap * weight).sum()
-    gap, force = parameter.new_empty(2, min(BLOCK, parameter.numel()))
-    total = parameter.new_zeros(())
-    for p, w, c in zip(*(t.view(-1).split(BLOCK) for t in three), strict=True):
-        apart = torch.sub(p, c, out=gap[: len(p)])
-        total += torch.mul(w, apart, out=force[: len(p)]).mul_(apart).sum()
-    return total
 
 
 def add_force_(gradient: Tensor, parameter: Tensor, weight: Tensor, centre: Tensor, strength: float) -> None:
@@ -78,7 +72,7 @@ def add_force_(gradient: Tensor, parameter: Tensor, weight: Tensor, centre: Tens
 
 
 def in_blocks(*tensors: Tensor) -> bool:
-    """Return whether to go block by block."""
+    """Return whether the arithmetic can go block by block: plain contiguous float32 tensors on the CPU."""
     return all(
         type(t) in (Tensor, nn.Parameter) and t.dtype == torch.float32 and t.is_cpu and t.is_contiguous()
         for t in tensors
@@ -91,14 +85,14 @@ _TOGETHER = 1 << 25  # elements of one multi-tensor call: bounds what it allocat
 
 
 class Pull(NamedTuple):
-    """What one parameter is pulled with.
+    """One parameter and how it is pulled.
 
     Attributes:
         parameter: θ, changed in place.
         weight: A.
         centre: θ̄.
         rate: κ, the strength times the learning rate of the parameter's group.
-        metric: What κ is divided by entry by entry, (√v̂ + ε) as Adam has it; None for nothing.
+        metric: Adam's √v̂ + ε, by which κ is divided entry by entry; None for the plain metric.
     """
 
     parameter: Tensor
@@ -109,7 +103,7 @@ class Pull(NamedTuple):
 
 
 class Denominator(NamedTuple):
-    """√v̂ + ε as Adam divides by it: sqrt(average) / root + eps."""
+    """Adam's denominator, √v̂ + ε = sqrt(average) / root + eps."""
 
     average: Tensor
     root: float
@@ -117,7 +111,7 @@ class Denominator(NamedTuple):
 
 
 def denominator(optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> Denominator | None:
-    """Return what Adam divides a parameter's step by; None before its first step.
+    """Return the denominator of Adam's step for a parameter; None before its first step.
 
     Raises:
         SquisherError: The optimizer is not Adam or one with its state.
@@ -136,7 +130,7 @@ def denominator(optimizer: torch.optim.Optimizer, group: dict[str, Any], paramet
 
 
 def pull_together_(pulls: Sequence[Pull]) -> None:
-    """Pull many parameters: block by block on a CPU, so that a block stays in the cache; multi-tensor elsewhere."""
+    """Pull many parameters: block by block on a CPU, by multi-tensor operations elsewhere."""
     rest = []
     for pull in pulls:
         tensors = [pull.parameter, pull.weight, pull.centre, *([] if pull.metric is None else [pull.metric.average])]
@@ -165,7 +159,7 @@ def _pull_blocks_(pull: Pull) -> None:
 
 
 def _pull_foreach_(pulls: Sequence[Pull]) -> None:
-    # In float64 where a parameter is: what nothing pulls keeps its bits.
+    # In float64 if a parameter is: entries that nothing pulls keep their bits.
     device, kind = pulls[0].centre.device, torch.promote_types(pulls[0].parameter.dtype, torch.float32)
     weights = [pull.weight.to(kind) for pull in pulls]
     metrics = [pull.metric for pull in pulls if pull.metric is not None]
@@ -200,10 +194,7 @@ def _batches(pulls: Sequence[Pull]) -> list[list[Pull]]:
 
 
 class StepsTaken:
-    """Tell whether an optimizer has taken a step since the last question.
-
-    A `GradScaler` that finds infinite gradients leaves the optimizer's step out, and then nothing is to be pulled either.
-    """
+    """Whether optimizers have taken a step since the last question: a `GradScaler` skips it if gradients are infinite."""
 
     def __init__(self) -> None:
         self._taken: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
@@ -212,10 +203,12 @@ class StepsTaken:
         return StepsTaken, ()  # a copy watches no optimizer yet
 
     def since_asked(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return whether a step was taken. The first time only the optimizer's state can show it."""
+        """Return whether a step was taken; at the first question, judge by the optimizer's state."""
         if optimizer not in self._taken:
-            optimizer.register_step_pre_hook(self._note)  # before the step: a post hook of the user's may be what asks
-            # SGD without momentum keeps no state to look at; this is called after a step.
+            optimizer.register_step_pre_hook(
+                self._note
+            )  # before the step: the question may come from the user's post hook
+            # SGD without momentum keeps no state; a step is assumed, since this is called after one.
             states = optimizer.state.values()
             counted = any(float(state.get("step", 1)) > 0 for state in states)
             self._taken[optimizer] = counted or (not states and isinstance(optimizer, torch.optim.SGD))
@@ -228,13 +221,13 @@ class StepsTaken:
 
 
 def was_taken(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a step that is called moves anything: fused optimizers are called and skip by themselves."""
+    """Return whether a step that is called changes anything: fused optimizers are called and skip it themselves."""
     found = getattr(optimizer, "found_inf", None)
     return found is None or not bool(found)
 
 
 def unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the torch optimizer inside what Accelerate, Lightning and others wrap around it.
+    """Return the torch optimizer inside the wrappers of Accelerate, Lightning and others.
 
     Raises:
         SquisherError: There is none.

@@ -1,7 +1,9 @@
 """Importance: named, non-negative tensors that say what they are.
 
-It is the only thing that crosses from what makes importances (recycle, measure) to what uses them (merge, prune, mask,
-embed, consolidate). The scale rule lives here, once: `Importance.as_fisher` and `on_common_scale`.
+It is the only thing that crosses from what makes importances (recycle, measure) to what uses them (merge, prune, mask, …).
+Read `facts` (what is known about a run), `provenance` (what a file says, and which scale follows from it), `core` (the class,
+`load` and `save`), `combining` (the scale rule for several importances, and their mean) and `weights` (which model one belongs
+to) in this order. `checks` refuses values that no importance can have.
 """
 
 from __future__ import annotations

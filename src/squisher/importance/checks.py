@@ -1,4 +1,4 @@
-"""What an importance may be made of: names, types and values."""
+"""Check names, types and values of an importance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _READABLE = (*_DTYPES.values(), torch.float16)
 
 
 def check_all(tensors: Mapping[str, Tensor]) -> None:
-    """Check the values of all tensors; where these are sharded, all processes refuse together."""
+    """Check the values of all tensors; of sharded ones each process checks its shard, and all refuse together."""
     failure = None
     try:
         for name, tensor in tensors.items():
@@ -32,7 +32,7 @@ def check_all(tensors: Mapping[str, Tensor]) -> None:
 
 
 class Checked(Computed):
-    """A plain mapping whose values are checked as they are read, as those of an importance are."""
+    """A plain mapping whose values are checked when they are read, as an importance's are."""
 
     def __getitem__(self, name: str) -> Tensor:
         values = self._like[name]
@@ -47,7 +47,7 @@ class Checked(Computed):
 
 
 def check_values(name: str, values: Tensor) -> None:
-    """Refuse values that no mean of squares can have, in the shard of this process.
+    """Refuse values that no mean of squares can have; of a sharded tensor, in the shard of this process.
 
     Raises:
         SquisherError: A value is NaN, infinite or negative; the message names the parameter.
@@ -84,7 +84,7 @@ _INFINITY_BITS = {
 
 
 def _surely_valid(values: Tensor) -> bool:
-    """Return whether all are finite and not negative, in one pass over the bits: every other value has larger ones."""
+    """Return whether all are finite and not negative, in one pass: as unsigned integers, the bits of others are larger."""
     if values.dtype not in _INFINITY_BITS or values.device.type != "cpu" or not values.is_contiguous():
         return False
     signed, unsigned, infinity = _INFINITY_BITS[values.dtype]
@@ -92,7 +92,7 @@ def _surely_valid(values: Tensor) -> bool:
 
 
 def tensors_only(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Return the items, if they are names and tensors."""
+    """Yield the items of a mapping; refuse keys that are no names, and values that are no tensors."""
     for name, tensor in tensors.items():
         if not isinstance(name, str) or not name:
             raise NamingError(f"An importance has parameter names as keys, not {name!r}.")
@@ -102,7 +102,7 @@ def tensors_only(tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Return a type that importances are written in, from its name or itself."""
+    """Return a type that importances can be written in, given the type or its name."""
     if dtype is None:
         return None
     name = str(dtype).removeprefix("torch.")
@@ -114,5 +114,5 @@ def checked_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def short(value: object) -> str:
-    """Return what was given instead of tensors, in two words."""
+    """Describe what was given instead of tensors, in two words."""
     return "nothing" if isinstance(value, Mapping) and not value else f"a {type(value).__name__}"

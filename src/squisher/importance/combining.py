@@ -1,4 +1,4 @@
-"""Several importances together: the scale rule of everything that combines them, and their weighted mean."""
+"""Several importances together: their common scale, and their weighted mean."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Mean", "Spread", "checked", "known_of_all", "on_common_scale", "tied
 
 
 def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "auto") -> list[Mapping[str, Tensor]]:
-    """Return importances that may be added to one another: the scale rule of everything that combines several.
+    """Return importances that may be added to one another: the scale rule for everything that combines several.
 
     Args:
         importances: Importances or plain mappings.
@@ -58,7 +58,7 @@ def on_common_scale(importances: Sequence[Mapping[str, Tensor]], scale: str = "a
 
 
 def checked(importance: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-    """Return an importance as it is, and a plain mapping so that NaN, infinite and negative values are refused on reading.
+    """Return an importance as it is, and a plain mapping so that invalid values are refused when they are read.
 
     Raises:
         SquisherError: It is not a mapping.
@@ -69,7 +69,7 @@ def checked(importance: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
 
 
 def without(importance: Importance, exclude: str | None) -> Importance:
-    """Return an importance without the parameters in whose names a regular expression finds something.
+    """Return an importance without the parameters whose names a regular expression matches.
 
     Raises:
         ArgumentError: It is not a regular expression.
@@ -86,7 +86,7 @@ def without(importance: Importance, exclude: str | None) -> Importance:
 
 
 def tied_in(importances: Sequence[Mapping[str, Tensor]]) -> dict[str, str]:
-    """Return which names are one parameter, by what the importances know: alias to name."""
+    """Return the tied names that the importances know: alias to name."""
     known = [imp.provenance.tied for imp in importances if isinstance(imp, Importance)]
     return {alias: name for tied in known for alias, name in tied.items()}
 
@@ -143,7 +143,7 @@ class Mean(Computed):
 
 
 class Spread(Mean):
-    """The standard error of each entry of such a mean, from how far the importances differ."""
+    """The standard error of each entry of the mean, from how far the importances differ."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Return float32: errors are not known to more digits."""
@@ -163,18 +163,15 @@ def weights_of(importances: Sequence[Importance], weights: str | Sequence[float]
     if weights == "equal":
         return [1.0] * len(importances)
     if weights == "examples":
-        by_token = [imp.provenance.kind == "fisher" and imp.provenance.unit == "token" for imp in importances]
-        counts = [
-            imp.provenance.tokens or 0 if tokens else imp.provenance.examples or 0
-            for imp, tokens in zip(importances, by_token, strict=True)
-        ]
-        for k, (count, tokens) in enumerate(zip(counts, by_token, strict=True)):
-            if not count:
+        counts = []
+        for k, p in enumerate(imp.provenance for imp in importances):
+            what = "tokens" if p.kind == "fisher" and p.unit == "token" else "examples"
+            counts.append(float(getattr(p, what) or 0))
+            if not counts[-1]:
                 raise SquisherError(
-                    f"Importance {k + 1} does not say how many {'tokens' if tokens else 'examples'} it saw; pass "
-                    "weights='equal' or one number each."
+                    f"Importance {k + 1} does not say how many {what} it saw; pass weights='equal' or one number each."
                 )
-        return [float(count) for count in counts]
+        return counts
     if isinstance(weights, str):
         raise ArgumentError(f"weights is 'examples', 'equal' or one number each, not {weights!r}.")
     if len(weights) != len(importances) or not all(math.isfinite(w) and w > 0 for w in weights):
@@ -183,7 +180,7 @@ def weights_of(importances: Sequence[Importance], weights: str | Sequence[float]
 
 
 def with_shares(importances: Sequence[Importance], weights: str | Sequence[float]) -> list[tuple[Importance, float]]:
-    """Return importances that may be averaged, each with its share of the mean."""
+    """Return each importance with its share of the mean; refuse those that cannot be averaged."""
     if not importances:
         raise SquisherError("combine needs at least one importance, but got none.")
     first = importances[0]
@@ -198,7 +195,7 @@ def with_shares(importances: Sequence[Importance], weights: str | Sequence[float
 
 
 def known_of_all(parts: Sequence[Provenance]) -> Provenance:
-    """Return what is known of the mean of several importances: what all of them say, and what may be wrong with any of them."""
+    """Return the provenance of a mean: what all of them say, and what pollutes any of them."""
     first = parts[0]
     kept: dict[str, Any] = {}
     for f in fields(first):
@@ -228,7 +225,7 @@ def known_of_all(parts: Sequence[Provenance]) -> Provenance:
 
 
 def _agreed(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the entries that all records have with one value, in records within records too."""
+    """Return the entries on which all records agree, also inside of nested records."""
     first, out = records[0], {}
     for key, value in first.items():
         found = [record.get(key) for record in records]

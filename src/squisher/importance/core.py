@@ -18,15 +18,7 @@ import torch
 from torch import Tensor
 
 from .. import __version__, ranks
-from ..errors import (
-    ArgumentError,
-    FileError,
-    NamingError,
-    SquisherError,
-    SquisherWarning,
-    check_choice,
-    near,
-)
+from ..errors import ArgumentError, FileError, NamingError, SquisherError, SquisherWarning, check_choice, near
 from ..order import TINY, spearman, top_overlap
 from ..storage import hub, safetensors
 from ..storage.codecs import CODECS, Encoded, check_codec, decoded
@@ -40,10 +32,10 @@ FILE_NAME = "squisher.safetensors"
 """The file name of an importance beside a model."""
 
 _ORDINARY = 2.0**-64
-"""Batch sizes and loss scales give no smaller factor: above it, the few values that become denormal are not worth a refusal."""
+"""No batch size or loss scale gives a smaller factor. Above it, values that become denormal are too few for a refusal."""
 
 ACCUMULATOR_NAME = "exp_avg_sq.safetensors"
-"""What OTA merging calls its file of accumulators, which says nothing about itself."""
+"""The file of accumulators that OTA merging publishes; it has no metadata."""
 
 
 class Share(NamedTuple):
@@ -62,8 +54,8 @@ class Share(NamedTuple):
 class Importance(Mapping[str, Tensor]):
     """An immutable mapping from parameter name to a non-negative tensor of the parameter's shape, with provenance.
 
-    Values are read, scaled and checked when they are asked for, so that one over files larger than memory costs nothing
-    to make. In memory they are checked at once.
+    Values in files are read, scaled and checked when they are asked for, so files may be larger than memory. Values in memory are
+    checked at once.
 
     Tensors may be sharded over processes (DTensor). All processes must then make, read and save the importance together.
 
@@ -84,7 +76,7 @@ class Importance(Mapping[str, Tensor]):
             tensors = {name: tensor.detach() for name, tensor in tensors_only(tensors)}
             check_all(tensors)
         self._tensors = tensors
-        self._names = dict.fromkeys(tensors)  # in order, and quick to look into
+        self._names = dict.fromkeys(tensors)  # an ordered set
         self._factor = 1.0
         # The sums of another importance's provenance are not the sums of these values.
         self.provenance = Provenance.from_dict({**provenance, "kind": kind, "sum": {}, "sum_of_squares": {}})
@@ -147,7 +139,7 @@ class Importance(Mapping[str, Tensor]):
     def to_frame(self) -> Any:
         """Return a pandas DataFrame with one row for each parameter, in order: shape, entries, total, mean, share.
 
-        A Fisher with standard errors has a column of them too.
+        For a Fisher with standard errors, they are one more column.
 
         Raises:
             SquisherError: pandas is not installed.
@@ -228,7 +220,7 @@ class Importance(Mapping[str, Tensor]):
     # -- arithmetic ----------------------------------------------------------------------------------------------------
 
     def __mul__(self, factor: float) -> Importance:
-        """Return the importance times a positive number; values that would become infinite, or 0, are refused when they are read."""
+        """Return the importance times a positive number; reading refuses values that become infinite or denormal."""
         if isinstance(factor, bool) or not isinstance(factor, Real):
             return NotImplemented
         if not (math.isfinite(factor) and factor > 0):
@@ -246,7 +238,7 @@ class Importance(Mapping[str, Tensor]):
         return self._derive(factor=1.0 / float(divisor))
 
     def restrict(self, pattern: str | re.Pattern[str] | Callable[[str], bool]) -> Importance:
-        """Keep only the parameters whose name the regular expression finds something in (or the function accepts).
+        """Return only the parameters whose names the regular expression matches (or the function accepts).
 
         Raises:
             ArgumentError: The pattern is not a regular expression.
@@ -270,7 +262,7 @@ class Importance(Mapping[str, Tensor]):
         )
 
     def with_provenance(self, **changes: Any) -> Importance:
-        """Return the same values with other provenance, for facts that the source could not prove (`batch_size=32`)."""
+        """Return the same values with changes to the provenance: facts that the source could not prove (`batch_size=32`)."""
         new, p = self._derive(), self.provenance
         new.provenance = Provenance.from_dict({**{f.name: getattr(p, f.name) for f in fields(p)}, **changes})
         return new
@@ -279,17 +271,17 @@ class Importance(Mapping[str, Tensor]):
     def combine(importances: Sequence[Importance], weights: str | Sequence[float] = "examples") -> Importance:
         """Return the weighted mean of importances of the same kind, for example from parts of a data set.
 
-        Its provenance says what is true of all of them: hashes of weights that differ, for example, are left out.
+        Its provenance has what is true of all of them; hashes of weights that differ, for example, are left out.
 
         Args:
             importances: At least one; the same names, shapes and scale.
-            weights: `"examples"` (what each one is a mean over: its number of examples, or of tokens where these are its
-                unit), `"equal"`, or one positive number each.
+            weights: `"examples"` (the number of examples that each is a mean over, or of tokens if that is its unit),
+                `"equal"`, or one positive number each.
 
         Raises:
             SquisherError: Names, shapes, kinds or scales differ, or a number of examples is not known.
         """
-        from .combining import Mean, known_of_all, with_shares  # which needs this module
+        from .combining import Mean, known_of_all, with_shares  # imports this module
 
         mean = Mean(with_shares(importances, weights))
         return _described(mean, known_of_all([imp.provenance for imp in importances]))
@@ -324,10 +316,10 @@ class Importance(Mapping[str, Tensor]):
 
         A Squisher holds v̂, the mean squared gradient of a mini-batch loss. With B examples and T loss-bearing tokens a
         step this is B·v̂ for a loss that is a mean over examples, v̂/B for a sum, T·v̂ (unit token) or T²/B·v̂ (unit
-        sequence) for a mean over tokens. A Fisher is returned as it is; so is what went through here before.
+        sequence) for a mean over tokens. A Fisher, and what `as_fisher` returned, stay as they are.
 
         Args:
-            unit: `"example"`, `"sequence"` or `"token"`; by default the one that the loss has.
+            unit: `"example"`, `"sequence"` or `"token"`; by default the unit of the loss.
 
         Raises:
             ScaleError: What the factor needs is not known; the message names it.
@@ -357,15 +349,15 @@ class Importance(Mapping[str, Tensor]):
     ) -> None:
         """Write the importance as safetensors, whole or not at all; memory is bounded by one chunk.
 
-        Sharded tensors are gathered one after the other, and the first process writes; all must
-        call this. To write in parallel, give `dict(importance)` to `torch.distributed.checkpoint.save`.
+        Sharded tensors are gathered one by one, and the first process writes; all processes must call this. To write in
+        parallel, give `dict(importance)` to `torch.distributed.checkpoint.save`.
 
         Args:
             path: A `.safetensors` file, or a folder, which gets `squisher.safetensors`.
-            codec: `exact`; `log8`, a byte per entry, to within 1 to 2% where values in a row differ by a few powers of ten; or `rank1`, two vectors per matrix, which keeps the totals
-                of rows and columns. The file says what the codec lost.
-            dtype: float32, bfloat16 or float64; by default what it is. float16 is refused: squared gradients underflow.
-            shard_bytes: Larger ones become shards with an index.
+            codec: `exact`; `log8`, a byte per entry, to within 1 to 2% where values in a row differ by a few powers of ten; or
+                `rank1`, two vectors per matrix, which preserves the sums of rows and columns. The file records the codec's error.
+            dtype: float32, bfloat16 or float64; by default the present type. float16 is refused: squared gradients underflow.
+            shard_bytes: A larger file becomes shards with an index.
             progress: Called with the bytes written so far and in all.
 
         Raises:
@@ -380,9 +372,8 @@ class Importance(Mapping[str, Tensor]):
         for name in self if target is None else ():
             checked_dtype(self.dtype(name))
         metadata = {**self.provenance.to_dict(), "created_with": f"torch-squisher {__version__}"}
-        metadata.pop("sum", None)
-        metadata.pop("sum_of_squares", None)
-        metadata.pop("codec", None)
+        for measured_anew in ("sum", "sum_of_squares", "codec"):
+            metadata.pop(measured_anew, None)
         kept = (self.provenance.codec or Codec("exact")).then(codec)
         if kept is not None:
             metadata["codec"] = kept.plain()
@@ -414,9 +405,9 @@ def load(path: str | os.PathLike[str]) -> Importance:
     """Open an importance file, lazily: tensors are read when asked for.
 
     Args:
-        path: What `Importance.save` wrote: a file, the index of a sharded one, or a folder that holds one; also on the Hub:
-            `hf://owner/name[@revision][/file or folder]`. Or the file
-            `exp_avg_sq.safetensors` that OTA merging publishes: Adam's accumulator, about which nothing else is known.
+        path: What `Importance.save` wrote: a file, an index of shards, or a folder that holds one of them; also on the Hub:
+            `hf://owner/name[@revision][/file or folder]`. Or the file `exp_avg_sq.safetensors` that OTA merging publishes:
+            Adam's accumulator without metadata.
 
     Raises:
         FileError: Nothing is there, it is damaged, or it says nothing about itself.
@@ -456,9 +447,8 @@ def load(path: str | os.PathLike[str]) -> Importance:
 
 
 def _described(tensors: Mapping[str, Tensor], provenance: Provenance) -> Importance:
-    """Return lazy tensors with a provenance, whose unknown keys may be called as an argument is."""
     importance = Importance(tensors)
-    importance.provenance = provenance
+    importance.provenance = provenance  # not as keywords: its unknown keys may have the names of our arguments
     return importance
 
 
@@ -478,7 +468,7 @@ def _longest_error(codec: Codec, encoded: Encoded) -> dict[str, Any]:
 
 
 def _error_of(codec: Codec, encoded: Encoded) -> dict[str, Any]:
-    """Return the error and the sums of what has been encoded and written, as metadata."""
+    """Return the codec's error and the sums of the decoded tensors, once they are written, as metadata."""
     before, after = encoded.sample()
     total = math.fsum(encoded.totals.values())
     error = {

@@ -1,6 +1,6 @@
-"""What is known about a training run and its parameters: typed values that code decides on, each with a note for people.
+"""What is known about a training run and its parameters: typed values for code, each with a note for people.
 
-Files of format version 1 have sentences instead of codes; these sentences are at the end, with their codes.
+Files of format version 1 have sentences instead of codes; the tables at the end turn them into codes.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ class Absence:
     """Why a parameter has no importance.
 
     Attributes:
-        reason: A `Reason`; a code that this version does not know is kept as it is.
-        note: The same for people.
+        reason: A `Reason`; a code that this version does not know stays as it is.
+        note: The reason for people.
     """
 
     reason: str
@@ -75,7 +75,7 @@ class Absence:
 
 
 class Spoiler(_Code):
-    """What else than the gradient of the data is in a squared gradient, or what was done to it."""
+    """What a squared gradient holds beside the gradient of the data, or what was done to it."""
 
     L2 = "l2"
     CLIPPING = "clipping"
@@ -97,13 +97,13 @@ class Spoiler(_Code):
 
 @dataclass(frozen=True)
 class Pollution:
-    """What else than the gradient of the data is in a squared gradient.
+    """What a squared gradient holds beside the gradient of the data.
 
     Attributes:
-        code: A `Spoiler`; a code that this version does not know is kept as it is.
-        numbers: What the note says in numbers.
-        note: The same for people.
-        parameters: The parameters concerned, where these are not all.
+        code: A `Spoiler`; a code that this version does not know stays as it is.
+        numbers: The numbers of the note, by name.
+        note: The pollution for people.
+        parameters: The parameters concerned; empty for all.
     """
 
     code: str
@@ -127,7 +127,7 @@ class Pollution:
 
     @classmethod
     def clipping(cls, limit: float, what: str = "norm") -> Pollution:
-        """Return that gradients were clipped to a norm (or a value) before they were squared."""
+        """Return the pollution by clipping gradients to a norm (or a value) before they are squared."""
         note = f"Gradients were clipped to the {what} {float(limit)} before they were squared."
         return cls(Spoiler.CLIPPING, {what: float(limit)}, note)
 
@@ -148,8 +148,8 @@ class Naming:
     Attributes:
         level: A `Level`: recorded in the source, given by the user, proven by values, or by a framework's convention.
         by: What recorded, proved or proposed them.
-        margin: How far the second best answer was, where values decided.
-        each: Parameters whose names were found in another way.
+        margin: How much worse the second best answer was, where values decided.
+        each: The parameters whose names were found in another way, with their naming.
     """
 
     level: str
@@ -170,7 +170,7 @@ class Naming:
 
     @classmethod
     def read(cls, value: Any) -> Naming:
-        """Return a naming from itself, from JSON, or from a level with what it is by."""
+        """Return a naming from itself, from JSON, or from text such as `proven: first moments`."""
         if isinstance(value, str):
             level, _, by = value.partition(": ")
             value = {"level": level, "by": by}
@@ -180,7 +180,7 @@ class Naming:
 
     @classmethod
     def of_all(cls, found: Mapping[str, Naming]) -> Naming:
-        """Return one naming for several parameters: the one most of them have, and the others each."""
+        """Return one naming for several parameters: the most common one, with the others in `each`."""
         kinds = list(dict.fromkeys(found.values()))
         common = max(kinds, key=list(found.values()).count)
         each = {name: one for name, one in found.items() if one != common}
@@ -198,13 +198,13 @@ class RunFacts:
         loss_reduction: How the training loss was reduced over a step: `mean`, `sum` or `token_mean`.
         batch_size: Examples per optimizer step, over devices and accumulation; only if proven.
         batch_tokens: Mean number of loss-bearing tokens per optimizer step.
-        pollution: What else than the gradient of the data was squared.
+        pollution: What was squared beside the gradient of the data.
         after_clipping: Whether gradients were clipped before they were squared.
         absent: Parameters without an importance, and why.
-        tied: Other names of parameters that are here under one name: alias to name.
+        tied: Other names of tied parameters: alias to name.
         naming: How names were found.
         live_names: Names in the running model, where they differ from the names in its weight file.
-        training: What a trainer knows about its run beside this.
+        training: What else a trainer knows about its run.
     """
 
     unit: str | None = None
@@ -237,14 +237,16 @@ types_of: Callable[[Any], dict[str, Any]] = cache(get_type_hints)
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Return whether a value has the type that an annotation says; an int is a float too, and nothing fits no annotation."""
+    """Return whether a value has the type of an annotation; an int is a float, too, and no value fits None."""
     inside = get_args(kind)
     if kind is Any or get_origin(kind) in (Union, UnionType):
         return kind is Any or any(fits(value, one) for one in inside)
     if get_origin(kind) in (dict, Mapping):
         if not isinstance(value, Mapping) or not all(isinstance(key, inside[0]) for key in value):
             return False
-        return all(fits(one, inside[1]) for one in {type(one): one for one in value.values()}.values())  # one of a type
+        return all(
+            fits(one, inside[1]) for one in {type(one): one for one in value.values()}.values()
+        )  # one value of each type
     if get_origin(kind) in (list, tuple):
         return isinstance(value, (list, tuple)) and all(fits(one, inside[0]) for one in value)
     if kind in (int, float):
@@ -301,16 +303,16 @@ _POLLUTION = {
 
 
 def _version1_absence(sentence: str) -> dict[str, str]:
-    """Return an absence that was written as a sentence."""
+    """Return the absence that version 1 wrote as a sentence."""
     code = "not_floating" if sentence.startswith("not a floating-point tensor") else "other"
     return {"reason": _ABSENT.get(sentence, code), "note": sentence}
 
 
 def _version1_pollution(sentence: str) -> dict[str, str]:
-    """Return a pollution that was written as a sentence; its numbers stay in the sentence."""
+    """Return the pollution that version 1 wrote as a sentence; its numbers stay in the sentence."""
     found = (code for start, code in _POLLUTION.items() if sentence.startswith(start))
     return {"code": next(found, "other"), "note": sentence}
 
 
 for _class in (Absence, Pollution, Naming):
-    types_of(_class)  # now: annotations are compiled, and nothing is compiled while a file is read
+    types_of(_class)  # on import: this compiles annotations, and nothing is compiled while a file is read

@@ -1,6 +1,6 @@
-"""What an importance says about itself (the JSON in its file, a frozen dataclass in Python), and the scale that follows.
+"""What an importance says about itself: JSON in its file, a frozen dataclass in Python; and the scale that follows from it.
 
-That includes the codec of the file and the error that it made.
+That includes the codec of the file and its error.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LOW_PRECISION = ("bfloat16", "float16", "8bit", "int8", "uint8", "fp8", "float8
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Provenance(RunFacts):
-    """Where an importance comes from and what its numbers are; None where it is not known.
+    """Where an importance comes from and what its numbers mean; None where it is not known.
 
     The facts of the run (`batch_size`, `absent`, `naming`, …) are the fields of `RunFacts`.
 
@@ -31,21 +31,21 @@ class Provenance(RunFacts):
         optimizer: For a Squisher: `class`, `key`, `beta2`, `eps`, `weight_decay`, `amsgrad`; `groups` where these differ.
         steps: `min` and `max` optimizer steps, and `per_parameter` where they differ.
         examples: Examples that a Fisher was measured on.
-        tokens: Tokens that a Fisher per token is the mean over.
-        seed: Of sampled labels and of signs.
-        coverage: For a Fisher: how it was measured, and which parameters in another way.
+        tokens: Tokens that a Fisher per token was measured on.
+        seed: The seed of sampled labels and of signs.
+        coverage: For a Fisher: by which method it was measured, and which parameters by another.
         standard_error: For a Fisher: the relative standard error of each parameter's total.
         bias_corrected: Whether a Squisher was divided by 1 − β₂ᵗ.
-        scale: The product of all factors applied since.
+        scale: The product of all factors since it was measured or extracted.
         per_unit: Whether the values are per-unit means already (`as_fisher`).
         dtype_of_source: Type of the accumulator or of the model measured.
         embedding: For a task embedding: what its entries are means over (`by`), and the shapes of the parameters (`shapes`).
-        codec: How a file keeps the values, with the error of that; None for exactly.
+        codec: How the file encodes the values, with the error of that; None for exact values.
         model: `structure` (hash of names and shapes), `content` (hash per weight, where the weights were available).
         sum: Sum of each tensor.
         sum_of_squares: Sum of squares of each tensor.
         created_with: The version of this library.
-        format_version: Of the file.
+        format_version: The version of the file format.
         extra: Keys that this version does not know; they survive a round trip.
     """
 
@@ -77,11 +77,11 @@ class Provenance(RunFacts):
 
     @property
     def low_precision(self) -> bool:
-        """Whether the source kept its values in a type that cannot hold a slow average."""
+        """Whether the source kept its values in a type with too few digits for a slow average."""
         return any(mark in (self.dtype_of_source or "") for mark in _LOW_PRECISION)
 
     def __repr__(self) -> str:
-        """Return what is known in one line; long values by their number of entries."""
+        """Return the known fields in one line; long values by their number of entries."""
         parts = []
         for f in fields(self):
             value = getattr(self, f.name)
@@ -124,7 +124,7 @@ class Provenance(RunFacts):
         return cls(**given, extra=extra)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what goes into the file: everything that is known, the unknown keys beside it."""
+        """Return the JSON for the file: all known fields, and the keys in `extra`."""
         record: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "extra"}
         record["absent"] = {name: _plain(why) for name, why in self.absent.items()}
         record["naming"] = _plain(self.naming) if self.naming else None
@@ -137,18 +137,18 @@ class Provenance(RunFacts):
 
 
 _PLAIN = {"absent": dict[str, Any], "pollution": list[Any], "naming": Any, "codec": Any}
-"""What other classes read has these types until they do."""
+"""The types of fields before their classes have read them."""
 _INSIDE: dict[str, dict[str, Any]] = {
     "optimizer": {"beta2": float, "groups": list[dict[str, Any]], "pollution": list[Any], "after_clipping": bool},
     "optimizer.groups": {"beta2": float, "parameters": list[str], "pollution": list[Any]},
     "steps": {"min": float, "max": float, "per_parameter": dict[str, float | None]},
     "model": {"content": dict[str, str]},
 }
-"""The types of what is read from the records inside."""
+"""The types of what is read from nested records."""
 
 
 def _check_types(values: Mapping[str, Any]) -> None:
-    """Refuse values of another type than the annotations of `Provenance` say.
+    """Refuse values that do not have the types of the annotations of `Provenance`.
 
     Raises:
         ArgumentError: One has another type; the message names it.
@@ -168,11 +168,11 @@ def _check_types(values: Mapping[str, Any]) -> None:
 
 
 def _lift_pollution(given: dict[str, Any]) -> None:
-    """Move what pollutes an optimizer's average out of its record, where a file keeps it, and out of its groups."""
+    """Move pollution out of the optimizer's record, where files keep it, and out of its groups."""
     optimizer = dict(given["optimizer"])
     found = [Pollution.read(one) for one in [*given.get("pollution", ()), *(optimizer.pop("pollution", None) or ())]]
     groups = [dict(group) for group in optimizer.get("groups") or ()]
-    for group in groups:  # as version 1 has it
+    for group in groups:  # version 1 has it there
         for one in map(Pollution.read, group.pop("pollution", None) or ()):
             found = [f for f in found if (f.code, f.note, f.parameters) != (one.code, one.note, ())]
             found.append(Pollution(one.code, one.numbers, one.note, tuple(group.get("parameters", ()))))
@@ -185,7 +185,7 @@ def _lift_pollution(given: dict[str, Any]) -> None:
 
 
 def _plain(value: Absence | Pollution | Naming) -> dict[str, Any]:
-    """Return a value as JSON, without what is empty."""
+    """Return a value as JSON, without its empty fields."""
     plain = {key: one for key, one in asdict(value).items() if one not in (None, "", {}, ())}
     if "parameters" in plain:
         plain["parameters"] = list(plain["parameters"])
@@ -195,7 +195,7 @@ def _plain(value: Absence | Pollution | Naming) -> dict[str, Any]:
 
 
 def fisher_factor(p: Provenance, unit: str | None = None) -> tuple[float, str]:
-    """Return what stored values must be multiplied by to be means per unit, and the unit; see `Importance.as_fisher`.
+    """Return the factor that makes stored values means per unit, and the unit; see `Importance.as_fisher`.
 
     Raises:
         ScaleError: What the factor needs is not known, or the unit cannot be reached; the message says which.
@@ -251,7 +251,7 @@ def _needs(p: Provenance, field_name: str, meaning: str) -> float:
 
 
 def scale_differences(provenances: Sequence[Provenance]) -> list[str]:
-    """Return what makes the numbers of several importances unlike, in words; empty if nothing known does."""
+    """Return in which respects the numbers of several importances differ, in words; empty if in no known one."""
     names = ("kind", "unit", "loss_reduction", "batch_size", "batch_tokens", "bias_corrected", "per_unit", "estimator")
     found = []
     for name in names:
@@ -263,14 +263,14 @@ def scale_differences(provenances: Sequence[Provenance]) -> list[str]:
 
 @dataclass(frozen=True)
 class Codec:
-    """How values are kept, and how far the decoded ones are from what they were.
+    """How a file encodes the values, and the error of that.
 
     Attributes:
         name: `exact`, `log8` or `rank1`.
-        spearman: Rank correlation of decoded values with those before.
-        overlap: What the largest 0.5%, 10% and 50% of both have in common; a fraction of them.
-        scale: The total of all decoded values, as a fraction of the total before.
-        entries: How many entries the others were measured on, spread evenly over all.
+        spearman: Rank correlation of decoded and original values.
+        overlap: The fraction of the largest 0.5%, 10% and 50% that both have in common.
+        scale: The total of all decoded values, as a fraction of the original total.
+        entries: How many entries, spread evenly over all, the error was measured on.
         before: Codecs that the values went through before this one.
     """
 
@@ -300,12 +300,12 @@ class Codec:
         return cls(**{**known, "before": tuple(known.get("before", ()))})
 
     def plain(self) -> dict[str, Any]:
-        """Return it as JSON."""
+        """Return the codec as JSON."""
         found = {key: one for key, one in asdict(self).items() if one not in (None, {}, ())}
         return {**found, "before": list(self.before)} if self.before else found
 
     def then(self, name: str) -> Codec | None:
-        """Return how values are kept that were kept like this before; None for what was always exact."""
+        """Return the codec `name` for values that went through this one before; None if they were always exact."""
         before = self.before + ((self.name,) if self.name != "exact" else ())
         return None if name == "exact" and not before else Codec(name, before=before)
 

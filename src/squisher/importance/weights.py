@@ -18,7 +18,7 @@ from .core import Importance
 __all__ = ["HASHED_BYTES", "Match", "check_weights", "content_of", "match", "structure_hash"]
 
 HASHED_BYTES = 1 << 24
-"""The bytes of a model that are hashed at most, the smallest tensors first: training changes all of them."""
+"""The most bytes of a model to hash, the smallest tensors first: training changes all of them."""
 
 
 def structure_hash(shapes: Mapping[str, Sequence[int]]) -> str:
@@ -36,7 +36,7 @@ def content_of(
 
     Args:
         weights: Any mapping; a lazy one is read chunk by chunk.
-        names: Those to hash, where the mapping has them; by default all.
+        names: The weights to hash, where the mapping has them; by default all.
         limit: Bytes to hash, the smallest weights first; None for all.
     """
     sizes = {
@@ -60,7 +60,7 @@ def content_of(
 
 
 def _gathered(weights: Mapping[str, Tensor], name: str) -> Mapping[str, Tensor]:
-    """Return a mapping whose tensor of this name is whole: one that is sharded is gathered, in step with the other processes."""
+    """Return a mapping whose tensor of this name is whole; all processes with a shard must call this together."""
     if isinstance(weights, dict) and is_sharded(weights[name]):
         return {name: whole(weights[name])}
     return weights
@@ -79,7 +79,7 @@ class Match(NamedTuple):
 
 
 def match(importance: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Match:
-    """Compare the weights that an importance was made with to others."""
+    """Compare the hashes of the weights that an importance was made with to a model's weights."""
     record = importance.provenance.model if isinstance(importance, Importance) else None
     known = (record or {}).get("content")
     if not isinstance(known, Mapping):
@@ -92,10 +92,10 @@ def match(importance: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Ma
 
 
 def _same(known: str, found: str, dtype: torch.dtype) -> bool | None:
-    """Return whether two hashes are of the same values, in the same type or rounded to bfloat16; None if types cannot be compared."""
+    """Return whether two hashes are of the same values, perhaps rounded to bfloat16; None if their types cannot be compared."""
     if ("/" in known) == ("/" in found):
         return known.partition("/")[0] == found.partition("/")[0]
-    if dtype == torch.float16:  # and the values before had more digits
+    if dtype == torch.float16:  # rounded from more digits, but not to bfloat16
         return None
     return not {*known.split("/")}.isdisjoint(found.split("/"))
 
@@ -106,13 +106,13 @@ def check_weights(
     labels: Sequence[str],
     any_weights: bool = False,
 ) -> None:
-    """Refuse importances that belong to another of the models than the one they were given for; warn of other weights.
+    """Refuse importances that belong to another of the models; warn of those that belong to none of them.
 
     Args:
         importances: One per model; None is not checked.
-        models: Weights.
-        labels: What the models are called.
-        any_weights: Check nothing.
+        models: The weights of each.
+        labels: Names of the models for messages.
+        any_weights: Whether to check nothing.
 
     Raises:
         SquisherError: An importance belongs to another of the models; the message says which order is right.
@@ -150,6 +150,6 @@ def check_weights(
 
 
 def _order(owners: Mapping[int, int], count: int) -> list[int]:
-    """Return for each model the number of its importance; empty if two would belong to one."""
+    """Return the number of the importance of each model; empty if two belong to the same."""
     place = {owners.get(k, k): k for k in range(count)}
     return [place[j] for j in range(count)] if len(place) == count else []

@@ -4,7 +4,8 @@
     handle = squisher.mask.train_only(model, optimizer, mask)                 # any optimizer; handle.remove()
     optimizer = squisher.mask.compact(model, mask, torch.optim.AdamW, lr=1e-3)  # or one over the kept entries alone
 
-A mask is a mapping from parameter name to a boolean tensor: True where training may move an entry.
+A mask is a mapping from parameter name to a boolean tensor: True where training may move an entry. `choosing` makes and stores
+masks, `training` trains with them.
 """
 
 from __future__ import annotations

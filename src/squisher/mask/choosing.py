@@ -1,4 +1,4 @@
-"""Which entries of which parameters may move: chosen by importance, kept in as few bytes as possible, and written to a file."""
+"""Masks: chosen by importance, stored as bits or indices (whichever is smaller), written to files."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def top_k(
 ) -> Mask:
     """Return the most important entries: exactly ⌊keep · total⌋ of them, over all parameters together.
 
-    The total counts the entries of the importance, plus parameters that were trainable and are listed as absent in its provenance
-    (a head that no gradient reached yet), whose sizes `model` gives. Equal values are taken in order, so that the same
-    importance always gives the same mask.
+    The total counts the entries of the importance and those of trainable parameters that its provenance lists as absent (a head
+    that no gradient has reached yet), whose sizes `model` gives. Of equal values the first ones are taken, so the same importance
+    always gives the same mask.
 
     Args:
         importance: Any mapping; read in chunks, so it may be larger than memory.
         keep: The fraction to keep, from 0 to 1.
-        always: A regular expression: parameters with a match are kept whole, inside the budget (a fresh classifier).
+        always: A regular expression: parameters that it matches are kept whole, inside the budget (a fresh classifier).
         model: A module or its weights, for the sizes of absent parameters.
-        largest: False takes the least important entries instead: what mattered so far is protected, and the rest trains.
+        largest: False takes the least important entries instead, to protect what matters.
         minimum: The fraction of every tensor that is kept at least, best first, inside the budget.
-        sharded: Each process has other parameters and gets the mask of these; the budget is for all processes together.
+        sharded: Whether each process has other parameters and gets their mask; the budget is for all processes together.
         progress: Called with the entries read so far and those that will probably be read in all.
 
     Raises:
@@ -76,7 +76,7 @@ def top_k(
     least = {name: math.floor(minimum * size) for name, size in sizes.items()} if minimum else None
 
     def source(name: str) -> Callable[[], Iterator[Tensor]]:
-        if name in absent:  # nothing is known about it, and it comes last where it is not kept whole
+        if name in absent:  # without an importance, it comes last unless it is kept whole
             return lambda: iter([torch.zeros(sizes[name])])
         return lambda: chunks_of(values, name) if largest else map(reverse, chunks_of(values, name))
 
@@ -97,10 +97,10 @@ def top_k(
 def _absent_shapes(
     importance: Mapping[str, Tensor], always: re.Pattern[str] | None, model: nn.Module | Mapping[str, Tensor] | None
 ) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of parameters that were trainable and have no importance."""
+    """Return the shapes of trainable parameters without an importance."""
     listed = importance.provenance.absent if isinstance(importance, Importance) else {}
     trainable = [name for name, why in listed.items() if name not in importance and why.trained]
-    if always is not None:  # a parameter that is to be trained now counts, whatever it was before
+    if always is not None:  # a parameter that will be trained now counts, even if it was frozen before
         trainable += [name for name in listed if name not in (*importance, *trainable) and always.search(name)]
     if not trainable:
         return {}
@@ -147,7 +147,7 @@ _BLOCK = 1 << 15  # bytes of bits that are unpacked at once
 
 
 class Packed(NamedTuple):
-    """One tensor of a mask: nothing or everything needs no data; otherwise bits or flat indices, the smaller of the two."""
+    """One stored tensor of a mask: `none` and `all` need no data, `bits` and `indices` do."""
 
     shape: tuple[int, ...]
     encoding: str
@@ -157,15 +157,14 @@ class Packed(NamedTuple):
 class Mask(Computed):
     """A mapping from parameter name to a boolean tensor: True where training may move an entry.
 
-    It stores bits or indices, whichever is smaller, and returns boolean tensors when asked for. From a file it reads them
-    then. Names that are missing from it are frozen.
+    It stores bits or indices, whichever is smaller, and unpacks them when asked for. Names that are missing from it are frozen.
 
     Args:
         tensors: Boolean tensors by name.
-        **provenance: What the mask says about itself; goes into its file as JSON.
+        **provenance: What the mask says about itself: JSON in its file.
 
     Attributes:
-        provenance: The same.
+        provenance: The keywords.
         kept: How many entries are True.
         total: How many entries there are.
     """
@@ -179,7 +178,7 @@ class Mask(Computed):
         self._set(layout, data, provenance)
 
     def _set(self, layout: dict[str, Packed], data: Mapping[str, Tensor], provenance: Mapping[str, Any]) -> None:
-        super().__init__(layout)  # type: ignore[arg-type]  # for its names; shapes, types and chunks are our own
+        super().__init__(layout)  # type: ignore[arg-type]  # for its names; shapes, types and chunks are overridden
         self._layout = layout
         self._data = data
         self.provenance = dict(provenance)
@@ -245,7 +244,7 @@ class Mask(Computed):
                 yield torch.from_numpy(chunk)
 
     def _indices(self, name: str) -> Any:
-        """Return the flat indices of one tensor that is stored as indices; refuse a damaged file."""
+        """Return the stored indices of one tensor; refuse a damaged file."""
         indices = self._data[name].numpy()
         inside = not indices.size or (indices[0] >= 0 and indices[-1] < self.shape(name).numel())
         if not (inside and (np.diff(indices) > 0).all()):

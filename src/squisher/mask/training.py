@@ -1,6 +1,7 @@
-"""Training what a mask keeps: with any optimizer, or with one over the kept entries alone; and undoing what moved outside it.
+"""Train only the entries that a mask keeps, or reset the entries outside of it.
 
-Half a percent of the parameters needs half a percent of Adam's state: `compact` gives the optimizer the kept entries only.
+`train_only` works with any optimizer. `compact` gives the optimizer the kept entries alone: half a percent of the parameters
+needs half a percent of Adam's state.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SPARSE = 0.05  # below this share, kept entries are moved by index; above it, b
 
 
 class Handle:
-    """What `train_only` installed; `remove` takes it away."""
+    """The hooks that `train_only` installed."""
 
     def __init__(self, removers: list[Callable[[], None]]) -> None:
         self._removers = removers
@@ -68,20 +69,15 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
                 "optimizer from model.parameters(), after moving the model to its device."
             )
     frozen = [kept for kept in every if not kept.whole]
-    removers: list[Callable[[], None]] = []
-    for kept in frozen:
-        masked = masking_hook(kept)
-        masked(kept.parameter)  # a gradient may have been accumulated before the hook was there
-        hook = kept.parameter.register_post_accumulate_grad_hook(masked)
-        removers.append(hook.remove)
+    removers: list[Callable[[], None]] = [_mask_gradient(kept).remove for kept in frozen]
     steps = _Restoring([kept for kept in frozen if id(kept.parameter) in trained])
     removers.append(inner.register_step_pre_hook(steps.before).remove)
     removers.append(inner.register_step_post_hook(steps.after).remove)
     return Handle(removers)
 
 
-def masking_hook(kept: Kept) -> Callable[[Tensor], None]:
-    """Return a hook for `register_post_accumulate_grad_hook` that sets the gradient of frozen entries to zero."""
+def _mask_gradient(kept: Kept) -> Any:
+    """Set the gradient of frozen entries to zero, now and whenever one arrives; return the hook's handle."""
 
     def mask(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -90,11 +86,12 @@ def masking_hook(kept: Kept) -> Callable[[Tensor], None]:
             values = _taken(parameter.grad, kept.indices)  # not by a product, which would keep infinities and NaN
             _put_(parameter.grad.zero_(), kept.indices, values)
 
-    return mask
+    mask(kept.parameter)  # a gradient may have arrived before the hook was there
+    return kept.parameter.register_post_accumulate_grad_hook(mask)
 
 
 class _Restoring:
-    """Remembers frozen entries before a step and puts them back after it."""
+    """Saves frozen entries before a step and restores them after it."""
 
     def __init__(self, every: list[Kept]) -> None:
         self._kept = every
@@ -123,12 +120,12 @@ class _Restoring:
 
 
 def _taken(tensor: Tensor, indices: Tensor) -> Tensor:
-    """Return a copy of some entries, by their places in the order of the shape, whatever the order in memory (channels_last)."""
+    """Return a copy of the entries at flat indices, whatever the order in memory (channels_last)."""
     return tensor.view(-1)[indices] if tensor.is_contiguous() else tensor.take(indices)
 
 
 def _put_(tensor: Tensor, indices: Tensor, values: Tensor) -> None:
-    """Set these entries."""
+    """Set the entries at flat indices, whatever the order in memory."""
     if tensor.is_contiguous():
         tensor.view(-1)[indices] = values
     else:
@@ -155,20 +152,20 @@ def compact(
 ) -> torch.optim.Optimizer:
     """Return an optimizer that holds and moves the kept entries alone.
 
-    It is an instance of a subclass of `optimizer_class`, so that schedulers and everything else take it for one. Its
-    parameters are one vector of kept entries per tensor; a step gathers them and their gradients from the model and
-    writes them back, and nothing else in the model is touched. As with `train_only`, gradients are masked in the backward
-    pass, so that `clip_grad_norm_(model.parameters(), …)` sees the kept entries alone.
+    Its class is a subclass of `optimizer_class`, which schedulers and others accept. Its parameters are one vector of kept
+    entries per tensor; a step gathers them and their gradients from the model and writes them back, and touches nothing else in
+    the model. As with `train_only`, gradients are masked in the backward pass, so that
+    `clip_grad_norm_(model.parameters(), …)` sees the kept entries alone.
 
-    Right for optimizers that treat every entry by itself (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, …). One that looks at
-    rows or whole tensors (Adafactor, LAMB, Muon) would see other tensors than in full training. LBFGS is refused, and
-    `torch.amp.GradScaler` does not find its gradients: use `train_only` with those.
+    It suits optimizers that treat every entry by itself (SGD, Adam, AdamW, Adagrad, RMSprop, Lion, …). Those that look at rows or
+    whole tensors (Adafactor, LAMB, Muon) would see other tensors than in full training. LBFGS is refused, and
+    `torch.amp.GradScaler` does not find the gradients: use `train_only` with those.
 
     Args:
         model: The module; parameters that the mask does not name are frozen.
         mask: True where training may move an entry.
         optimizer_class: For example `torch.optim.AdamW`.
-        **options: Passed on to it (`lr=1e-3`, `weight_decay=0.01`).
+        **options: Its arguments (`lr=1e-3`, `weight_decay=0.01`).
 
     Returns:
         The optimizer. `optimizer.release()` removes its hooks from the model.
@@ -193,7 +190,7 @@ def compact(
 
 
 class _Compact:
-    """Gathers before the step of the class that it is mixed with, and scatters after it."""
+    """Mixed into an optimizer class: gathers kept entries before its step, and scatters them after it."""
 
     _all: list[Kept]
     _moving: list[tuple[Kept, nn.Parameter]]
@@ -201,12 +198,7 @@ class _Compact:
 
     def _attach(self, every: list[Kept], moving: list[tuple[Kept, nn.Parameter]]) -> None:
         self._all, self._moving = every, moving
-        self._hooks = []
-        for kept in every:
-            masked = masking_hook(kept)
-            masked(kept.parameter)  # a gradient may have been accumulated before the hook was there
-            if not kept.whole:
-                self._hooks.append(kept.parameter.register_post_accumulate_grad_hook(masked))
+        self._hooks = [_mask_gradient(kept) for kept in every if not kept.whole]
 
     def release(self) -> None:
         """Remove the hooks from the model; all gradients are whole again."""
@@ -233,8 +225,8 @@ class _Compact:
 
     def _inner_step(self) -> None:
         inner: Any = next(cls.__dict__["step"] for cls in type(self).__mro__[2:] if "step" in cls.__dict__)
-        # torch wraps the step of every class that was ever used so that it calls the instance's hooks; ours is wrapped too,
-        # and they are to be called once.
+        # torch wraps the step of every optimizer class, so that it calls the instance's hooks. Ours is wrapped, too, and hooks
+        # are called once.
         (inner.__wrapped__ if getattr(inner, "hooked", False) else inner)(self)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -250,7 +242,7 @@ class _Compact:
 def reset_outside(
     tuned: Mapping[str, Tensor], base: Mapping[str, Tensor], mask: Mapping[str, Tensor]
 ) -> Mapping[str, Tensor]:
-    """Return the tuned weights inside the mask, the base's outside; a lazy mapping, exact to the bit.
+    """Return the tuned weights inside the mask and the base's outside; a lazy mapping, exact to the bit.
 
     Args:
         tuned: The fine-tuned weights.
@@ -286,7 +278,7 @@ class _Reset(Computed):
 
 
 class Kept(NamedTuple):
-    """One parameter, and which of its entries may move."""
+    """One parameter, and the entries of it that may move."""
 
     name: str
     parameter: Tensor
@@ -300,7 +292,7 @@ class Kept(NamedTuple):
 
 
 def match(model: nn.Module, mask: Mapping[str, Tensor]) -> list[Kept]:
-    """Return every trainable parameter of a model with the indices that the mask keeps; none for those it does not name.
+    """Return every trainable parameter with the indices that the mask keeps: none for names that are not in it.
 
     Raises:
         NamingError: The mask has a name or a shape that the model does not have.

@@ -2,6 +2,8 @@
 
 Weights and importances are any `Mapping[str, Tensor]`: a `state_dict()`, a lazy folder, a test dict. So is the result, whose
 tensors are computed when they are asked for. Names and shapes decide what belongs together, never an architecture.
+
+The methods are here. `inputs` decides which tensors are merged, `formulas` has the arithmetic, `lazy` the resulting mapping.
 """
 
 from __future__ import annotations
@@ -59,12 +61,12 @@ def task_arithmetic(
     dtype: torch.dtype | str | None = None,
     precision: str = "float32",
 ) -> Merged:
-    """Return the base and what each model changed of it: θ₀ + Σ α(θ − θ₀).
+    """Return the base plus each model's difference from it: θ₀ + Σ α(θ − θ₀).
 
     Args:
         base: The weights that the models started from.
         models: One or more mappings of weights.
-        coefficients: One α per model, negative ones too; they are not divided by anything. 1 by default.
+        coefficients: One α per model; negative ones are allowed, and they are not normalized. 1 by default.
         exclude: A regular expression; what it finds is kept as each model has it.
         dtype: The type of the result; by default the first model's.
         precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
@@ -93,7 +95,7 @@ def fisher(
     dtype: torch.dtype | str | None = None,
     precision: str = "float32",
 ) -> Merged:
-    """Return the mean of the models' entries, weighted with their importances: Σ cFθ / Σ cF.
+    """Return the mean of the models' weights, weighted with their importances: Σ cFθ / Σ cF.
 
     Args:
         models: Two or more mappings of weights.
@@ -101,9 +103,8 @@ def fisher(
         coefficients: One per model, not negative; 0 drops the model. Equal ones by default.
         scale: How importances are brought to one scale: `auto`, `as_fisher` or `stored`.
         normalize: `mean` or `l2`: divides each importance by its mean or L2 norm over all merged parameters.
-        floor: `relative`: no entry counts less than 1e-6 of its tensor's mean over entries and models. A number: an absolute
-            floor on the importances before they are normalized, one for all or one per model; 0 is none. `"+1e-6"` adds
-            instead.
+        floor: The least importance of an entry. `relative`: 1e-6 of its tensor's mean over entries and models. A number:
+            absolute, before importances are normalized, one for all or one per model; 0 is none. `"+1e-6"` is added instead.
         missing: `average` takes the mean where a weight has no importance; `error` refuses.
         exclude: A regular expression; what it finds is kept as each model has it.
         dtype: The type of the result; by default the first model's.
@@ -207,15 +208,15 @@ def ota(
 ) -> Merged:
     """Merge by OTA with fast Fisher grafting: θ₀ + Σ √F·m·(θ − θ₀) / Σ √F (Mahdavinia et al., arXiv 2509.11167).
 
-    m keeps of each model the entries whose F·(θ − θ₀)² is among the largest, over all its parameters together; what it drops
-    still counts in the denominator, as in the paper. Finding m takes passes over the files; `keep=1` needs none.
+    The mask m keeps the entries of each model whose F·(θ − θ₀)² is among the largest, over all its parameters together. Other
+    entries still count in the denominator, as in the paper. Finding m takes passes over the files; `keep=1` needs none.
 
     Args:
         base: The weights that the models started from.
         models: One or more mappings of weights.
         importances: One per model; the paper uses Adam's accumulator.
-        keep: The fraction of a model's entries that m keeps, one for all or one per model. Entries as salient as the last one that
-            is kept are kept too.
+        keep: The fraction of a model's entries that m keeps, one for all or one per model. Entries that are equal to the last
+            one are kept, too.
         scale: How importances are brought to one scale: `auto`, `as_fisher` or `stored`.
         floor: As in `fisher`; it does not affect m.
         missing: `average` takes the mean change where a weight has no importance; `error` refuses.
@@ -256,7 +257,7 @@ def taking_part(
     *,
     negative: bool = False,
 ) -> tuple[list[int], list[float]]:
-    """Return which models take part (0 drops one), and their coefficients."""
+    """Return the numbers of the models that take part, and their coefficients; a coefficient of 0 drops a model."""
     if isinstance(models, Mapping) or not isinstance(models, Sequence) or not models:
         raise SquisherError("models is a list of mappings from names to tensors, one per model.")
     everyone = [(f"Model {k + 1}", model) for k, model in enumerate(models)]
@@ -272,7 +273,7 @@ def taking_part(
 
 
 def as_numbers(what: str, values: Sequence[Any] | None, count: int, *, least: float) -> list[float]:
-    """Return finite numbers, one per model, which may come from a command line as text; ones by default."""
+    """Return one finite number per model, perhaps from text; ones by default."""
     if values is None:
         return [1.0] * count
     if isinstance(values, str) or not isinstance(values, Iterable):
@@ -294,7 +295,7 @@ def as_numbers(what: str, values: Sequence[Any] | None, count: int, *, least: fl
 
 
 def one_each(importances: Sequence[Weights], models: Sequence[Weights]) -> list[Weights]:
-    """Return the importances as a list with one mapping per model."""
+    """Return the importances as a list; refuse any but one mapping per model."""
     listed = isinstance(importances, Sequence)
     if not listed or len(importances) != len(models):
         count = len(importances) if listed else 0 if importances is None else 1
@@ -305,7 +306,7 @@ def one_each(importances: Sequence[Weights], models: Sequence[Weights]) -> list[
 
 
 def as_floors(floor: Floor, count: int) -> tuple[list[float] | None, bool]:
-    """Return one absolute floor per model, or None for the relative one; and whether it is added."""
+    """Return an absolute floor per model, or None for the relative one; and whether floors are added."""
     if isinstance(floor, str) and floor == "relative":
         return None, False
     if floor is None:
@@ -330,7 +331,7 @@ def as_work(precision: str) -> torch.dtype:
 
 
 class Candidate(NamedTuple):
-    """Coefficients that were tried, and how good the merged model was."""
+    """Coefficients that were tried, and the score of the merged model."""
 
     coefficients: tuple[float, ...]
     score: float
@@ -347,7 +348,7 @@ def search(
         evaluate: Merges with these coefficients and returns a validation score; larger is better.
         count: Number of models.
         draws: Number of coefficients to try.
-        seed: For the draws.
+        seed: The seed of the draws.
 
     Raises:
         SquisherError: Nothing can be searched, or no score is a number.

@@ -1,8 +1,7 @@
-"""What each method weighs a tensor's chunks with, and the arithmetic on one chunk: pure functions of the models' chunks.
+"""The formulas of the methods: which numbers weigh each tensor (classes), and the arithmetic on one chunk (pure functions).
 
-Everything is built from differences of weights, never from products of weights: what is equal in all models comes back to
-the bit, except that an average turns -0.0 into 0.0. All steps are done on one block before the next block is touched, so that
-intermediate results stay in the cache.
+The arithmetic uses differences of weights, so entries that are equal in all models come back to the bit, except that an average
+turns -0.0 into 0.0. It goes block by block, so that intermediate results stay in the cache.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ __all__ = ["Fisher", "Grafting", "Matching", "Mean"]
 Weights = Mapping[str, Tensor]
 
 _RELATIVE = 1e-6
-_SAFE = (1e-30, 1e30)  # factors and floors within it leave float32 room on both sides
+_SAFE = (1e-30, 1e30)  # factors and floors in this range leave float32 room on both sides
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Mean:
 
 @dataclass
 class Fisher:
-    """Weighted with importances: scale, normalize, floor, coefficient, in this order."""
+    """The mean weighted with importances: scale, normalize, floor, coefficient, in this order."""
 
     models: list[Weights]
     importances: list[Graded]
@@ -182,7 +181,7 @@ class Matching:
 
 @dataclass
 class Grafting:
-    """What the models changed of the base, masked by √F·|θ − θ₀| and weighted with √F."""
+    """The models' differences from the base, masked by √F·|θ − θ₀| and weighted with √F."""
 
     base: Weights
     models: list[Weights]
@@ -211,14 +210,14 @@ class Grafting:
         if name in self.averaged:
             self._mean.fill(name, chunks, out)
             return
-        # One model has no terms, and a tensor whose importance is 0 everywhere has none: all weights are equal then.
+        # Without terms (one model, or importances that are 0 everywhere) all weights are equal.
         terms = self._weights.terms(name) or [Term(0.0, 1.0) for _ in self.models]
         careful = not all(_in_range(t) and _safe(t.floor) for t in terms)
         grafted(chunks, terms, self._thresholds, torch.float64 if careful else self.work, careful, out)
 
     @cached_property
     def _thresholds(self) -> list[float]:
-        """The saliency of the last entry that each model keeps; found once, by passes over everything."""
+        """The least saliency that each model keeps; found once, by passes over all tensors."""
         return [self._threshold(k) for k in range(len(self.models))]
 
     def _threshold(self, k: int) -> float:
@@ -241,7 +240,7 @@ def _paired(models: Sequence[Weights], importances: Sequence[Weights]) -> list[W
 
 
 def _unit(mean: float) -> float:
-    """Return a power of two near 1 / mean: exact to multiply by, and it takes float32 far away from its limits."""
+    """Return a power of two near 1 / mean: an exact factor that takes float32 far away from its limits."""
     return float(2.0 ** min(-round(math.log2(mean)), 1000))
 
 
@@ -249,7 +248,7 @@ def _safe(value: float) -> bool:
     return _SAFE[0] < value < _SAFE[1]
 
 
-_BLOCK = 1 << 15  # torch shares longer tensors among threads, which stalls on a machine that has other work to do
+_BLOCK = 1 << 15  # torch shares longer tensors among threads, which stalls on a busy machine
 
 
 class Term(NamedTuple):
@@ -259,13 +258,13 @@ class Term(NamedTuple):
     floor: float = 0.0
     adds: bool = False
     coefficient: float = 1.0
-    """The model's share where no importance decides."""
+    """The model's share where all importances are 0."""
     most: float = 0.0
-    """No weight is larger, because their sum is not."""
+    """An upper bound of the weights: their sum."""
 
 
 def _in_range(term: Term) -> bool:
-    """Return whether all weights and sums of weights fit float32: beyond it they become 0 or infinite, which no NaN would show."""
+    """Return whether all weights and their sums fit float32: otherwise they would become 0 or infinite without a NaN."""
     return _safe(term.factor or 1.0) and term.most < _SAFE[1]
 
 
@@ -281,13 +280,13 @@ def differences(chunks: Sequence[Tensor], factors: Sequence[float], work: torch.
 
 
 def weighted(chunks: Sequence[Tensor], terms: Sequence[Term], work: torch.dtype, careful: bool, out: Tensor) -> None:
-    """Fill `out` with Σ wθ / Σ w from chunks θ₁, F₁, θ₂, F₂, …; where all weights are 0 the mean with the coefficients.
+    """Fill `out` with Σ wθ / Σ w from chunks θ₁, F₁, θ₂, F₂, …; where all weights are 0, with the mean by coefficients.
 
     `terms` has two models or more; `careful` is whether a sum of weights may be 0.
     """
     shares = list(accumulate(term.coefficient for term in terms))
     for blocks, target, (a, b, total, w, d) in _in_blocks(chunks, out, 5, work):
-        # A running mean, θ ← θ + (θₖ − θ)·wₖ/(w₁ + … + wₖ): one step less for each model than sums that are divided at the end.
+        # A running mean, θ ← θ + (θₖ − θ)·wₖ/(w₁ + … + wₖ), takes one step less per model than sums divided at the end.
         mean = _as(blocks[0], a)
         _weigh(blocks[1], terms[0], total, careful)
         for k, term in enumerate(terms[1:], 1):
@@ -310,7 +309,7 @@ def gradient_matched(
     careful: bool,
     out: Tensor,
 ) -> None:
-    """Fill `out` with θ₀ + Σ α(H + G)(θ − θ₀) / (Σ αH + G), G = H₀ + δ, and with Σ α(θ − θ₀) where that is 0/0.
+    """Fill `out` with θ₀ + Σ α(H + G)(θ − θ₀) / (Σ αH + G), G = H₀ + δ; where this is 0/0, with θ₀ + Σ α(θ − θ₀).
 
     Chunks are θ₀, H₀, θ₁, H₁, …, without H₀ where `base` is None; `careful` is whether a denominator may be 0.
     """
@@ -345,9 +344,9 @@ def grafted(
     careful: bool,
     out: Tensor,
 ) -> None:
-    """Fill `out` with θ₀ + Σ √w·m·(θ − θ₀) / Σ √w, where m keeps the entries whose saliency is at least a model's threshold.
+    """Fill `out` with θ₀ + Σ √w·m·(θ − θ₀) / Σ √w, where m keeps the entries whose saliency reaches the model's threshold.
 
-    Chunks are θ₀, θ₁, F₁, θ₂, F₂, …; `careful` is whether a sum of weights may be 0, where the models' mean is taken.
+    Chunks are θ₀, θ₁, F₁, θ₂, F₂, …; `careful` is whether a sum of weights may be 0: there the models' mean is taken.
     """
     for blocks, target, (a, b, w, d, total, above, plain) in _in_blocks(chunks, out, 7, work):
         start = _as(blocks[0], a)
@@ -368,7 +367,7 @@ def grafted(
 
 
 def saliency(start: Tensor, theta: Tensor, importance: Tensor) -> Tensor:
-    """Return √F·|θ − θ₀| in float32: the order of F·(θ − θ₀)², without its underflow."""
+    """Return √F·|θ − θ₀| in float32, which has the order of F·(θ − θ₀)² and does not underflow."""
     kind = _work_type([start, theta, importance], torch.float32)
     return importance.to(kind).sqrt().mul_(theta.to(kind).sub(start.to(kind)).abs_()).float()
 
@@ -376,7 +375,7 @@ def saliency(start: Tensor, theta: Tensor, importance: Tensor) -> Tensor:
 def _in_blocks(
     chunks: Sequence[Tensor], out: Tensor, count: int, work: torch.dtype
 ) -> Iterator[tuple[tuple[Tensor, ...], Tensor, list[Tensor]]]:
-    """Return the blocks of all chunks, where their result goes, and room to compute in: float64 where an input is."""
+    """Yield the blocks of all chunks, the block for the result, and buffers: in float64 if an input is."""
     work = _work_type(chunks, work)
     room = [torch.empty(min(_BLOCK, out.numel()), dtype=work) for _ in range(count)]
     for *blocks, target in zip(*(chunk.split(_BLOCK) for chunk in (*chunks, out)), strict=True):
@@ -397,11 +396,11 @@ def _weigh(importance: Tensor, term: Term, out: Tensor, careful: bool) -> None:
     if term.adds:
         torch.add(values, term.floor, out=out)
     else:
-        torch.clamp_min(values, term.floor, out=out)  # no importance is negative, so that a floor of 0 changes nothing
+        torch.clamp_min(values, term.floor, out=out)  # a floor of 0 changes nothing: no importance is negative
 
 
 def _divide(start: Tensor, above: Tensor, total: Tensor, plain: Tensor | None, target: Tensor) -> None:
-    """Fill `target` with start + above / total, or start + plain where the total may be 0 and is."""
+    """Fill `target` with start + above / total; where the total is 0, with start + plain."""
     if plain is not None:
         none = total == 0
         above[none] = plain[none]
@@ -414,7 +413,7 @@ def _as(block: Tensor, spare: Tensor) -> Tensor:
 
 
 def _last(target: Tensor, spare: Tensor) -> Tensor:
-    """Return where the last step puts its result: into the target itself, if that has the type."""
+    """Return where the last step puts its result: the target itself, if its type allows."""
     return target if target.dtype == spare.dtype else spare
 
 

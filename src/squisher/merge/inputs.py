@@ -1,7 +1,7 @@
-"""What is merged: which tensors of models and importances belong together, by name and shape, on one scale.
+"""Decide what is merged: which tensors of models and importances belong together by name and shape, and on which scale.
 
-What cannot be merged is kept as each model has it (heads that differ, excluded names) or copied (buffers). A tensor with two
-names is merged once.
+Tensors that cannot be merged are kept as each model has them (heads that differ, excluded names) or copied (buffers). A tensor
+with two names is merged once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ __all__ = ["Graded", "Plan", "also_tied", "graded", "matched", "plan", "prepared
 
 
 class Graded(Computed):
-    """One importance under the names of the weights; `factor` brings its stored values to the common scale."""
+    """One importance under the names of the weights; `factor` converts its stored values to the common scale."""
 
     def __init__(self, stored: Mapping[str, Tensor], names: Mapping[str, str], factor: float, who: str):
         super().__init__(stored, dict(names))
@@ -47,14 +47,14 @@ class Graded(Computed):
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Add to an error which importance it is about; errors of files name the file already."""
+        """Name the importance in errors about its values; errors of files name the file already."""
         try:
             yield
         except SquisherError as error:
             raise (SquisherError(f"In {self._who}: {error}") if type(error) is SquisherError else error) from None
 
     def sums(self, name: str) -> tuple[float, float]:
-        """Return sum and sum of squares on the common scale: from the file where it has them, otherwise by one pass, once."""
+        """Return sum and sum of squares on the common scale: those in the file, or else from one pass."""
         if name not in self._sums:
             p = self._stored.provenance if isinstance(self._stored, Importance) else None
             stored_name = self._name_there(name)
@@ -95,12 +95,12 @@ def prepared(
     scale: str = "stored",
     dropped: bool = False,
 ) -> tuple[Plan, dict[str, str], list[Graded]]:
-    """Return what happens to every name, which merged weights have no importance and why, and the importances on one scale.
+    """Return the plan, the merged weights without an importance (with the reason), and the importances on one scale.
 
     Args:
         everyone: The models that take part, followed by the base of methods with a base.
-        used: Which of the user's models these are, counted from 0.
-        exclude: A regular expression; names in which it finds something are kept as each model has them.
+        used: The numbers of these models among the user's, from 0.
+        exclude: A regular expression; names that it matches are kept as each model has them.
         importances: One per model, followed by the base's; empty for methods without importances.
         missing: `error` or `average`.
         scale: `auto`, `as_fisher` or `stored`.
@@ -126,11 +126,11 @@ def graded(
     The factor of the scale is kept apart from the values, so that it costs nothing to apply.
 
     Args:
-        importances: Those that take part.
-        names: For each one the names of its tensors, by weight name.
+        importances: The importances that take part.
+        names: The names of each one's tensors, by weight name.
         scale: `auto`, `as_fisher` or `stored`.
         who: What the importances are called in messages.
-        dropped: Whether the user gave more than these.
+        dropped: Whether the user gave more importances than these.
 
     Raises:
         ScaleError: They have no common scale.
@@ -156,7 +156,7 @@ def matched(
     missing: str,
     who: Sequence[str],
 ) -> tuple[list[dict[str, str]], dict[str, str]]:
-    """Return the tensor names of every importance by weight name; and the weights that have none, with the reason.
+    """Return the tensor names of every importance by weight name; and the weights without an importance, with the reason.
 
     Args:
         weights: A model, for shapes.
@@ -234,7 +234,7 @@ def _name_in(imp: Mapping[str, Tensor], name: str, tied: Mapping[str, str]) -> s
     return find(name, imp, {**tied, **tied_in([imp])})
 
 
-_MARKS = (torch.bool, torch.int64)  # masks, indices and counters: surely no weights
+_MARKS = (torch.bool, torch.int64)  # masks, indices and counters: never weights
 _BUFFER = re.compile(
     r"(^|\.)(running_mean|running_var|num_batches_tracked|inv_freq|position_ids|masked_bias|causal_mask)$"
 )
@@ -243,14 +243,14 @@ _VOCABULARY = re.compile(r"embed|wte|lm_head|vocab|shared\.weight|predictions\.(
 
 @dataclass(frozen=True)
 class Plan:
-    """What happens to every name of the first model.
+    """What to do with every name of the first model.
 
     Attributes:
         merged: Names that all models have with one shape, in the first model's order.
         kept: Names that stay as each model has them, and why.
         copied: Buffers, taken from the first model.
         tied: Other names of tensors that are in `merged` or `kept` already: alias to name.
-        numbers: Which of the user's models take part, counted from 0.
+        numbers: The numbers of the models that take part among the user's, from 0.
     """
 
     merged: tuple[str, ...]
@@ -260,7 +260,7 @@ class Plan:
     numbers: tuple[int, ...]
 
     def who(self, k: int) -> str:
-        """Return what participant `k` is called in a message."""
+        """Return the name of participant `k` for messages."""
         return _who(k, self.numbers)
 
 
@@ -279,9 +279,9 @@ def plan(
 
     Args:
         models: All that take part; the base, if there is one, comes last.
-        exclude: A regular expression; names in which it finds something are kept as each model has them.
-        numbers: Which of the user's models these are, counted from 0; a base has none.
-        tied: Names that an importance knows to be one parameter: alias to name.
+        exclude: A regular expression; names that it matches are kept as each model has them.
+        numbers: The numbers of these models among the user's, from 0; a base has none.
+        tied: Tied names that an importance knows: alias to name.
 
     Raises:
         NamingError: The models do not belong together.
@@ -341,7 +341,7 @@ def plan(
 def _check_packed(
     first: Mapping[str, Tensor], other: Mapping[str, Tensor], copied: Sequence[str], pair: tuple[str, str]
 ) -> None:
-    """Refuse what is copied as a buffer and differs between models: such numbers are weights, packed, quantised or complex."""
+    """Refuse copied buffers that differ between models: they are weights, packed, quantised or complex."""
     for name in copied:
         dtype = dtype_of(first, name)
         if dtype in (*FLOATS, *_MARKS) or name not in other or _BUFFER.search(name) or equal(first, name, name, other):
@@ -356,10 +356,13 @@ def _check_packed(
 
 
 def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequence[int]) -> str:
-    """Return why a tensor that not all models have with one shape is kept.
+    """Return why a tensor is kept that not all models have with one shape.
 
-    A head has another number of rows and the same columns, or is not in every model. Any other difference of shapes means
-    that these are different networks, and another number of embedding rows that the rows mean different words.
+    Heads may differ in their number of rows, or be missing. Any other difference of shapes means that these are different
+    networks; another number of embedding rows means that the vocabularies differ.
+
+    Raises:
+        NamingError: It is not a head.
     """
     shape = tuple(shape_of(models[0], name))
     first = _who(0, numbers)
@@ -389,7 +392,7 @@ def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequenc
 def _check_overlap(
     first: Mapping[str, Tensor], other: Mapping[str, Tensor], weights: Sequence[str], pair: tuple[str, str]
 ) -> None:
-    """Refuse a model that has less than half of the first one's weights: names that do not match must not pass as heads."""
+    """Refuse a model with less than half of the first one's weights, whose other names would pass as heads."""
     total = sum(numel_of(first, name) for name in weights)
     alike = set(shared([first, other])).intersection(weights)
     found = sum(numel_of(first, name) for name in alike if dtype_of(first, name) in FLOATS)
@@ -411,7 +414,7 @@ def _check_overlap(
 def _only_there(
     first: Mapping[str, Tensor], other: Mapping[str, Tensor], pattern: re.Pattern[str] | None, pair: tuple[str, str]
 ) -> list[str]:
-    """Return the weights that the first model does not have; refuse a model if they are more than half of it."""
+    """Return the weights that the first model does not have; refuse a model that mostly consists of them."""
     new = [name for name in other if name not in first and not (pattern is not None and pattern.search(name))]
     new = [name for name in new if dtype_of(other, name) in FLOATS and not _BUFFER.search(name)]
     if new:
@@ -431,10 +434,10 @@ def _list(names: Sequence[str]) -> str:
 
 
 def _aliases(models: Sequence[Mapping[str, Tensor]], known: Mapping[str, str]) -> dict[str, str]:
-    """Return names of the first model that are another name's tensor: in one place, or equal where there is reason to look.
+    """Return the tied names of the first model: alias to name.
 
-    Reason to look: an importance says that they are one parameter, or another model has only one of the two (a file can hold
-    a tied tensor twice).
+    They share memory or bytes; or they are equal, and an importance says that they are one parameter or another model has only one
+    of them (a file can hold a tied tensor twice).
     """
     first = models[0]
     aliases = tied_names(first)
@@ -452,7 +455,7 @@ def _aliases(models: Sequence[Mapping[str, Tensor]], known: Mapping[str, str]) -
 
 
 def _tied_in_all(models: Sequence[Mapping[str, Tensor]], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Return the aliases that no other model has with values of their own; warns of the others."""
+    """Return the aliases that are tied in all models; warn of those that have values of their own in one."""
     found = dict(aliases)
     for other in models[1:]:
         ties = tied_names(other) if found else {}
@@ -471,7 +474,7 @@ def _tied_in_all(models: Sequence[Mapping[str, Tensor]], aliases: Mapping[str, s
 
 
 def also_tied(model: Mapping[str, Tensor], first: Mapping[str, Tensor], names: Collection[str]) -> dict[str, str]:
-    """Return the names of a model that are, in it, other names of some of these: alias to name."""
+    """Return the names of a model that are tied there to one of `names`: alias to name."""
     aliases = _aliases([model, first], {})
     found = {alias: find(alias, names, aliases) for alias in model if alias not in names}
     return {alias: name for alias, name in found.items() if name is not None}

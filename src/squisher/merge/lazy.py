@@ -16,7 +16,7 @@ from .inputs import Plan, also_tied
 
 __all__ = ["Formula", "Merged"]
 
-_TOGETHER = 8 * CHUNK  # elements that are read for one merged chunk, of all models
+_TOGETHER = 8 * CHUNK  # elements of all models that are read for one merged chunk
 _SHORTEST = 1 << 12
 _BLOCK = 1 << 15  # torch shares longer tensors among threads
 
@@ -25,7 +25,7 @@ class Formula(Protocol):
     """How one method turns chunks of a tensor into a merged chunk."""
 
     def inputs(self, name: str) -> list[Mapping[str, Tensor]]:
-        """Return what is read for a chunk, in the order in which it is needed."""
+        """Return the mappings that a chunk is read from, in the order that `fill` expects."""
 
     def fill(self, name: str, chunks: Sequence[Tensor], out: Tensor) -> None:
         """Fill `out` with the merged chunk."""
@@ -36,10 +36,11 @@ class Merged(Computed):
 
     Attributes:
         merged: Names that are merged.
-        kept: Names that are taken from the first model unchanged, and why (heads that differ, excluded names); see `for_model`.
+        kept: Names that are taken from the first model unchanged, and why (heads that differ, excluded names). `for_model` takes
+            them from another one.
         copied: Buffers, copied from the first model.
-        averaged: Merged names for which no importance decides, and why.
-        tied: Other names of tensors that have one already: alias to name. Asked for, they give the same tensor.
+        averaged: Merged names without an importance, and why.
+        tied: Other names of tied tensors: alias to name. Both return the same tensor.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Merged(Computed):
         if name in self._shared:
             return self._shared[name]
         tensor = super().__getitem__(name)
-        if name in self.tied.values():  # as long as it is referenced, its other names return the same tensor
+        if name in self.tied.values():  # while it is referenced, its other names return the same tensor
             self._shared[name] = tensor
         return tensor
 
@@ -92,7 +93,7 @@ class Merged(Computed):
         return recut(self.short_chunks(name, size), size)
 
     def short_chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
-        """Yield as `chunks` does, in smaller chunks the more models there are, so that memory does not grow with their number."""
+        """Yield chunks that are shorter the more models there are, so that memory does not grow with their number."""
         name = self._name_there(name)
         inputs = self._formula.inputs(name) if name in self._in_plan else [self._like]
         merge = self._merged if name in self._in_plan else self._copied
@@ -124,7 +125,7 @@ class Merged(Computed):
         return out
 
     def for_model(self, number: int) -> Merged:
-        """Return the merged weights with the tensors that model `number` (from 0) keeps: its head, its buffers.
+        """Return the merged weights with the kept tensors and buffers of model `number`, from 0: its head, for example.
 
         Raises:
             SquisherError: There is no such model, or its coefficient is 0.

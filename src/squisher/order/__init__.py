@@ -1,6 +1,7 @@
-"""Everything that needs an order, in bounded memory: top-k, ranks, and on how few entries a sum rests.
+"""Order statistics of more scores than fit in memory: top-k, rank correlation, medians, concentration.
 
-`selection` finds the k-th largest score and chooses exactly k; `statistics` has rank correlation, medians and concentration.
+Scores come as flat chunks, and non-negative floats are ordered as the integers that their bits spell. `selection` finds the
+k-th largest score and chooses exactly k; `statistics` has rank correlation, medians and concentration. Read them in this order.
 """
 
 from .selection import (

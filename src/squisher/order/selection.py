@@ -234,7 +234,11 @@ def thresholds(
 def _first_digit(
     sources: Mapping[str, Source], width: int, gather: Callable[[Tensor], Tensor]
 ) -> tuple[Tensor, Tensor, int, bool]:
-    """Count the upper 16 bits: over all processes, in this one; the bits that the finest dtype needs; whether no -0.0 is here."""
+    """Count the upper 16 bits of all scores.
+
+    Returns:
+        The counts over all processes and in this one, the bits that the finest dtype needs, and whether no score is -0.0.
+    """
     mine = torch.zeros(DIGITS + 3, dtype=torch.int64)
     problem: SquisherError | None = None
     finest, clean = 16, True
@@ -264,7 +268,7 @@ def _first_digit(
 
 
 def _descend(counts: Tensor, prefix: int, above: int, k: int) -> tuple[int, int]:
-    """Return the prefix that holds the k-th largest score, and how many lie above it, from the counts of the next digit."""
+    """Extend a prefix by the digit of the k-th largest score; return it, and how many scores lie above."""
     from_top = counts.flip(0).cumsum(0)
     place = int(torch.searchsorted(from_top, k - above))
     if place == DIGITS:
@@ -274,7 +278,7 @@ def _descend(counts: Tensor, prefix: int, above: int, k: int) -> tuple[int, int]
 
 
 def _count(digits: Keys, into: Tensor) -> None:
-    """Add to the counts how often each digit occurs; a small chunk does not get a whole histogram."""
+    """Add how often each digit occurs to the counts; a small chunk does not get a histogram of its own."""
     if digits.size < DIGITS // 4:
         np.add.at(into.numpy(), digits, 1)
     else:
@@ -371,7 +375,7 @@ def choose(
     sharded: bool = False,
     progress: Progress | None = None,
 ) -> Choice:
-    """Choose exactly k entries: the sources in `always` whole, each other one's best `minimum`, then the best of what is left.
+    """Choose exactly k entries: all of the sources in `always`, the best `minimum` of the others, then the best of the rest.
 
     Args:
         sources: For each name, a callable that gives the scores as flat chunks. Order decides between equal scores.
@@ -379,7 +383,7 @@ def choose(
         sizes: The number of scores of each source.
         always: Sources that are chosen whole; they count inside k.
         minimum: How many of a source's entries are chosen at least; they count inside k.
-        sharded: Each process holds other sources (or other parts); ordered by rank. One sum per pass.
+        sharded: Whether each process holds other sources or shards, ordered by rank. One sum per pass.
         progress: Called with the scores read so far and those that will probably be read in all.
 
     Raises:
@@ -406,12 +410,8 @@ def choose(
         for name, count in least.items():
             choice._add(name, threshold({name: ranked[name]}, count), 0)
         rest = {name: _left(choice, name) if name in least else source for name, source in ranked.items()}
-    if sharded and not ranks.is_alone():
-        kth = thresholds(rest, [k - all_whole - all_least], _sum_over_ranks)[0]
-        equal = ranks.gather(kth.equal)
-    else:
-        kth = threshold(rest, k - all_whole - all_least)
-        equal = [kth.equal]
+    kth = threshold(rest, k - all_whole - all_least, _sum_over_ranks if sharded else None)
+    equal = ranks.gather(kth.equal) if sharded else [kth.equal]
     # Where all equal scores are chosen, as they nearly always are, it does not matter how many come before.
     some = sum(equal) > kth.ties
     before = sum(equal[: ranks.rank()]) if some and len(equal) > 1 else 0

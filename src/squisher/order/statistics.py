@@ -1,7 +1,7 @@
-"""Rank correlation, medians, and on how few entries a sum rests, in bounded memory.
+"""Rank correlation, medians and concentration (how few entries hold most of a sum), in bounded memory.
 
-`spearman` and `median` are definitions; `Rounded` gives the same of values rounded to the upper 16 bits of their float32 (a
-relative resolution of 2⁻⁷), of which a histogram of 32,768 bins holds all ranks. `concentration` answers from the same bins.
+`spearman` and `median` are the definitions. `Rounded` computes both for values rounded to the upper 16 bits of their float32 (a
+relative resolution of 2⁻⁷): a histogram of 32,768 bins holds all their ranks. `concentration` uses the same bins.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def centred_ranks(counts: Tensor) -> Tensor:
 
 
 def correlation(cross: float, ranks_x: Tensor, ranks_y: Tensor, counts_x: Tensor, counts_y: Tensor) -> float:
-    """Return the correlation, from the sum of products of ranks and how often each rank occurs; nan where a side is constant."""
+    """Return the correlation of ranks from the sum of their products and their counts; nan where a side is constant."""
     spread = float((counts_x * ranks_x.square()).sum()) * float((counts_y * ranks_y.square()).sum())
     return max(-1.0, min(1.0, cross / math.sqrt(spread))) if spread > 0 else math.nan
 
@@ -68,7 +68,7 @@ class Rounded:
         self.totals = (self.totals[0] + other.totals[0], self.totals[1] + other.totals[1])
 
     def packed(self) -> Rounded:
-        """Return itself in less memory, to wait for the second pass: most bins are empty."""
+        """Compress the counts until the second pass (most bins are empty); return itself."""
         self._counts = self._counts.to_sparse()
         return self
 
@@ -99,7 +99,7 @@ class Rounded:
 
 
 def top_overlap(x: Tensor, y: Tensor, k: int) -> float:
-    """Return the share of the k largest entries that both have, of equal ones the first; nan where these include zeros."""
+    """Return the share of the k largest entries that both have; the first of equal ones; nan where zeros are among them."""
     if not x.numel():
         return math.nan
     (values_x, order_x), (values_y, order_y) = (side.sort(descending=True, stable=True) for side in (x, y))
@@ -150,10 +150,10 @@ class Largest:
 def concentration(
     sources: Mapping[str, Source], ks: Sequence[int] = (), shares: Sequence[float] = ()
 ) -> tuple[list[Largest], list[Largest]]:
-    """Return what the largest values of several sources hold together; exact, in two passes; float64 is rounded to float32.
+    """Return how much of the total the largest values of several sources hold; exact, in two passes; float64 becomes float32.
 
-    The first pass counts and sums the values by their upper 16 bits. Each question then ends within one bin, and the second
-    pass counts the lower 16 bits in these few.
+    The first pass counts and sums the values by their upper 16 bits. This leads each question to one bin, and the second pass
+    counts the lower 16 bits in those bins alone.
 
     Args:
         sources: For each name, a callable that gives non-negative values as flat chunks.
@@ -189,7 +189,7 @@ def concentration(
 
 
 class _Around:
-    """Counts and sums above and below each bin, and the place within a bin at which a question ends."""
+    """Counts and sums above and below each bin, which answer a question once its bin is counted finely."""
 
     def __init__(self, counts: Keys, sums: Keys, total: float) -> None:
         self.count_above = np.concatenate([[0], np.cumsum(counts[::-1])])[:-1][::-1]

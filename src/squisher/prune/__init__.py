@@ -4,7 +4,8 @@
     smaller = squisher.prune.channels(model, importance, example_input, sparsity=0.5)  # shapes shrink; needs torch-pruning
     squisher.prune.save(smaller, "smaller")                                   # a Hugging Face folder; prune.load opens it
 
-Zeros alone make a model neither smaller nor faster; removed channels do.
+Zeros alone make a model neither smaller nor faster; removed channels do. `unstructured` has scores and zeros, `structured` has
+channels and heads, `hugging_face` keeps smaller models in folders.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Smaller Hugging Face models in folders: a config describes one width for all layers, so the widths are written beside it.
+"""Save and load pruned Hugging Face models, whose layers no longer have the widths that their config gives.
 
-`save` adds the sizes that channels and heads were cut to under the key "squisher" of `config.json`; `load` builds the model
-of the config, cuts its modules to these sizes and puts the weights in.
+`save` writes the sizes that differ under the key "squisher" of `config.json`; `load` builds the model of the config, gives its
+modules these sizes and fills in the weights.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def save(model: nn.Module, folder: str | os.PathLike[str]) -> None:
         changed = {key: value for key, value in _sizes(module).items() if key in before and before[key] != value}
         if changed:
             sizes[name] = changed
-    # Under the names of the running model: save_pretrained may write others, which only from_pretrained turns back.
+    # Under the names of the running model: save_pretrained may write others, which only from_pretrained understands.
     weights = model.state_dict()
     kept = {name: tensor for name, tensor in weights.items() if name not in tied_names(weights)}
     config = {**described.to_dict(), "architectures": [type(model).__name__], _KEY: {"sizes": sizes}}
@@ -67,7 +67,7 @@ def load(folder: str | os.PathLike[str]) -> nn.Module:
     """Open a folder that `squisher.prune.save` wrote; other folders are opened by `from_pretrained`.
 
     Args:
-        folder: With `config.json` and the weights.
+        folder: The folder with `config.json` and the weights.
 
     Returns:
         The model, in evaluation mode.
@@ -120,7 +120,7 @@ def heads_of(model: nn.Module) -> dict[str, int]:
 
 
 def example_input(model: nn.Module) -> dict[str, Any]:
-    """Return the smallest input that the model of a config runs on: a few tokens, or one image.
+    """Return the smallest input for a Hugging Face model: a few tokens, or one image.
 
     Raises:
         SquisherError: It takes neither.
@@ -146,19 +146,14 @@ def _sizes(module: nn.Module) -> dict[str, Any]:
     def is_size(value: Any) -> bool:
         return isinstance(value, int) and not isinstance(value, bool)
 
-    found = {}
-    for key, value in vars(module).items():
-        if not key.startswith("_") and (
-            is_size(value) or (isinstance(value, tuple) and value and all(map(is_size, value)))
-        ):
-            found[key] = value
-    return found
+    found = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    return {k: v for k, v in found.items() if is_size(v) or (isinstance(v, tuple) and v and all(map(is_size, v)))}
 
 
 def _fill(model: nn.Module, weights: Any, modules: dict[str, nn.Module]) -> None:
     """Put weights of any shape into the parameters and buffers of a model.
 
-    Pruning may have cut two tied parameters differently: only what the file has once is tied again.
+    Pruning may have cut two tied parameters differently: only those that the file has once are tied again.
     """
     tie: Any = getattr(model, "tie_weights", lambda: None)
     tie()

@@ -1,7 +1,6 @@
-"""Whole channels, neurons and attention heads removed: shapes shrink, and everything that depends on them follows.
+"""Remove whole channels, neurons and attention heads: shapes shrink, and so do the layers that depend on them.
 
-Which layers depend on which (norms, next layers, residual sums, grouped convolutions) is found by Torch-Pruning; the scores
-are ours.
+Torch-Pruning finds which layers depend on which (norms, next layers, residual sums, grouped convolutions); the scores are ours.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def channels(
 
     Args:
         model: A module that can be traced with `example_input`; it is not changed.
-        importance: By parameter name; not needed for magnitude, random and orthoreg.
+        importance: Importance by parameter name; not needed for magnitude, random and orthoreg.
         example_input: A tensor, or a tuple or dictionary of arguments, as the model takes them.
         sparsity: The fraction of channels to remove, from 0 to below 1.
         scope: `"global"` ranks all channels together, `"tensor"` each layer by itself.
@@ -62,10 +61,10 @@ def channels(
         gradients: The mean gradient by parameter name, for orthoreg.
         heads: For attention: the number of heads of each query, key and value layer, by module name. Whole heads are then
             removed there. By default what the config of a Hugging Face model says (`heads_of`); {} for none.
-        exclude: A regular expression: modules whose name it finds something in keep their channels.
+        exclude: A regular expression: modules whose names it matches keep their channels.
         minimum: The fraction of every layer that stays at least (and always one channel or head), best first.
         round_to: Widths are multiples of this.
-        seed: Of random scores.
+        seed: The seed of random scores.
 
     Returns:
         The smaller copy.
@@ -147,7 +146,7 @@ def channels(
 
 
 class _Scorer:
-    """The importance that Torch-Pruning asks for: one number per channel, for a group of layers that lose the same channels."""
+    """The score that Torch-Pruning asks for: one number per channel, for a group of layers that lose the same channels."""
 
     def __init__(
         self,
@@ -194,9 +193,7 @@ class _Scorer:
             digest = hashlib.sha256(f"{self._seed} {self._calls}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:6], "big"))
             total = torch.rand(width, generator=generator).double()
-        total = total.clamp_max(
-            _GUARDED / 2
-        )  # Torch-Pruning ranks in float32, and the guard must stay above everything
+        total = total.clamp_max(_GUARDED / 2)  # Torch-Pruning ranks in float32; the guard stays above everything
         # Where heads are removed whole, they are ranked by the mean of their channels, and guarded whole.
         units = total.view(heads, -1) if heads > 1 and width % heads == 0 else total.view(-1, 1)
         kept = max(1, math.ceil(self._minimum * len(units)))
@@ -214,10 +211,10 @@ class _Scorer:
             if self._score in ("magnitude", "random"):
                 terms.append(theta.square().sum(1))
                 continue
-            value = self._value(parameter)
-            if value is None:
+            name = self._names.get(id(parameter))
+            if name is None or self._values is None:
                 continue
-            value = _by_output(layer, attribute, value.double())
+            value = _by_output(layer, attribute, self._values[name].detach().cpu().double())
             if self._score == "importance":
                 terms.append(value.sum(1))
             elif self._score == "fisher":
@@ -231,20 +228,16 @@ class _Scorer:
             return 0.5 * total.square()
         return total.square() if self._score == "orthoreg" else total
 
-    def _value(self, parameter: Tensor) -> Tensor | None:
-        name = self._names.get(id(parameter))
-        return None if name is None or self._values is None else self._values[name].detach().cpu()
-
 
 def _by_output(layer: nn.Module, attribute: str, values: Tensor) -> Tensor:
-    """Return one row for each output channel."""
+    """Return values with one row for each output channel."""
     if attribute == "bias":
         return values.view(-1, 1)
     return values.transpose(0, 1).flatten(1) if getattr(layer, "transposed", False) else values.flatten(1)
 
 
 def _outputs(model: nn.Module, example: Any, refusal: str) -> tuple[list[tuple[int, ...]], list[nn.Module]]:
-    """Return the shapes of what the model gives, and the layers that give it directly."""
+    """Return the shapes of the model's outputs, and the layers that compute them."""
     given: dict[int, nn.Module] = {}
     seen: list[Tensor] = []  # kept alive, so that no address is used twice
 

@@ -1,6 +1,6 @@
-"""Single weights set to zero by their scores (½θ²F and what it is compared with): on a module in place, or on any mapping, lazily.
+"""Set single weights to zero by their scores (½θ²F, or one to compare it with): in a module in place, in any mapping lazily.
 
-N:M patterns keep the best N of every M weights in a row of inputs; some processors multiply 2:4 faster.
+N:M patterns keep the best N of every M neighbouring weights along the inputs; some processors multiply 2:4 faster.
 """
 
 from __future__ import annotations
@@ -62,19 +62,19 @@ def weights(
     Args:
         model_or_weights: A module, pruned in place with `torch.nn.utils.prune` (`weight_orig`, `weight_mask`; its
             `prune.remove` makes the zeros permanent), or any mapping of weights, which is not changed.
-        importance: Of the same names and shapes; read in chunks.
+        importance: A mapping with the names and shapes of the weights; read in chunks.
         sparsity: The fraction of candidates to set to zero, from 0 to 1.
         scope: `"global"` ranks all candidates together, `"tensor"` each tensor by itself.
         score: `"fisher"` (½θ²F), `"magnitude"` (|θ|), `"importance"` (F) or `"random"`.
         nm: Instead of a sparsity, a pattern such as `"2:4"`: of every 4 inputs in a row the best 2 stay. Vectors are not pruned.
-        exclude: A regular expression: tensors whose name it finds something in are left as they are.
+        exclude: A regular expression: tensors whose names it matches are left as they are.
         minimum: The fraction of every tensor that stays at least, for the global scope.
-        seed: Of random scores.
+        seed: The seed of random scores.
         progress: Called with the entries read so far and those that will probably be read in all.
 
     Returns:
-        The pruned weights as a lazy mapping, with the mask of each tensor and how much of it stays; of a module those under the
-        names of its weight file.
+        The pruned weights as a lazy mapping, with the mask of each tensor and how much of it stays; a module's weights are under
+        the names of its weight file.
 
     Raises:
         NamingError: Names or shapes of importance and weights do not fit.
@@ -113,23 +113,22 @@ def weights(
         for module, attribute in owners[name]:
             tensor = getattr(module, attribute)
             torch_prune.custom_from_mask(module, attribute, mask.to(tensor.device))
-    # The module's weights may move from now on, and their scores with them; which ones are zero does not.
+    # The module's weights may change from now on, and their scores with them; the masks do not.
     return Pruned(stored, {name: partial(lambda n: iter([masks[n].flatten()]), name) for name in masks}, aliases)
 
 
 class Pruned(Computed):
-    """Weights of which some are zero, computed when asked for."""
+    """Pruned weights, computed when asked for."""
 
     def __init__(
         self, stored: Mapping[str, Tensor], marks: Mapping[str, Source], aliases: Mapping[str, str] | None = None
     ) -> None:
         super().__init__(stored)
-        self._stored = stored
         self._marks = dict(marks)
         self._aliases = {a: name for a, name in (aliases or {}).items() if name in marks}
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._stored[name]
+        weight = self._like[name]
         if self._target(name) not in self._marks:
             return weight
         check_finite(weight, name)
@@ -139,23 +138,23 @@ class Pruned(Computed):
         """Yield one tensor in flat chunks, in order."""
         target = self._target(name)
         if target not in self._marks:
-            yield from chunks_of(self._stored, name, size)
+            yield from chunks_of(self._like, name, size)
             return
         kept = recut(self._marks[target](), size)
-        for chunk, mark in zip(chunks_of(self._stored, name, size), kept, strict=True):
+        for chunk, mark in zip(chunks_of(self._like, name, size), kept, strict=True):
             check_finite(chunk, name)
             yield torch.where(mark, chunk, torch.zeros((), dtype=chunk.dtype))
 
     def mask(self, name: str) -> Tensor:
-        """Return True where a weight of one tensor stays."""
+        """Return the mask of one tensor: True where a weight stays."""
         marks = self._marks.get(self._target(name))
         if marks is None:
             return torch.ones(self.shape(name), dtype=torch.bool)
         return filled(marks(), self.shape(name), torch.bool)
 
     def counts(self, progress: Progress | None = None) -> dict[str, tuple[int, int]]:
-        """Return for each candidate tensor how many of its entries stay, and how many there are; one pass."""
-        sizes = {name: numel_of(self._stored, name) for name in self._marks}
+        """Return how many entries of each candidate tensor stay, and how many there are; one pass."""
+        sizes = {name: numel_of(self._like, name) for name in self._marks}
         counts, done = {}, 0
         for name, marks in self._marks.items():
             counts[name] = (sum(int(np.count_nonzero(mark.numpy())) for mark in marks()), sizes[name])
@@ -200,7 +199,7 @@ def _by_pattern(scored: Scores, keep: int, of: int) -> dict[str, Source]:
 
 
 def _pattern_chunks(scored: Scores, name: str, keep: int, of: int) -> Iterator[Tensor]:
-    """Yield which entries of one tensor stay, in flat chunks of whole rows."""
+    """Yield the mask of one tensor in flat chunks of whole rows."""
     rest = scored.shape(name)[1:]
     for chunk in scored.chunks(name, rest.numel() * max(1, CHUNK // rest.numel())):
         yield keep_pattern(chunk.view(-1, *rest), keep, of, repr(name)).flatten()
@@ -213,13 +212,10 @@ def _fitted(
     exclude: str | None,
     parameters: set[str] | None,
 ) -> Mapping[str, Tensor]:
-    """Return the importance under the names of the weights, without what is excluded; without one, the weights themselves."""
+    """Return the candidates: the importance under the names of the weights, or the weights themselves without one."""
     if importance is None:
-        names = {
-            name: name
-            for name in stored
-            if name not in aliases and dtype_of(stored, name).is_floating_point and len(shape_of(stored, name)) > 1
-        }
+        matrices = (n for n in stored if dtype_of(stored, n).is_floating_point and len(shape_of(stored, n)) > 1)
+        names = {name: name for name in matrices if name not in aliases}
         left_out = excluded(exclude, stored, aliases)
     else:
         called = ("the importance", "the model")
@@ -252,7 +248,7 @@ def _of_module(
         module, attribute = places[0]
         plain = attribute.removesuffix("_orig")
         mask = getattr(module, f"{plain}_mask", None) if plain != attribute else None
-        if isinstance(mask, Tensor):  # pruned before: what is zero already has the lowest score
+        if isinstance(mask, Tensor):  # pruned before: its zeros have the lowest score
             tensor = tensor * mask
             name = name.removesuffix("_orig")
             places = [(m, a.removesuffix("_orig")) for m, a in places]
@@ -276,20 +272,20 @@ def scores(
     *,
     seed: int = 0,
 ) -> Scores:
-    """Return what is lost by setting each weight to zero, to second order: ½θ²F; a lazy mapping.
+    """Return by how much the loss grows if a weight is set to zero, to second order: ½θ²F; a lazy mapping.
 
     Args:
         weights: Any mapping, in memory or in files; read in chunks.
-        importance: Of the same names and shapes, for the scores fisher and importance.
+        importance: A mapping with the names and shapes of the weights, for the scores fisher and importance.
         score: `"fisher"` is ½θ²F, `"magnitude"` |θ|, `"importance"` F alone, `"random"` uniform noise.
-        seed: Of random scores, which depend on it and on the parameter's name alone.
+        seed: The seed of random scores, which depend on it and on the parameter's name alone.
 
     Returns:
-        A score for each entry of each tensor that has an importance (of each tensor, without one).
+        A score for each entry of the tensors that have an importance; of all tensors, if none is given.
 
     Raises:
         NamingError: The importance has a name or a shape that the weights do not have.
-        SquisherError: The score does not exist or needs an importance; when it is read, ½θ²F is more than the type holds.
+        SquisherError: The score does not exist or needs an importance; on reading: ½θ²F is more than the type holds.
     """
     check_score(score, importance)
     if importance is None:
@@ -300,7 +296,7 @@ def scores(
 
 
 def check_score(score: str, importance: object, more: tuple[str, ...] = ()) -> None:
-    """Refuse a score that does not exist, or one that needs an importance where there is none."""
+    """Refuse a score that does not exist, or that needs an importance where none is given."""
     check_choice("score", score, (*SCORES, *more))
     if importance is None and score not in ("magnitude", "random", "orthoreg"):
         raise ArgumentError(f"The score {score} needs an importance; only magnitude and random do without one.")
@@ -318,12 +314,11 @@ class Scores(Computed):
         names: list[str],
     ) -> None:
         super().__init__(weights, {name: name for name in names})
-        self._weights, self._importance = weights, importance
-        self._score, self._seed = score, seed
+        self._importance, self._score, self._seed = importance, score, seed
 
     def dtype(self, name: str) -> torch.dtype:
         """Return float32, or float64 where weights or importance are."""
-        read = [self._weights] if self._importance is None else [self._weights, self._importance]
+        read = [self._like] if self._importance is None else [self._like, self._importance]
         wide = self._score != "random" and any(dtype_of(r, self._name_there(name)) == torch.float64 for r in read)
         return torch.float64 if wide else torch.float32
 
@@ -333,7 +328,7 @@ class Scores(Computed):
             yield from self._noise(name, size)
             return
         kind = self.dtype(name)
-        weights = chunks_of(self._weights, name, size)
+        weights = chunks_of(self._like, name, size)
         if self._importance is None or self._score == "magnitude":
             for chunk in weights:
                 yield torch.from_numpy(np.abs(_array(chunk, kind)))

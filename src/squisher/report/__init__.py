@@ -1,9 +1,10 @@
-"""What people see: tables for a terminal, dictionaries for JSON, charts, pictures, and a page.
+"""Tables for a terminal, dictionaries for JSON, charts, pictures, and the page of a report.
 
     data = collect([Subject("mine", squisher.load("squisher.safetensors"))])
     write("report.html", report_page(data))
 
-Charts, tables and the page know nothing of importances, so other pages can be made of them too:
+`data` computes what a report shows; `words`, `charts` and `sections` write, draw and arrange it. `drawing`, `svg` and `page` know
+nothing of importances, so other pages can be made of them, too:
 
     drawing = lines([Series("loss", steps, losses)], Axis("step", 0, 100), Axis("loss", 0, 3), title="Loss", description="…")
     write_picture("loss.svg", "Training", [Panel("Loss", drawing)])

@@ -1,8 +1,8 @@
 """The layer and the kind of each parameter, from its name.
 
-`encoder.layer.3.attention.query.weight` is the kind `attention.query.weight` of the layer `encoder.layer.3`: the first
-number in a name ends the layer. Later numbers (experts, branches) are of one kind. A name without a number is the kind of
-its last part, of the layer that the rest names: `classifier.weight`.
+`encoder.layer.3.attention.query.weight` is the kind `attention.query.weight` of the layer `encoder.layer.3`: the first number in
+a name ends the layer. Later numbers (experts, branches) do not distinguish kinds. In a name without a number the last part is
+the kind and the rest the layer: `classifier.weight`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["Place", "grid", "labels", "layers_in_order", "place"]
 
 _FIRST = re.compile(r"embed|^wte$|^wpe$|^stem|^conv1$|cls_token")
 _LAST = re.compile(r"head|classifier|^score$|^fc$|pooler|^ln_f$|^norm$|final|output_projection")
-_VAGUE = 6  # letters: dense, norm, proj say little alone
+_VAGUE = 6  # letters; words as short as dense, norm and proj say little alone
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Place:
 
     Attributes:
         layer: The name of its layer, with the number where it has one.
-        kind: What it is within its layer.
-        stack: The layer's name without the number: layers of one stack are alike.
-        index: The number; None where there is none.
+        kind: Its name within the layer.
+        stack: The layer's name without the number, which similar layers share.
+        index: The number; None without one.
     """
 
     layer: str
@@ -52,10 +52,9 @@ def place(name: str) -> Place:
 def layers_in_order(places: Iterable[Place]) -> list[Place]:
     """Return one place of each layer, in the order of the modules.
 
-    Optimizers often list all weights before all biases and norms, so that the order of names alone would put
-    `embeddings.LayerNorm` after the classifier. Modules are therefore kept together: a module stands where its first
-    parameter does, and numbered ones by their number. Names in alphabetical order say nothing; then embeddings come first
-    and heads last.
+    Optimizers often list all weights before all biases and norms, so that the order of names would put `embeddings.LayerNorm`
+    after the classifier. So a module stands where its first parameter does, and numbered modules are sorted by number. An
+    alphabetical order tells nothing: then embeddings come first and heads last.
     """
     layers: dict[str, Place] = {}
     for one in places:
@@ -85,7 +84,7 @@ def _rank(part: str, seen: int, alphabetical: bool) -> tuple[int, int]:
 
 
 def labels(layers: Sequence[Place]) -> list[str]:
-    """Return short, distinct names of layers: as few of their last parts as possible, but two where the last is a word like `dense`."""
+    """Return short, distinct names of layers: as few of their last parts as possible, but two if the last is short or a number."""
     names = [layer.layer.split(".") for layer in layers]
     for depth in range(1, 1 + max(map(len, names), default=0)):
         short = []
@@ -98,7 +97,7 @@ def labels(layers: Sequence[Place]) -> list[str]:
 
 
 def grid(places: Sequence[Place], key: str, values: Sequence[float], weights: Sequence[int]) -> dict[str, Any]:
-    """Return kinds × layers: the weighted mean over the parameters of each kind in each layer; None where there are none."""
+    """Return kinds × layers: the weighted mean over the parameters of each kind in each layer; None without parameters."""
     layers = layers_in_order(places)
     kinds = list(dict.fromkeys(one.kind for one in places))
     row_of = {kind: k for k, kind in enumerate(kinds)}

@@ -1,4 +1,4 @@
-"""What is drawn of importances: the charts that a report and `--plot FILE` share, each from plain values as `collect` returns them."""
+"""The charts of importances that a report and `--plot FILE` share, drawn from the plain values that `collect` returns."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def layer_bars(series: Sequence[Series], layers: Sequence[str], axis: Axis, titl
 
 
 def distribution_chart(totals: Mapping[str, Any]) -> tuple[str, int]:
-    """Draw how many entries have which value; also return how many of the smallest are not shown."""
+    """Draw the histogram of values; also return how many of the smallest are not shown."""
     bins = totals["log10_histogram"]
     first, counts = _without_tail(bins["first_edge"], bins["step"], bins["counts"])
     marks = [
@@ -91,7 +91,7 @@ def _without_tail(first: float, step: float, counts: Sequence[int]) -> tuple[flo
 
 
 def kept_chart(items: Sequence[Mapping[str, Any]]) -> str:
-    """Draw what share of the importance the largest entries hold, a line for each importance."""
+    """Draw the share of the importance that the largest entries hold, a line for each importance."""
     kept = [item["budget"]["kept"] for item in items]
     fractions = kept[0]["fraction"]
     series = [
@@ -131,7 +131,7 @@ def atlas_chart(atlas: Mapping[str, Any], source: str) -> str:
 
 
 def pruning_chart(pruning: Mapping[str, Any]) -> str:
-    """Draw which share of the cost ½θ²F the cheapest entries hold."""
+    """Draw the share of the cost ½θ²F that the cheapest entries hold."""
     return lines(
         [Series("cost", [0.0, *pruning["sparsity"]], [0.0, *pruning["share"]])],
         Axis("share of the entries set to zero, cheapest first", 0.0, 1.0, kind="share"),
@@ -143,7 +143,7 @@ def pruning_chart(pruning: Mapping[str, Any]) -> str:
 
 
 def density_chart(item: Mapping[str, Any], source: str) -> str:
-    """Draw how many entries have which pair of values; `source` is its place in the page's data."""
+    """Draw the histogram of pairs of values; `source` is its place in the page's data."""
     return density(
         item["density"],
         item["a"],
@@ -155,7 +155,7 @@ def density_chart(item: Mapping[str, Any], source: str) -> str:
 
 
 def overlap_chart(item: Mapping[str, Any]) -> str:
-    """Draw which share of the largest entries of one importance is among the largest of the other."""
+    """Draw the share of the largest entries of one importance that are among the largest of the other."""
     overlaps = item["overlaps"]
     fractions = overlaps["fraction"]
     tips = [f"largest {share(f)}: {share(o)} in both" for f, o in zip(fractions, overlaps["overlap"], strict=True)]

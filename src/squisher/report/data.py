@@ -1,9 +1,8 @@
-"""Everything that the page shows, as plain values: what `squisher report --json` prints and what the page embeds.
+"""Compute everything that a report shows, as plain values: `squisher report --json` prints them, and the page embeds them.
 
-Importances are read in chunks; memory does not grow with their size. What cannot be computed (values that are invalid,
-scales that differ) is replaced by the error's message, because a report is needed most for a broken file.
-Of several importances, parameters that are not in all of them, or not in one shape (heads of different tasks), are left out
-and listed.
+Importances are read in chunks. Where something cannot be computed (invalid values, scales that differ), the error's message takes
+its place, because a report is needed most for a broken file. Several importances are compared on the parameters that all have
+with one shape; the others (heads of different tasks) are listed.
 """
 
 from __future__ import annotations
@@ -38,16 +37,16 @@ __all__ = [
 ]  # fmt: skip
 
 FRACTIONS = (0.0001, 0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 0.9)
-"""Of the entries, the largest first: what share of the importance do they hold?"""
+"""Fractions of the entries, the largest first, whose share of the importance is computed."""
 
 SHARES = (0.5, 0.75, 0.9, 0.95, 0.99, 0.999)
-"""Of the importance: how few entries hold it?"""
+"""Shares of the importance for which the fewest entries are computed."""
 
 ALL_PAIRS = 4
-"""Up to so many importances each is compared with each; of more, each with the first."""
+"""Up to this many importances all pairs are compared; of more, each is compared with the first."""
 
-_SAID = ("kind", "values", "range")  # by the sentences and the totals
-_HIDDEN = ("sum", "sum_of_squares", "live_names")  # long, and in the rows
+_SAID = ("kind", "values", "range")  # the sentences and totals say it
+_HIDDEN = ("sum", "sum_of_squares", "live_names")  # long, and shown in the rows
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, the entries done and the entries in all."""
@@ -70,7 +69,7 @@ def collect(subjects: Sequence[Subject], progress: Progress | None = None) -> di
         progress: Called with what is being done, the entries done and the entries in all.
 
     Returns:
-        Plain values for JSON; what is not defined is None. Tables are mappings from column to values.
+        Plain values for JSON, None for undefined ones. Tables are mappings from column to values.
 
     Raises:
         FileError: A file cannot be read.
@@ -157,7 +156,7 @@ def atlas_of(health: Health) -> dict[str, Any]:
 
 
 def depth_of(health: Health) -> dict[str, list[Any]]:
-    """Return what each layer holds, in the order of the network."""
+    """Return each layer's share of the importance and of the entries, in the order of the network."""
     places = [place(row.name) for row in health.rows]
     layers = layers_in_order(places)
     sums, numels = dict.fromkeys((one.layer for one in layers), 0.0), dict.fromkeys((one.layer for one in layers), 0)
@@ -193,7 +192,7 @@ def _budget(importance: Importance, numel: int) -> dict[str, Any]:
 
 
 def _overview(found: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Return a row for each importance."""
+    """Return the table that compares the importances."""
     return {
         "name": [item["name"] for item in found],
         "kind": [item["provenance"]["kind"] for item in found],
@@ -217,10 +216,10 @@ def _counted(diagnoses: Sequence[dict[str, Any]]) -> str:
 
 
 def _or_sentence(compute: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Return what a function computes, or the message of its error under "error"."""
+    """Return the result of a function, or the message of its error under "error"."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SquisherWarning)  # the diagnoses say it
+            warnings.simplefilter("ignore", SquisherWarning)  # there is a diagnosis for it
             return compute(*args)
     except FileError:
         raise
@@ -239,11 +238,11 @@ SPARSITIES = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99)
 def on_model(importance: Importance, weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return how an importance fits a model, and what setting its cheapest weights to zero would add to the loss.
 
-    The cost of an entry is ½θ²F. Where the importance can be brought to the scale of a Fisher, the sum over the removed
-    entries is the increase of the mean loss that the second order predicts; otherwise only its share of the whole is known.
+    The cost of an entry is ½θ²F. If the importance can be brought to the scale of a Fisher, the sum over the removed entries is
+    the second-order increase of the mean loss; otherwise only its share of the whole is known.
 
     Args:
-        importance: Of this model.
+        importance: The importance of this model.
         weights: Any mapping, in memory or in files; read in chunks.
 
     Raises:
@@ -264,7 +263,7 @@ def on_model(importance: Importance, weights: Mapping[str, Tensor]) -> dict[str,
     numel = sum(numel_of(covered, name) for name in covered)
     removed = [math.floor(sparsity * numel) for sparsity in SPARSITIES]
     kept, _ = concentration(_sources(scores(weights, covered)), [0, *(numel - some for some in removed)])
-    total = kept.pop(0).rest  # of none kept
+    total = kept.pop(0).rest  # if none is kept
     return {
         "tensors": len(weights),
         "entries": sum(numel_of(weights, name) for name in weights),
@@ -287,7 +286,7 @@ _MAX_DENSITY = 60  # bins along an axis of the density
 
 
 def agreement_of(a: Importance, b: Importance, progress: Callable[[int, int], None] | None = None) -> dict[str, Any]:
-    """Return how far two importances agree: what `compare` says of the parameters that they share, per layer too, as plain values.
+    """Compare two importances on their common parameters, overall and per layer; return plain values.
 
     Raises:
         SquisherError: They share no parameter, or values are invalid.
@@ -298,7 +297,7 @@ def agreement_of(a: Importance, b: Importance, progress: Callable[[int, int], No
 
 
 def agreement_data(agreement: Agreement, a: Importance, b: Importance) -> dict[str, Any]:
-    """Return what charts and tables show of an agreement, as plain values; reads the importances once more."""
+    """Return the data of charts and tables of an agreement; reads the importances once more."""
     plain = agreement.to_dict()
     rows = {key: [row[key] for row in plain["rows"]] for key in (plain["rows"] or [{"name": ""}])[0]}
     places = [place(name) for name in rows["name"]]
@@ -317,7 +316,7 @@ def agreement_data(agreement: Agreement, a: Importance, b: Importance) -> dict[s
 
 
 def _alike(importances: Sequence[Importance]) -> tuple[set[str], list[str]]:
-    """Return the names that all have in the same shape, and the others (heads of different tasks, mostly)."""
+    """Return the names that all importances have with one shape, and the others (mostly heads of different tasks)."""
     names = dict.fromkeys(name for importance in importances for name in importance)
     alike = set(shared(importances))
     return alike, [name for name in names if name not in alike]
@@ -325,7 +324,7 @@ def _alike(importances: Sequence[Importance]) -> tuple[set[str], list[str]]:
 
 @one_thread()
 def _per_layer(a: Importance, b: Importance, places: Sequence[Place], names: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the rank correlation of all entries of each layer; of values rounded to 16 bits, in two passes."""
+    """Return the rank correlation of the entries of each layer, rounded to 16 bits, in two passes."""
     members: dict[str, list[str]] = {}
     for name, one in zip(names, places, strict=True):
         members.setdefault(one.layer, []).append(name)
@@ -355,7 +354,7 @@ def joint_counts(
     b: Mapping[str, Tensor],
     progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
-    """Count how many entries have a in one and b in the other tenth of a decade; entries that are 0 in either are left out."""
+    """Return the joint histogram of two importances over tenths of a decade, without entries that are 0 in either."""
     sides = [side if isinstance(side, Importance) else Importance(side) for side in (a, b)]
     counts = torch.zeros(_PLACES * _PLACES, dtype=torch.int64)
     done = 0
@@ -372,7 +371,7 @@ def joint_counts(
 
 @one_thread()
 def _density(agreement: Agreement, a: Importance, b: Importance) -> dict[str, Any]:
-    """Return how many entries have both values in each square of logarithms; squares so wide that a few dozen fill an axis."""
+    """Return the joint histogram with bins so wide that a few dozen fill an axis."""
     counts = joint_counts(agreement, a, b)
     filled = [int(k) for k in (counts.sum(0) + counts.sum(1)).nonzero()]
     if not filled:
@@ -380,11 +379,8 @@ def _density(agreement: Agreement, a: Importance, b: Importance) -> dict[str, An
     width = math.ceil((filled[-1] + 1 - filled[0]) / _MAX_DENSITY)
     first = filled[0] // width * width
     bins = (filled[-1] - first) // width + 1
+    first = min(first, _PLACES - bins * width)  # at the very end of the scale
     part = counts[first : first + bins * width, first : first + bins * width]
-    short = bins * width - part.shape[0]  # at the very end of the scale
-    if short:
-        first -= short
-        part = counts[first : first + bins * width, first : first + bins * width]
     squares = part.reshape(bins, width, bins, width).sum((1, 3))
     cells = [[int(x), int(y), int(squares[x, y])] for x, y in squares.nonzero().tolist()]
     return {
@@ -397,10 +393,10 @@ def _density(agreement: Agreement, a: Importance, b: Importance) -> dict[str, An
 
 
 def similarities_between(tasks: Mapping[str, Importance]) -> dict[str, Any]:
-    """Return the distances between tasks and their similarities (1 − distance), from the mean importance of each tensor that all of them share.
+    """Return distances and similarities (1 − distance) of tasks, from the mean importance of each common tensor.
 
     Raises:
-        SquisherError: They share no parameter, or have no common scale.
+        SquisherError: There is no common parameter, or no common scale.
     """
     alike, unlike = _alike(list(tasks.values()))
     if not alike:

@@ -1,10 +1,10 @@
-"""What every chart is drawn with: numbers as people read them, axes and colours, and the marks of an SVG.
+"""The parts of every chart: numbers as text, axes, colours, and the marks of an SVG.
 
-`page.js` has the same four functions for numbers; a browser test holds them together. Halves are rounded up, as JavaScript
-does, so that a table reads the same before and after it was sorted.
+`page.js` has the same four functions for numbers; a browser test compares them. Halves are rounded up, as in JavaScript, so
+that a table reads the same before and after it is sorted.
 
-The colours run from yellow over green to dark blue in steps of equal lightness (in OKLab), so that they keep their order for
-colour-blind readers and in grey. On a dark page the order is reversed: what is large always stands out.
+Colours run from yellow over green to dark blue in steps of equal lightness (in OKLab), so that they keep their order for
+colour-blind readers and in grey. On a dark page the order is reversed, so that large values always stand out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def share(value: float | None) -> str:
     """Return a share in percent, with three digits; never 0% or 100% unless it is."""
     if value is None or not math.isfinite(value):
         return MISSING
-    if 0.9995 <= value < 1:  # what is missing to the whole is what matters
+    if 0.9995 <= value < 1:  # show how much is missing
         return f"{fixed(100 * value)}%" if value < 0.999995 else ">99.999%"
     if 0 < value < 1e-6:
         return "<0.0001%"
@@ -87,10 +87,10 @@ class Axis:
     """One direction of a chart.
 
     Attributes:
-        label: What it shows, with the unit.
+        label: Its label, with the unit.
         low: The value at its beginning.
         high: The value at its end.
-        log: Whether it is logarithmic; then both are above 0.
+        log: Whether it is logarithmic; then both ends are above 0.
         kind: How its ticks are written: `number` or `share`.
     """
 
@@ -108,7 +108,7 @@ class Axis:
         return (at - low) / (high - low) if high > low else 0.5
 
     def ticks(self, count: int = 6) -> list[tuple[float, str]]:
-        """Round values within the axis, and how they are written."""
+        """Return round values on the axis, with their text."""
         if self.log:
             return self._powers(count)
         step = _round_step((self.high - self.low) / max(1, count))
@@ -130,7 +130,7 @@ class Axis:
 
 
 def domain_of(values: Iterable[float | None], log: bool = False) -> tuple[float, float]:
-    """Return the smallest and the largest of the values that an axis can show; a little room where they are one."""
+    """Return the smallest and the largest value that an axis can show, with some room if they are equal."""
     shown = [v for v in values if v is not None and math.isfinite(v) and (v > 0 or not log)]
     if not shown:
         return (0.1, 1.0) if log else (0.0, 1.0)
@@ -167,7 +167,7 @@ def colour_steps() -> list[str]:
 
 
 def _hex(lightness: float, chroma: float, hue: float) -> str:
-    """Return an sRGB colour from OKLab; what the screen cannot show is cut."""
+    """Return an sRGB colour from OKLab; clip what a screen cannot show."""
     a, b = chroma * math.cos(hue), chroma * math.sin(hue)
     long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
     medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
@@ -189,24 +189,24 @@ PAGE_WIDTH = 1120
 """A wider drawing scrolls in a box of its own."""
 
 SERIES = 6
-"""Colours, dashes and shapes of series repeat after so many."""
+"""The number of series after which colours, dashes and shapes repeat."""
 
 
 @dataclass
 class Chart:
-    """The axes of a chart: maps values to places, and collects what is drawn into one `<svg>`.
+    """A chart with two axes: maps values to places, and collects marks into one `<svg>`.
 
     Args:
         title: The name of the chart.
         description: What it shows, in a sentence.
         x: The horizontal axis.
-        y: The vertical one.
-        width: Of the whole.
-        height: Of the whole.
+        y: The vertical axis.
+        width: The width of the whole chart.
+        height: The height of the whole chart.
         bottom: Room for labels below.
         legend: Names of series, shown above.
         left: Room for the labels of the vertical axis.
-        right: Room at the end.
+        right: Room on the right.
         swatch: How the legend shows a series: as a `line` or as a `bar`.
     """
 
@@ -237,7 +237,7 @@ class Chart:
         return self.height - self.bottom - self.y.part(value) * (self.height - self.bottom - self.top)
 
     def add(self, part: str) -> None:
-        """Draw something."""
+        """Add SVG text."""
         self.parts.append(part)
 
     def svg(self, *, x_ticks: Sequence[tuple[float, str]] | None = None, turned: bool = False) -> str:
@@ -291,17 +291,17 @@ def px(value: float) -> str:
 
 
 def text_at(x: float, y: float, text: str, anchor: str, kind: str) -> str:
-    """Write words at a place: `anchor` is start, middle or end, `kind` their class."""
+    """Return text at a place: `anchor` is start, middle or end, `kind` its class."""
     return f'<text class="{kind}" text-anchor="{anchor}" x="{px(x)}" y="{px(y)}">{escape(text)}</text>'
 
 
 def slanted(x: float, y: float, text: str) -> str:
-    """Write words that end at a place, turned so that many fit side by side."""
+    """Return text that ends at a place, slanted so that many fit side by side."""
     short = shortened(text, 22)
     return f'<text class="tick" text-anchor="end" transform="translate({px(x + 4)} {px(y)}) rotate(-38)">{escape(short)}</text>'
 
 
 def shortened(name: str, width: int) -> str:
-    """Return a name that fits; the middle is cut, because names differ at their ends."""
+    """Return a name that fits, without its middle, because names differ at their ends."""
     head = (width - 1) // 2
     return name if len(name) <= width else name[:head] + "…" + name[len(name) - (width - 1 - head) :]

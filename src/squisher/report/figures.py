@@ -1,7 +1,7 @@
-"""What `--plot FILE` draws: the report's charts of one importance, of two, of several tasks, and of a selection.
+"""The pictures of `--plot FILE`: the report's charts of one importance, of two, of several tasks, and of a selection.
 
-`.svg` files hold the charts as they are drawn, `.png` files need the `plots` extra. A file has no page around it, so it
-carries the page's light style, written without the variables and colour pairs that only browsers know.
+`.svg` files hold the charts as they are drawn; `.png` files need the `plots` extra. A picture carries the page's light style,
+without the variables and colour pairs that only browsers know.
 """
 
 from __future__ import annotations
@@ -22,18 +22,8 @@ from ..analysis.agreement import Agreement
 from ..analysis.health import Health
 from ..errors import ArgumentError, FileError, SquisherError
 from ..importance import Importance
+from . import charts
 from .atlas import grid, place
-from .charts import (
-    atlas_chart,
-    density_chart,
-    depth_chart,
-    distribution_chart,
-    layer_bars,
-    layer_chart,
-    overlap_chart,
-    share_chart,
-    similarity_chart,
-)  # fmt: skip
 from .data import agreement_data, atlas_of, depth_of
 from .drawing import Axis, px
 from .page import HATCH, chart_style, resource, write
@@ -45,20 +35,20 @@ __all__ = [
 
 
 def plot_importance(importance: Importance, health: Health, path: str | os.PathLike[str]) -> None:
-    """Draw how the values of an importance are distributed, and which layers hold them.
+    """Draw the distribution of an importance's values, and the layers that hold them.
 
     Args:
-        importance: Names the picture.
+        importance: The importance, for the heading.
         health: What `examine` found.
         path: An `.svg` or `.png` file.
     """
     p, depth = importance.provenance, depth_of(health)
     what = "Fisher" if p.kind == "fisher" else f"Squisher of {(p.optimizer or {}).get('class', 'an optimizer')}"
     panels = [
-        Panel("What each layer holds", share_chart(depth)),
-        Panel("Distribution of the values", distribution_chart(health.totals.to_dict())[0]),
-        Panel("Layers and kinds of parameters", atlas_chart(atlas_of(health), "")),
-        Panel("Depth profile", depth_chart(depth)),
+        Panel("What each layer holds", charts.share_chart(depth)),
+        Panel("Distribution of the values", charts.distribution_chart(health.totals.to_dict())[0]),
+        Panel("Layers and kinds of parameters", charts.atlas_chart(atlas_of(health), "")),
+        Panel("Depth profile", charts.depth_chart(depth)),
     ]
     write_picture(path, f"{what}: {health.totals.numel:,} values in {len(health.rows):,} parameters", panels)
 
@@ -75,41 +65,41 @@ def plot_agreement(
     Args:
         agreement: What `compare(a, b)` returned.
         a: The first importance; read once more, in chunks.
-        b: The second.
+        b: The second importance.
         path: An `.svg` or `.png` file.
-        names: What to call them.
+        names: The names of the two.
     """
     sides = [side if isinstance(side, Importance) else Importance(side) for side in (a, b)]
     data = {"a": names[0], "b": names[1], **agreement_data(agreement, *sides)}
     panels = [
-        Panel("Entry against entry", density_chart(data, "")),
-        Panel("Do they agree on what matters most?", overlap_chart(data)),
-        Panel("Rank correlation per layer", layer_chart(data["layers"])),
+        Panel("Entry against entry", charts.density_chart(data, "")),
+        Panel("Do they agree on what matters most?", charts.overlap_chart(data)),
+        Panel("Rank correlation per layer", charts.layer_chart(data["layers"])),
     ]
     write_picture(path, f"{names[0]} and {names[1]}: {agreement.numel:,} entries in common", panels)
 
 
 def plot_similarities(names: Sequence[str], distances: Tensor, path: str | os.PathLike[str]) -> None:
-    """Draw the similarity of tasks (1 − distance) as a map, with like ones side by side.
+    """Draw the similarity of tasks (1 − distance) as a map, with similar tasks side by side.
 
     Args:
         names: The tasks.
-        distances: Between them, symmetric.
+        distances: A symmetric matrix.
         path: An `.svg` or `.png` file.
     """
     order = clustered(distances)
     values = (1 - distances[order][:, order]).tolist()
-    panel = Panel("1 is the same task", similarity_chart([names[k] for k in order], values, ""))
+    panel = Panel("1 is the same task", charts.similarity_chart([names[k] for k in order], values, ""))
     write_picture(path, "Similarity of tasks", [panel])
 
 
 def plot_sparsity(counts: Mapping[str, tuple[int, int]], path: str | os.PathLike[str], what: str) -> None:
-    """Draw which share of every layer and of every parameter was chosen (kept, or set to zero).
+    """Draw the share of every layer and of every parameter that was chosen (kept, or set to zero).
 
     Args:
-        counts: For each tensor, how many entries were chosen and how many there are.
+        counts: How many entries of each tensor were chosen, and how many there are.
         path: An `.svg` or `.png` file.
-        what: What the chosen ones are, in words.
+        what: A word for the chosen entries.
     """
     places = [place(name) for name in counts]
     layers: dict[str, list[int]] = {}
@@ -122,7 +112,7 @@ def plot_sparsity(counts: Mapping[str, tuple[int, int]], path: str | os.PathLike
     by_layer = [layers[layer][0] / layers[layer][1] if layers[layer][1] else None for layer in atlas["layers"]]
     chosen, entries = (sum(pair[k] for pair in counts.values()) for k in (0, 1))
     label = f"share of the entries {what}"
-    bars = layer_bars(
+    bars = charts.layer_bars(
         [Series(what, range(len(by_layer)), by_layer)],
         atlas["labels"],
         Axis(label, 0.0, max([value or 0.0 for value in by_layer] + [1e-9]), kind="share"),
@@ -155,7 +145,7 @@ def check_picture(path: str | os.PathLike[str]) -> None:
     """Refuse a picture that cannot be written, before any work.
 
     Raises:
-        SquisherError: The file ends in neither .svg nor .png, or what writes .png files is not installed.
+        SquisherError: The file ends in neither .svg nor .png, or the extra for .png files is not installed.
         FileError: There is no such folder.
     """
     path = Path(path)
@@ -170,11 +160,11 @@ def check_picture(path: str | os.PathLike[str]) -> None:
 def write_picture(path: str | os.PathLike[str], heading: str, panels: Sequence[Panel]) -> None:
     """Write charts into one file, side by side where they fit.
 
-    The bytes depend on nothing but the charts (and, of a .png, on the version of resvg).
+    The bytes depend on the charts alone (and for a .png on the version of resvg).
 
     Args:
-        path: Ends in `.svg` or `.png`.
-        heading: What the picture shows.
+        path: An `.svg` or `.png` file.
+        heading: The heading of the picture.
         panels: The charts, in reading order.
 
     Raises:
@@ -208,7 +198,7 @@ def _renderer() -> Callable[..., Any]:
 
 
 def _together(heading: str, panels: Sequence[Panel]) -> str:
-    """Return one `<svg>` of several: panels fill rows of the page's width."""
+    """Return one `<svg>` of several panels, in rows of the page's width."""
     rows: list[list[tuple[Panel, float, float]]] = []
     room = 0.0
     for panel in panels:

@@ -1,6 +1,6 @@
-"""Putting a page together: sections, figures, tables, the data, the style and the script, in one file that needs no network.
+"""Make a page of sections, figures, tables, data, style and script, in one file that needs no network.
 
-All text is escaped here or by the function that draws it; the data go into a JSON block that cannot end early; and the page tells the browser to run
+All text is escaped here or where it is drawn, the data are in a JSON block that they cannot end, and the page allows the browser
 no script but its own.
 """
 
@@ -31,10 +31,10 @@ HATCH = (
     '<pattern id="hatch" width="5" height="5" patternUnits="userSpaceOnUse" patternTransform="rotate(45)">'
     '<rect class="hatch-ground" width="5" height="5"/><rect class="hatch-line" width="1.6" height="5"/></pattern>'
 )
-"""What cells are filled with that a logarithmic scale cannot show."""
+"""The fill of cells that a logarithmic scale cannot show."""
 
 ROWS = 20
-"""Longer tables begin with so many rows; a button shows more."""
+"""The number of rows that a longer table begins with; a button shows more."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ class Column:
     """A column of a table: its key in the data, its heading, and how its values are written.
 
     Attributes:
-        key: Of the list of its values.
+        key: The key of the list of its values.
         label: The heading.
         kind: `text`, `whole`, `number`, `fixed` or `share`.
-        help: What it means, where the heading does not say it.
+        help: An explanation of the heading, if it needs one.
     """
 
     key: str
@@ -70,7 +70,7 @@ def page(title: str, lead: str, parts: Sequence[Part], data: Mapping[str, Any], 
         title: Its heading.
         lead: The line below the heading.
         parts: Its sections; the navigation lists them.
-        data: What tables and tooltips read, and what others may take from the page.
+        data: The data of tables and tooltips, which others may take from the page.
         eyebrow: A few words above the heading.
     """
     style, script = resource("style.css") + chart_style(), resource("page.js")
@@ -114,7 +114,7 @@ def page(title: str, lead: str, parts: Sequence[Part], data: Mapping[str, Any], 
 
 
 def section(anchor: str, heading: str, *parts: str) -> Part:
-    """Return a section that folds, with an anchor that can be linked to."""
+    """Return a section that folds, with an anchor for links."""
     link = f'<a class="anchor" href="#{escape(anchor)}" aria-label="Link to {escape(heading)}">#</a>'
     html = (
         f'<section id="{escape(anchor)}" aria-labelledby="{escape(anchor)}-h"><details class="fold" open>'
@@ -134,12 +134,12 @@ def figure(drawing: str, heading: str, caption: str = "", *, wide: bool = False)
 
 
 def note(text: str, kind: str = "info") -> str:
-    """Return a sentence that is set apart: `info`, `warning` or `problem`."""
+    """Return a highlighted sentence: `info`, `warning` or `problem`."""
     return f'<p class="note {escape(kind)}">{escape(text)}</p>'
 
 
 def facts_list(facts: Sequence[Sequence[str]]) -> str:
-    """List pairs of a label and what it is."""
+    """Return a list of pairs of a label and a value."""
     return f'<dl class="facts">{"".join(f"<div><dt>{escape(a)}</dt><dd>{escape(b)}</dd></div>" for a, b in facts)}</dl>'
 
 
@@ -153,7 +153,7 @@ def table(
     filtered: bool = True,
     by: str | None = None,
 ) -> str:
-    """Return a table that can be sorted by each column and, where it is long, filtered.
+    """Return a table that can be sorted by each column and filtered.
 
     The first rows are in the HTML; the script reads all of them from the page's data.
 
@@ -210,7 +210,7 @@ def dumped(data: Mapping[str, Any]) -> str:
 
 def _embedded(data: Mapping[str, Any]) -> str:
     text = dumped(data)
-    for character in "<>&\u2028\u2029":  # nothing that could end the element, or that HTML would read
+    for character in "<>&\u2028\u2029":  # they could end the element, or mean something in HTML
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 

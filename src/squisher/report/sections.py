@@ -1,4 +1,4 @@
-"""The page of a report: its sections, from the data that `collect` returned. Nothing is computed here."""
+"""The sections of a report's page, from the data that `collect` returned. Nothing is computed here."""
 
 from __future__ import annotations
 
@@ -6,20 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from .charts import (
-    agreement_map,
-    atlas_chart,
-    density_chart,
-    depth_chart,
-    distribution_chart,
-    kept_chart,
-    layer_chart,
-    overlap_chart,
-    overview_chart,
-    pruning_chart,
-    share_chart,
-    similarity_chart,
-)  # fmt: skip
+from . import charts
 from .drawing import fixed, number, share, whole
 from .page import Column, Part, facts_list, figure, note, page, section, table
 from .words import counted, listed
@@ -43,7 +30,7 @@ def report_page(data: Mapping[str, Any]) -> str:
     """Return the page of a report.
 
     Args:
-        data: What `collect` returned; the page embeds it whole.
+        data: What `collect` returned; the page embeds all of it.
     """
     importances = data["importances"]
     names = [item["name"] for item in importances]
@@ -68,8 +55,8 @@ def _overview(importances: Sequence[Mapping[str, Any]], overview: Mapping[str, A
         "Side by side",
         table("overview-table", "All importances", _OVERVIEW, overview, "overview", filtered=False),
         '<div class="figures">',
-        figure(overview_chart(importances), "Through the layers", caption),
-        figure(kept_chart(kept), "How concentrated", _KEPT_CAPTION) if kept else "",
+        figure(charts.overview_chart(importances), "Through the layers", caption),
+        figure(charts.kept_chart(kept), "How concentrated", _KEPT_CAPTION) if kept else "",
         "</div>",
     )
 
@@ -111,7 +98,7 @@ _PRUNING = (
 
 
 def _importance(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]:
-    """Return several sections for the only importance of a report, or one section for one of several."""
+    """Return the sections of a report's only importance, or one section for one of several."""
     prefix, anchor = f"importances.{k}", f"importance-{k + 1}"
     anchor_of, source = f"{anchor}-parameters-table", f"{prefix}.parameters"
     parameters = table(anchor_of, "All parameters", _PARAMETERS, item["parameters"], source, by="share")
@@ -132,11 +119,11 @@ def _importance(item: Mapping[str, Any], k: int, alone: bool) -> list[Part]:
 
 
 def _answer(item: Mapping[str, Any], alone: bool) -> str:
-    """Return which layers hold the most importance, with charts; the sentences only if the lead of the page has not said them."""
+    """Return charts of the layers' shares; with sentences, unless the lead of the page has them."""
     caption = "A layer with more of the importance than of the entries matters more than its size suggests."
     words = "" if alone else f'<p class="answer">{escape(" ".join(item["answer"]))}</p>'
-    shares = figure(share_chart(item["depth"]), "What each layer holds", caption)
-    depth = figure(depth_chart(item["depth"]), "Depth profile", "Layers in the order of the network.")
+    shares = figure(charts.share_chart(item["depth"]), "What each layer holds", caption)
+    depth = figure(charts.depth_chart(item["depth"]), "Depth profile", "Layers in the order of the network.")
     return f'{words}<div class="figures">{shares}{depth}</div>'
 
 
@@ -159,7 +146,7 @@ def _what(item: Mapping[str, Any]) -> str:
 
 
 def _atlas(item: Mapping[str, Any], prefix: str, anchor: str) -> str:
-    drawing = atlas_chart(item["atlas"], f"{prefix}.atlas kinds layers mean")
+    drawing = charts.atlas_chart(item["atlas"], f"{prefix}.atlas kinds layers mean")
     caption = (
         "Each cell is the mean over the entries of one kind of parameter in one layer. Blank: the layer has no such parameter. "
         "Hatched: exactly 0 everywhere. A few cells far below the others share the first colour."
@@ -183,7 +170,7 @@ def _budget(item: Mapping[str, Any], prefix: str, anchor: str) -> str:
             ("kept", "What the largest entries hold", _KEPT),
         )
     ]
-    kept = figure(kept_chart([item]), "How concentrated", _KEPT_CAPTION)
+    kept = figure(charts.kept_chart([item]), "How concentrated", _KEPT_CAPTION)
     return f'<div class="figures">{_distribution_figure(item["totals"])}{kept}{"".join(tables)}</div>'
 
 
@@ -215,7 +202,7 @@ def _findings(diagnoses: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _distribution_figure(totals: Mapping[str, Any]) -> str:
-    drawing, hidden = distribution_chart(totals)
+    drawing, hidden = charts.distribution_chart(totals)
     left_out = [f"{whole(totals['zeros'])} zeros"] if totals["zeros"] else []
     left_out += [f"{whole(hidden)} smallest values"] if hidden else []
     caption = "Tenths of a decade." + (f" Not shown: {' and '.join(left_out)}." if left_out else "")
@@ -244,7 +231,7 @@ def _model(model: Mapping[str, Any] | None, prefix: str, anchor: str) -> str:
     )
     pruning = model["pruning"]
     caption = "A ranking, no forecast. If all weights cost alike, the line would be the dashed one."
-    chart = figure(pruning_chart(pruning), "Cheap and dear weights", caption)
+    chart = figure(charts.pruning_chart(pruning), "Cheap and dear weights", caption)
     rows = table(
         f"{anchor}-pruning", "Pruning, predicted", _PRUNING, pruning, f"{prefix}.model.pruning", filtered=False
     )
@@ -268,7 +255,7 @@ _OVERLAPS = (
 
 
 def _agreements(agreements: Sequence[Mapping[str, Any]], all_pairs: bool) -> Part:
-    """Return how far each pair agrees: in rank, in scale, and on what matters most."""
+    """Return how far each pair agrees, in rank, in scale, and on the largest entries."""
     out = [] if all_pairs else [note("There are many importances: each is compared with the first one only.")]
     for k, item in enumerate(agreements):
         if len(agreements) > 1:
@@ -305,11 +292,11 @@ def _agreement(item: Mapping[str, Any], k: int) -> str:
     per_layer = "All entries of a layer ranked together; 1 is the same order, 0 none in common."
     per_parameter = "Mean over the parameters of one kind in one layer."
     figures = [
-        figure(density_chart(item, f"{prefix}.density"), "Entry against entry", caption),
-        figure(overlap_chart(item), "Do they agree on what matters most?", _overlap_caption(item)),
-        figure(layer_chart(item["layers"]), "Rank correlation per layer", per_layer),
+        figure(charts.density_chart(item, f"{prefix}.density"), "Entry against entry", caption),
+        figure(charts.overlap_chart(item), "Do they agree on what matters most?", _overlap_caption(item)),
+        figure(charts.layer_chart(item["layers"]), "Rank correlation per layer", per_layer),
         largest,
-        figure(agreement_map(item["atlas"], prefix), "Rank correlation per parameter", per_parameter, wide=True),
+        figure(charts.agreement_map(item["atlas"], prefix), "Rank correlation per parameter", per_parameter, wide=True),
     ]
     rows = table(f"{anchor}-rows", "Agreement per parameter", _ROWS, item["rows"], f"{prefix}.rows")
     return f'{facts_list(facts)}<div class="figures">{"".join(figures)}</div>{rows}'
@@ -325,7 +312,7 @@ def _overlap_caption(item: Mapping[str, Any]) -> str:
 def _similarities(data: Mapping[str, Any]) -> Part:
     if "error" in data:
         return section("tasks", "Similarity of tasks", note(data["error"], "warning"))
-    drawing = similarity_chart(data["tasks"], data["similarity"], "tasks tasks tasks similarity")
+    drawing = charts.similarity_chart(data["tasks"], data["similarity"], "tasks tasks tasks similarity")
     caption = (
         "1 minus Task2Vec's distance of the mean importance of each tensor: 1 is the same task, 0 is nothing in common."
     )

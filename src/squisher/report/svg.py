@@ -1,9 +1,9 @@
 """Charts as SVG text: lines, bars with error bars, points, histograms, maps of many cells.
 
 Each function returns one `<svg>` with a title and a description for screen readers. Colours are classes of the page's style, so
-that a chart follows its theme. A mark with `data-tip` shows it under the pointer and, by the arrow keys, to a keyboard. A map
-draws one path for each colour, so that ten thousand cells are as light as two dozen marks; it does not repeat the values of its
-cells: `data-source` names the place in the page's data where a script finds them.
+a chart follows its theme. A mark with `data-tip` shows it under the pointer, or by the arrow keys. A map draws one path for each
+colour, so that ten thousand cells are as light as two dozen marks; instead of the values of its cells, it has in `data-source`
+the place in the page's data where a script finds them.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class Series:
     """One line or one set of bars or points.
 
     Attributes:
-        name: What the legend calls it.
+        name: Its name in the legend.
         x: Places along the axis.
-        y: Values; None where there is none.
-        low: Lower ends of error bars, where there are any.
-        high: Upper ends.
-        tips: What to say of each point; by default its coordinates.
+        y: Values; None for none.
+        low: Lower ends of error bars, if there are any.
+        high: Upper ends of error bars.
+        tips: The tooltip of each point; by default its coordinates.
     """
 
     name: str
@@ -79,13 +79,13 @@ def lines(
     """Draw values along an axis, a line for each series.
 
     Args:
-        series: What to draw. A value that the axis cannot show (None; 0 on a logarithmic one) breaks its line.
-        x: The horizontal axis; ignored but for its label where there are categories.
-        y: The vertical one.
+        series: The lines. A value that the axis cannot show (None; 0 on a logarithmic one) breaks its line.
+        x: The horizontal axis; with categories only its label is used.
+        y: The vertical axis.
         title: The name of the chart.
         description: What it shows, in a sentence.
-        categories: Names of places 0, 1, …, such as layers, in the place of a scale.
-        diagonal: Whether to draw where both axes are equal.
+        categories: Names of the places 0, 1, …, such as layers, instead of a scale.
+        diagonal: Whether to draw the line where both axes are equal.
     """
     if categories:
         x = Axis(x.label, -0.5, len(categories) - 0.5)
@@ -117,7 +117,7 @@ def lines(
 def bars_with_error_bars(
     series: Sequence[Series], categories: Sequence[str], y: Axis, *, title: str, description: str, label: str = ""
 ) -> str:
-    """Draw a group of bars for each category, one of each series, with error bars where the series has them.
+    """Draw a group of bars for each category, one for each series, with error bars if the series has them.
 
     Args:
         series: Its `y` has a value for each category; `x` is not used.
@@ -125,7 +125,7 @@ def bars_with_error_bars(
         y: The vertical axis.
         title: The name of the chart.
         description: What it shows, in a sentence.
-        label: Of the horizontal axis.
+        label: The label of the horizontal axis.
     """
     x = Axis(label, -0.5, len(categories) - 0.5)
     chart = _chart(series, categories, x, y, title, description, swatch="bar")
@@ -150,7 +150,7 @@ def bars_with_error_bars(
 def points_with_error_bars(
     series: Sequence[Series], categories: Sequence[str], y: Axis, *, title: str, description: str, label: str = ""
 ) -> str:
-    """Draw as `bars_with_error_bars` with points, for axes that do not begin at 0."""
+    """Draw points instead of the bars of `bars_with_error_bars`, for axes that do not begin at 0."""
     chart = _chart(series, categories, Axis(label, -0.5, len(categories) - 0.5), y, title, description)
     for k, one in enumerate(series):
         places = [place + (k - (len(series) - 1) / 2) * 0.6 / len(series) for place in range(len(categories))]
@@ -190,10 +190,10 @@ def histogram(
     Args:
         first_edge: log₁₀ of the lower end of the first bin.
         step: The width of a bin, in decades.
-        counts: How many are in each.
+        counts: How many values are in each bin.
         title: The name of the chart.
         description: What it shows, in a sentence.
-        label: Of the horizontal axis.
+        label: The label of the horizontal axis.
         marks: Values to point out.
     """
     numel = sum(counts)
@@ -240,18 +240,18 @@ def heat_map(
     """Draw values of rows × columns as colours, with a legend.
 
     Args:
-        values: A list for each row; None is left blank, and what a logarithm cannot show is hatched.
+        values: A list for each row; None is left blank, and values without a logarithm are hatched.
         rows: Names of the rows.
         columns: Names of the columns.
         title: The name of the map.
         description: What it shows, in a sentence.
-        label: Of the colours, with the unit.
-        source: Where the page's data hold the values: `path rows columns values`, the last three being keys below the path.
+        label: The label of the colours, with the unit.
+        source: The place of the values in the page's data: `path rows columns values`, the last three being keys below the path.
         log: Whether colours follow the logarithm.
-        domain: The values of the first and the last colour; by default the extremes, without what is far below the others.
+        domain: The values of the first and the last colour; by default the extremes, without values far below the others.
         kind: How values are written: `number`, `fixed` or `share`.
-        written: Whether each cell also has its value written in it.
-        width: Of the whole, unless the columns need more.
+        written: Whether to write the values into the cells.
+        width: The width of the whole, unless the columns need more.
     """
     low, high = domain or _most((value for row in values for value in row), log)
     scale = Axis(label, low, high, log, "share" if kind == "share" else "number")
@@ -289,11 +289,11 @@ def density(data: Mapping[str, Any], x: str, y: str, *, title: str, description:
 
     Args:
         data: `first_edge` and `step` (log₁₀), `bins` along an axis, `cells` as lists of column, row and count.
-        x: What is along the horizontal axis.
-        y: What is along the vertical one.
+        x: The label of the horizontal axis.
+        y: The label of the vertical axis.
         title: The name of the chart.
         description: What it shows, in a sentence.
-        source: Where the page's data hold `data`.
+        source: The place of `data` in the page's data.
     """
     bins = max(1, data["bins"])
     side, left, top, below = 360.0, 62.0, 44.0, 48.0
@@ -326,7 +326,7 @@ def density(data: Mapping[str, Any], x: str, y: str, *, title: str, description:
 
 
 def clustered(matrix: Tensor) -> list[int]:
-    """Return an order of the rows that puts similar rows side by side: average linkage, the nearer end of each cluster inwards."""
+    """Return an order that puts similar rows side by side: average linkage, joining clusters at their nearest ends."""
     clusters = [[k] for k in range(len(matrix))]
     while len(clusters) > 1:
         pairs = [
@@ -354,7 +354,7 @@ def _chart(
     description: str,
     swatch: str = "line",
 ) -> Chart:
-    """Return a chart with room for the names of the categories, which are slanted; the first one may need more on the left than the ticks."""
+    """Return a chart with room for the slanted names of the categories, below and on the left of the first one."""
     longest = max((min(22, len(name)) for name in categories), default=0)
     below = 44 + 3.9 * longest
     left = max(58.0, 12 + 4.9 * min(22, len(categories[0])) if categories else 0.0)
@@ -404,7 +404,7 @@ def _error_bars(chart: Chart, one: Series, series: int) -> None:
 
 
 def _columns(chart: Chart, series: Sequence[Series], categories: Sequence[str]) -> None:
-    """Add an area for each category that shows its values under the pointer."""
+    """Add an area to each category, whose tooltip has its values."""
     for k, name in enumerate(categories):
         left, right = chart.across(k - 0.5), chart.across(k + 0.5)
         tips = []
@@ -425,7 +425,7 @@ def _range(one: Series, k: int, kind: str) -> str:
 
 
 def _most(values: Iterable[float | None], log: bool) -> tuple[float, float]:
-    """Return the smallest and the largest value; a few values that are far below the others share the first colour."""
+    """Return the smallest and the largest value; a few values far below the others share the first colour."""
     shown = sorted(v for v in values if v is not None and math.isfinite(v) and (v > 0 or not log))
     low, high = domain_of(shown, log)
     return (max(low, shown[len(shown) // 10] / 10) if log and shown else low), high
@@ -464,7 +464,7 @@ def _written(
 
 
 def _colour_legend(scale: Axis, left: float) -> str:
-    """Draw the colours with their values."""
+    """Return the colours with their values."""
     step = 7.0
     out = [f'<g transform="translate({px(left)} 4)">']
     out += [f'<rect class="q{k}" x="{px(k * step)}" width="{px(step + 0.3)}" height="9"/>' for k in range(STEPS)]

@@ -1,7 +1,7 @@
 """Tables for a terminal, and dictionaries for JSON.
 
-Tables fit into 100 columns. A long model is shortened in the middle, and a line says how much was left out; the JSON has
-everything.
+Tables fit into 100 columns. Long tables are shortened in the middle, with a line that says how many rows are left out; the JSON
+has all of them.
 """
 
 from __future__ import annotations
@@ -36,15 +36,14 @@ T = TypeVar("T")
 
 
 def inspect_json(importance: Importance, health: Health) -> dict[str, Any]:
-    """Return everything that `inspect` knows, as plain values."""
+    """Return provenance and health of an importance as plain values; the sums are in the rows."""
     provenance = importance.provenance.to_dict()
-    for name in ("sum", "sum_of_squares"):  # the rows say it
-        provenance.pop(name, None)
-    return {"provenance": provenance, **health.to_dict()}
+    known = {key: value for key, value in provenance.items() if key not in ("sum", "sum_of_squares")}
+    return {"provenance": known, **health.to_dict()}
 
 
 def inspect_tables(importance: Importance, health: Health, max_rows: int = MAX_ROWS) -> RenderableType:
-    """Return what an importance is, what is wrong with it, and its parameters."""
+    """Return an importance's facts, its diagnoses, and its parameters."""
     table = _table("parameter", "shape", "mean", "median", "90%", "max", "zeros")
     labels = _labels(health.rows)
     for row in _shortened(health.rows, max_rows, table):
@@ -68,8 +67,8 @@ def compare_tables(agreement: Agreement, a: str = "A", b: str = "B", max_rows: i
 
     Args:
         agreement: What `compare` returned.
-        a: What to call the first.
-        b: What to call the second.
+        a: The name of the first importance.
+        b: The name of the second importance.
         max_rows: Longer tables are shortened in the middle.
     """
     known = [
@@ -107,7 +106,7 @@ def similarity_json(names: Sequence[str], distances: Tensor) -> dict[str, Any]:
 
 
 def similarity_table(names: Sequence[str], distances: Tensor) -> RenderableType:
-    """Return the similarity (1 − distance) of tasks, similar tasks side by side; long lists show each task's nearest."""
+    """Return the similarities (1 − distance) of tasks, similar ones side by side; of many tasks, each one's nearest."""
     order = clustered(distances)
     labels = short_names(names, _NAME_WIDTH)
     if len(names) <= 12:
@@ -155,7 +154,7 @@ def _table(first: str, *others: str, title: str | None = None) -> Table:
 
 
 def _shortened(rows: Sequence[T], max_rows: int, table: Table) -> Iterator[T]:
-    """Yield the rows; of too many only the first and last, with a line in between that says how many are left out."""
+    """Yield the rows; of too many, the first and the last, with a line between them that counts the others."""
     if len(rows) <= max_rows:
         yield from rows
         return

@@ -1,4 +1,4 @@
-"""What an importance is and what a report found, in plain sentences."""
+"""Describe an importance, and the findings of a report, in sentences."""
 
 from __future__ import annotations
 
@@ -21,17 +21,15 @@ _REDUCTIONS = {"mean": "averaged over examples", "sum": "summed over examples", 
 
 
 def in_words(p: Provenance) -> list[str]:
-    """Return what an importance is: one sentence for each thing that is known."""
+    """Describe an importance: one sentence for each known fact."""
     return _squisher(p) if p.kind == "squisher" else _fisher(p)
 
 
 def _squisher(p: Provenance) -> list[str]:
     optimizer, steps = p.optimizer or {}, p.steps or {}
     who = optimizer.get("class") or "an optimizer"
-    if optimizer.get("meaning") == "sum":
-        what = f"The sum of squared gradients that {who} kept while it trained the network"
-    else:
-        what = f"The running average of squared gradients that {who} kept while it trained the network"
+    kept = "sum" if optimizer.get("meaning") == "sum" else "running average"
+    what = f"The {kept} of squared gradients that {who} kept while it trained the network"
     low, high = steps.get("min"), steps.get("max")
     if low is not None and high is not None:
         what += f", after {whole(low)} steps" if low == high else f", after {whole(low)} to {whole(high)} steps"
@@ -69,7 +67,7 @@ def _fisher(p: Provenance) -> list[str]:
 
 
 def facts(p: Provenance, totals: Distribution, parameters: int) -> list[tuple[str, str]]:
-    """Return what an importance is, as pairs of a label and a few words; what is not known is left out."""
+    """Return the known facts about an importance, as pairs of a label and a few words."""
     optimizer, steps = p.optimizer or {}, p.steps or {}
     known: list[tuple[str, str | None]] = []
     if p.kind == "squisher":
@@ -134,8 +132,10 @@ def summary(document: Mapping[str, Any]) -> str:
 
 
 def answer(depth: Mapping[str, Any], budget: Mapping[str, Any]) -> list[str]:
-    """Return where the importance lies, in sentences: the layers that hold the most, and how few entries hold most of it."""
-    known = [(part, k) for k, part in enumerate(depth["share"]) if part is not None and part > 0]  # of 0 it is NaN
+    """Say where the importance is: which layers hold the most, and how few entries hold most of it."""
+    known = [
+        (part, k) for k, part in enumerate(depth["share"]) if part is not None and part > 0
+    ]  # NaN if the total is 0
     if not known:
         return ["All entries are 0: nothing matters more than anything else."]
     top = [k for _, k in sorted(known, key=lambda pair: (-pair[0], pair[1]))[:3]]
@@ -172,7 +172,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def listed(names: Sequence[str], count: int = 4) -> str:
-    """Return the first few of some names, and how many more there are."""
+    """Return the first few names, and how many more there are."""
     more = f" and {whole(len(names) - count)} more" if len(names) > count else ""
     return ", ".join(names[:count]) + more
 
@@ -183,10 +183,10 @@ def shape_text(shape: Sequence[int]) -> str:
 
 
 def short_names(names: Sequence[str], width: int) -> list[str]:
-    """Return names that fit into a width and are still different.
+    """Return names that fit into a width and still differ.
 
-    A name that is too long loses its first parts without a number: what differs between the parameters of a network is mostly a
-    layer's number and the end. Names that would become alike stay whole.
+    A name that is too long loses its first parts without a number, because the parameters of a network mostly differ in the layer's
+    number and at the end. Names that would become equal stay as they are.
     """
     short = [_without_beginning(name, width) for name in names]
     often = Counter(short)
@@ -205,7 +205,7 @@ def _without_beginning(name: str, width: int) -> str:
 
 
 def _joined(parts: Sequence[str | None]) -> str:
-    """Join parts with points; what was left out between them is one ellipsis."""
+    """Join parts with dots, and with one ellipsis for the parts left out."""
     out = ""
     for part in parts:
         if part is None:

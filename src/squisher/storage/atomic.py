@@ -1,7 +1,7 @@
-"""Whole or not at all: files and folders that get their name when they are complete, and leave nothing behind when they are not.
+"""Write files and folders whole or not at all: they get their names when they are complete, and leave nothing behind otherwise.
 
-A file in the making has a partial name that no other writer has, and its writer locks it. The system drops the lock
-however the writer ends, so that the next writer in the folder can distinguish leftovers from what is being written.
+An unfinished file has a partial name that no other writer uses, and its writer locks it. The system drops the lock however
+the writer ends, so that the next writer in the folder can tell leftovers from files in progress.
 """
 
 from __future__ import annotations
@@ -224,7 +224,7 @@ def check_free(folder: Path, needed: int) -> None:
 
 @contextmanager
 def exclusive(folder: Path) -> Iterator[None]:
-    """Keep other writers of several files in one folder waiting; where the system has no locks for folders, do nothing.
+    """Make other writers of several files in this folder wait; without effect where the system cannot lock folders.
 
     Raises:
         FileError: Another process holds the lock for too long.
@@ -285,7 +285,7 @@ def _short(name: str) -> str:
 
 
 def _machine() -> str:
-    """Return eight digits that identify this machine until it restarts: equal for all processes, also in containers, that share its locks."""
+    """Return eight digits for this machine until it restarts: the same in all processes, also in containers, that share its locks."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", "rb") as file:
         return hashlib.sha256(file.read()).hexdigest()[:8]
     return hashlib.sha256(os.fsencode(getattr(os, "uname", lambda: ("", "?"))()[1])).hexdigest()[:8]
@@ -315,7 +315,7 @@ def _lock_new(handle: int, path: Path) -> bool:
 
 
 def _remove_left_over(folder: Path) -> list[Path]:
-    """Remove what writers that are dead have left in a folder, never below it; return the partials of living ones."""
+    """Remove what dead writers left in a folder (not below it); return the partial files and folders of living ones."""
     with os.scandir(folder) as entries:
         found = [(Path(entry.path), match) for entry in entries if (match := _PARTIAL.fullmatch(entry.name))]
     return [path for path, match in found if not _is_left_over(path, match["machine"] == _machine())]

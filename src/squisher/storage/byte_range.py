@@ -27,10 +27,10 @@ _HEAD = 1 << 16
 
 
 class FileStamp:
-    """What a file was when it was opened: which one, its size, when it was last written, and how it begins.
+    """The identity of a file when it was opened: device and inode, size, time of the last write, and how it begins.
 
-    A file that is rewritten within a tick of the file system's clock keeps its time. As git does, the beginning
-    of a file that was young when it was opened is therefore compared as well, until the clock has moved on.
+    A file that is rewritten within one tick of the file system's clock keeps its time. So, as in git, the beginning of a file
+    that was young when it was opened is compared as well, until the clock has moved on.
     """
 
     __slots__ = ("__weakref__", "_head", "_key", "path")
@@ -45,7 +45,7 @@ class FileStamp:
         _stamps.add(self)
 
     def check(self, file: io.FileIO) -> None:
-        """Compare an open file with what it was.
+        """Compare an open file with what it was when it was stamped.
 
         Raises:
             FileError: It is another file, or was written to.
@@ -65,7 +65,7 @@ class FileStamp:
             )
 
     def is_of(self, info: os.stat_result) -> bool:
-        """Return whether it is of this file, changed or not."""
+        """Return whether this is the stamp of the file, changed or not."""
         return self._key[:2] == (info.st_dev, info.st_ino)
 
 
@@ -92,9 +92,9 @@ class ByteRange:
         path: The file, or what to call the bytes in messages where they are in memory.
         offset: The first byte, counted from the start of the file.
         length: The number of bytes.
-        inner: The name of what is there inside the file (a zip entry, say), for messages.
+        inner: The name of the range inside the file (a zip entry, say), for messages.
         buffer: The bytes themselves where they are not in a file; `offset` then counts from its start.
-        stamp: What the file was when it was opened; each read compares.
+        stamp: The identity of the file when it was opened; each read compares.
     """
 
     path: str

@@ -1,6 +1,6 @@
-"""Smaller files: named non-negative tensors as codes, written in one pass and decoded chunk by chunk.
+"""Compress named non-negative tensors: encoded in one pass as they are written, decoded chunk by chunk.
 
-With a codec a tensor called `n` is replaced by a few plain ones, from which every value follows:
+A codec replaces a tensor called `n` by a few plain ones:
 
     log8    n.log8.code   uint8, of the tensor's shape; entry k of the flat order belongs to block k // 4096
             n.log8.base   int32, one per block
@@ -11,9 +11,9 @@ With a codec a tensor called `n` is replaced by a few plain ones, from which eve
             n.rank1.column   float32, the other axes: means over the first, divided by the mean of all
             value = row × column (outer product)
 
-The bits of a positive float32, read as an integer, are nearly its logarithm, so that log8 has nearly the same relative error
-everywhere, and is decoded in integers alone. Both codecs keep totals: log8 of every block, rank1 of every row and column.
-What would not become smaller is kept whole under its own name. Decoded values are float32.
+The bits of a positive float32, read as an integer, are nearly its logarithm. So log8 has nearly the same relative error
+everywhere, and needs only integers to decode. Both codecs preserve sums: log8 of every block, rank1 of every row and column.
+A tensor that would not become smaller is kept under its own name. Decoded values are float32.
 """
 
 from __future__ import annotations
@@ -73,9 +73,9 @@ class Encoded(Computed):
         codec: `log8` or `rank1`.
 
     Attributes:
-        sources: The names of the tensors before.
+        sources: The names of the tensors before encoding.
         sums: The sum, and the sum of squares, of each tensor's decoded values; complete when everything has been written.
-        totals: The sum of each tensor's values before.
+        totals: The sum of each tensor's values before encoding.
 
     Raises:
         NamingError: A name is one that the codec uses.
@@ -244,13 +244,13 @@ class Log8Tensor(NamedTuple):
         return self._decoded(start, stop, first, *(one.read_flat(first, last) for one in self[1:]))
 
     def chunks(self, size: int) -> Iterator[Tensor]:
-        """Yield flat chunks, in order; what belongs to the blocks is read once."""
+        """Yield flat chunks, in order; bases, steps and scales are read once."""
         of_blocks = [one.load() for one in self[1:]]
         for start, stop in _bounds(math.prod(self.shape), size):
             yield self._decoded(start, stop, 0, *of_blocks)
 
     def _decoded(self, start: int, stop: int, first: int, base: Tensor, step: Tensor, scale: Tensor) -> Tensor:
-        """Return elements `start` to `stop`, given what belongs to the blocks from block `first` on."""
+        """Return elements `start` to `stop`, given base, step and scale of the blocks from block `first` on."""
         out = buffer_for(stop - start, torch.float32)
         code = self.code.read_flat(start, stop).numpy()
         _log8_values(code, base.numpy(), step.numpy(), scale.numpy(), start - first * BLOCK, out.numpy())
@@ -328,7 +328,7 @@ def _split(shape: tuple[int, ...]) -> int:
 
 
 def _owner(stored: str, codec: str) -> tuple[str, str] | None:
-    """Return which tensor a stored name belongs to, and which component it is; None for a plain name."""
+    """Return the tensor that a stored name belongs to, and its component; None for a plain name."""
     name, _, part = stored.rpartition(f".{codec}.")
     return (name, part) if name and part in _PARTS[codec] else None
 
@@ -389,7 +389,7 @@ def _log8_values(code: Array, base: Array, step: Array, scale: Array, first: int
 
 
 def _block_runs(size: int, first: int) -> Iterator[tuple[slice, slice]]:
-    """Return the blocks and places of flat values that begin at place `first` of a block, as runs of equal length."""
+    """Yield (blocks, places): runs of whole blocks or one partial block, for flat values that begin at place `first` of a block."""
     start = 0
     while start < size:
         block, place = divmod(first + start, BLOCK)
@@ -400,7 +400,7 @@ def _block_runs(size: int, first: int) -> Iterator[tuple[slice, slice]]:
 
 
 def _segments(start: int, stop: int, width: int) -> Iterator[tuple[int, int, slice, slice]]:
-    """Split flat elements `start` to `stop` of a matrix into the end of a row, whole rows, and the start of a row: places, rows, columns."""
+    """Yield (start, stop, rows, columns): flat elements of a matrix as the end of a row, whole rows, and the start of a row."""
     while start < stop:
         row, column = divmod(start, width)
         if column or stop - start < width:
@@ -423,7 +423,7 @@ def _add_sums(values: Array, start: int, rows: Array, columns: Array) -> None:
 
 
 def _rank1_factors(rows: Array, columns: Array) -> tuple[Array, Array]:
-    """Return row means, and column means relative to the mean, from the sums: their product has the size of the values."""
+    """Return the means of the rows, and those of the columns divided by the mean of all, from their sums."""
     total = float(rows.sum())
     row = rows / columns.size
     column = columns * (columns.size / total) if total else np.ones(columns.size)

@@ -58,8 +58,8 @@ class Weights(NamedTuple):
     Attributes:
         label: The file's name, for messages.
         tensors: Every tensor, unread.
-        in_module_order: Whether they come in the order of the module. A safetensors file is sorted by name: its order says
-            nothing, and following it gives wrong names without any shape being wrong.
+        in_module_order: Whether they come in the order of the module. A safetensors file is sorted by name; taking its order
+            for the module's would give wrong names even where all shapes fit.
     """
 
     label: str
@@ -108,7 +108,7 @@ def _torch_weights(path: Path) -> Mapping[str, TensorSource]:
         raise FileError(f"{path} holds a tensor without a name. Save it under one: torch.save({{name: tensor}}, file).")
     if not found:
         raise FileError(f"{path} holds no weights: no dictionary of named tensors is in it.")
-    # A few tensors that a script keeps beside the weights are no second model; one of half its size is.
+    # A few tensors beside the weights are not a second model; a dictionary of half as many is.
     large = [place for place in found if 2 * len(found[place]) >= max(map(len, found.values()))]
     chosen = large if len(large) == 1 else [place for place in large if place.rpartition(".")[2] in _USUAL]
     if len(chosen) != 1:
@@ -137,7 +137,7 @@ class Model(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called in a report: its last part, no path."""
+        """Its name in a report: the last component of the path."""
         return self.path.resolve().name
 
 
@@ -186,7 +186,7 @@ def write_model(
     Args:
         out: A folder that does not exist yet (or is empty), or a `.safetensors` file.
         weights: Any mapping; a lazy one is read chunk by chunk.
-        like: A model folder whose config and tokenizer files are copied; if it holds a LoRA adapter, so does the output. A file has none.
+        like: A model folder whose config and tokenizer files are copied; if it holds a LoRA adapter, so does the output.
         card: The text of the README.md.
         dtype: The type that the config should say, if it is to be changed.
         leave_out: Other names of tied tensors, which are written once: alias to name.
@@ -234,24 +234,23 @@ def _config(config: dict[str, Any], dtype: torch.dtype | None) -> str:
 
 
 _IN_FLIGHT = 2  # chunks that are being computed, or wait to be written
-_AT_ONCE = 2 * CHUNK  # handing a chunk over costs as much as merging a tenth of this
+_AT_ONCE = 2 * CHUNK  # handing a chunk to the other thread costs as much as merging a tenth of this
 
 
 class Ahead(Computed):
-    """Some names of a mapping, read ahead in the order given; any other order works too, only slower.
+    """Some tensors of a mapping, read ahead in the order given; any other order works, only slower.
 
-    Another thread reads and computes, the caller's has only to write: long calls that leave the interpreter alone. With more
-    threads they would wait for one another. The bytes are the same as without threads; memory is bounded by a few chunks.
+    A second thread reads and computes while the caller's thread writes: both in long calls that release the interpreter. More
+    threads would wait for one another. The bytes are the same as without threads; memory is bounded by a few chunks.
 
     Args:
-        tensors: Any mapping. One that computes its tensors may have a method `short_chunks(name, size)`, like `chunks` but
-            free to give shorter ones.
+        tensors: Any mapping. One that computes its tensors may have a method `short_chunks(name, size)`: `chunks` that may be
+            shorter than `size`.
         names: The names, in the order in which they will be asked for.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], names: Sequence[str]):
         super().__init__(tensors, {name: name for name in names})
-        self._tensors = tensors
         self._expected = iter([name for name in names if numel_of(tensors, name)])
         self._next = next(self._expected, None)
         self._chunks = self._ahead()
@@ -265,21 +264,21 @@ class Ahead(Computed):
         self._chunks.close()
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._tensors[self._name_there(name)]
+        return self._like[self._name_there(name)]
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks, in order; they may be shorter than `size`."""
         if name != self._next or size != CHUNK:
-            yield from chunks_of(self._tensors, name, size)
+            yield from chunks_of(self._like, name, size)
             return
         self._next = next(self._expected, None)
-        left = numel_of(self._tensors, name)
+        left = numel_of(self._like, name)
         while left:
             chunk = next(self._chunks)
             left -= chunk.numel()
             yield from chunk.split(CHUNK)
         if self._next is None:
-            next(self._chunks, None)  # what goes wrong behind the last chunk is raised here
+            next(self._chunks, None)  # raises what went wrong after the last chunk
 
     def _ahead(self) -> Generator[Tensor, None, None]:
         chunks = (chunk for name in self for chunk in self._chunks_of(name))
@@ -294,5 +293,5 @@ class Ahead(Computed):
                     future.cancel()
 
     def _chunks_of(self, name: str) -> Iterator[Tensor]:
-        chunks = getattr(self._tensors, "short_chunks", None)
-        return chunks(name, _AT_ONCE) if callable(chunks) else chunks_of(self._tensors, name)
+        chunks = getattr(self._like, "short_chunks", None)
+        return chunks(name, _AT_ONCE) if callable(chunks) else chunks_of(self._like, name)

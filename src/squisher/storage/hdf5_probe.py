@@ -1,7 +1,7 @@
 """Read through an HDF5 file in a separate process with limited memory and time.
 
-The HDF5 library believes what a file says: a damaged one makes it allocate gigabytes, run for ever or crash. So a
-reader first runs this module as a process (`python -m squisher.storage.hdf5_probe PATH OFFSET LENGTH`), and opens the file only if it succeeds.
+The HDF5 library trusts its files: a damaged one makes it allocate gigabytes, run for ever or crash. So a reader first runs this
+module as a process, and opens the file only if that succeeds.
 """
 
 from __future__ import annotations

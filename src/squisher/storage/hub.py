@@ -26,7 +26,7 @@ _SCHEME = re.compile(r"hf:/{1,2}(?!/)")  # pathlib makes one slash of two
 _ID = re.compile(
     r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>refs/pr/\d+|refs/convert/\w+|[\w.-]+))?(?:/(?P<path>[\w ./=+,-]+))?/?"
 )
-# Only the optimizer state: weights are as large, and names are proven from the config.
+# Not downloaded with a checkpoint: weights are as large as its optimizer state, and names are proven from the config.
 _WEIGHTS = re.compile(
     r"(^|/)(model|pytorch_model|tf_model|flax_model|diffusion_pytorch_model|consolidated)[\w.-]*\.(safetensors|bin|h5|msgpack|pth)$"
     r"|\.(gguf|onnx|ot|mlmodel)$|(^|/)layer_\d+-model_\d+-model_states\.pt$"
@@ -36,6 +36,10 @@ _ALWAYS = re.compile(r"\.json$|(^|/)(training_args\.bin|latest|\.metadata)$")
 _NANOTRON_CUT = re.compile(r"(?P<run>(?:.*/)?)optimizer/optimizer_pp-\d+-of-(?!1_.*tp-\d+-of-1\D)\d+_.*\.pt")
 _MODEL = re.compile(
     r"^[^/]+\.(json|txt|model|jinja|py|md)$|^(model|adapter_model|pytorch_model|squisher)[\w.-]*\.(safetensors|bin)$"
+)
+_STATE = re.compile(
+    r"optim|exp_avg_sq|distcp$|mp_rank_\d+_model_states\.pt$|global_step|rng_state|\.ckpt$|\.keras$"
+    r"|(^|/)(squisher\.safetensors|(checkpoint|ckpt)[\w.-]*\.(pt|pth|tar))$"
 )
 _PATIENCE = 5  # seconds until a Hub that does not answer counts as out of reach
 
@@ -87,7 +91,7 @@ def fetch(source: str | os.PathLike[str]) -> Path:
 
 
 def _download(address: Address, choose: Callable[[list[str]], list[str]], missing: str) -> Path:
-    """Download the files that `choose` picks from all, and return the folder; without the Hub, what is in the cache."""
+    """Download the files that `choose` picks, and return the folder; without the Hub, return what is in the cache."""
     with _asking(address) as (hub, local):
         options: dict[str, Any] = {"local_files_only": True}
         if not local:
@@ -100,9 +104,7 @@ def _download(address: Address, choose: Callable[[list[str]], list[str]], missin
 
 
 def fetch_file(source: str | os.PathLike[str], name: str) -> Path | None:
-    """Download one safetensors file, or a sharded one with all of its shards, and return where it (or its index) is.
-
-    None if the repository has no such file.
+    """Download one safetensors file, or an index with all of its shards, and return its path; None if there is no such file.
 
     Args:
         source: The address of the file, or of a folder that holds it.
@@ -187,9 +189,9 @@ def upload(address: Address, files: Mapping[str, Path | bytes], stale: re.Patter
 
     Args:
         address: The repository, and the revision to commit to.
-        files: By their path in the repository. Nothing else is touched but what is stale.
-        stale: Files of an earlier version whose path matches and that are not among these are removed.
-        message: Of the commit.
+        files: The files by their path in the repository.
+        stale: Other files whose path matches are removed: those of an earlier version.
+        message: The message of the commit.
 
     Raises:
         SquisherError: huggingface_hub is not installed.
@@ -216,7 +218,7 @@ def upload(address: Address, files: Mapping[str, Path | bytes], stale: re.Patter
 
 @contextmanager
 def _asking(address: Address, write: bool = False) -> Iterator[tuple[Any, bool]]:
-    """Yield the Hub's client and whether it must do with its cache; errors become one sentence."""
+    """Yield the Hub's client, and whether only its cache can be used; turn its errors into one message."""
     huggingface_hub = require("huggingface_hub", "hf", str(address))
     for part in ("constants", "errors", "utils"):
         require(f"huggingface_hub.{part}", "hf", str(address))
@@ -258,29 +260,16 @@ def _out_of_reach(hub: Any) -> str:
 
 
 def _wanted(files: list[str], folder: str) -> list[str]:
-    """Return what to fetch: everything below the folder but the weights; nothing if only descriptions would be left."""
+    """Return the files of a checkpoint to download: its optimizer states with their descriptions; none without a state."""
     prefix = f"{folder.strip('/')}/" if folder else ""
     below = [file for file in files if file.startswith(prefix) and not _WEIGHTS.search(file)]
     named = [file for file in files if file == folder.strip("/")]
     if named:
         return named
-    states = [file for file in below if _is_state(file)]
+    states = [file for file in below if _STATE.search(file)]
     runs = {match["run"] for file in states if (match := _NANOTRON_CUT.fullmatch(file))}
     beside = [f for f in files if any(f.startswith((f"{run}model/", f"{run}model_config.json")) for run in runs)]
     return list(dict.fromkeys([*states, *(file for file in below if _ALWAYS.search(file)), *beside])) if states else []
-
-
-def _is_state(file: str) -> bool:
-    name = PurePosixPath(file).name
-    return (
-        bool(
-            re.search(
-                r"optim|exp_avg_sq|distcp$|mp_rank_\d+_model_states\.pt$|global_step|rng_state|\.ckpt$|\.keras$", file
-            )
-        )
-        or name in ("checkpoint.pt", "ckpt.pt", "squisher.safetensors")
-        or bool(re.fullmatch(r"(checkpoint|ckpt)[\w.-]*\.(pt|pth|tar)", name))
-    )
 
 
 def _why(errors: Any, address: Address, error: Exception) -> str:

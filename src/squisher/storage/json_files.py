@@ -1,4 +1,4 @@
-"""JSON from untrusted files: bounded in size and depth, one sentence where it is wrong."""
+"""Read JSON from untrusted files: bounded in size and depth, and one clear error for all that can be wrong."""
 
 from __future__ import annotations
 

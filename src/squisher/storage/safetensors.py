@@ -48,7 +48,7 @@ _DTYPES = {
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
-_DTYPES |= {  # of which some versions of torch have not all
+_DTYPES |= {  # types that older versions of torch lack
     name: getattr(torch, dtype)
     for name, dtype in {
         "F8_E8M0": "float8_e8m0fnu",
@@ -125,7 +125,7 @@ def _check_name(name: object, where: str) -> None:
 
 
 def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the `weight_map` of an index of shards, and the strings of its metadata; every shard is in the folder of the index.
+    """Return the `weight_map` of an index and the strings of its metadata; all shards must be in the folder of the index.
 
     Raises:
         FileError: It is not an index, a shard is missing, or it names something outside its own folder.
@@ -149,7 +149,7 @@ def read_index(path: str | os.PathLike[str]) -> tuple[dict[str, str], dict[str, 
 def open_shards(
     index: Path, weight_map: Mapping[str, str], opened: Callable[[Path], Mapping[str, TensorSource]]
 ) -> dict[str, TensorSource]:
-    """Return the tensors that an index names, from its shards in the order of their numbers; warn of what it does not name.
+    """Return the tensors that an index names, from its shards in order; warn of tensors that it does not name.
 
     Args:
         index: The index.
@@ -222,7 +222,7 @@ def open_kind(path: str | os.PathLike[str], kind: str, version: int, make: str) 
 
     Args:
         path: The file.
-        kind: What its metadata must say that it is: `mask` or `patch`.
+        kind: The kind that its metadata must give: `mask` or `patch`.
         version: The version of the format that is read.
         make: The command that makes such a file, for messages.
 
@@ -259,8 +259,8 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 class SafetensorsWriter:
     """Write one safetensors file front to back and the header last; it appears under its name whole or not at all.
 
-    The header comes first in the file but may hold what is known only at the end (sums over the tensors), so room for
-    `metadata_bound` is kept, and what is left of it is filled with the spaces that the format allows.
+    The header comes first in the file but holds what is known only at the end (sums over the tensors). So it gets as much room
+    as it would need with `metadata_bound`, and spaces, which the format allows, fill the rest.
     """
 
     def __init__(self, path: str | os.PathLike[str], layout: Layout, metadata_bound: Mapping[str, str]):
@@ -305,10 +305,11 @@ class SafetensorsWriter:
             view = chunk.contiguous().view(-1).view(torch.uint8).numpy().data
             self._partial.write(view)
             self._done += len(view)
-            if self._done - self._flushed >= _FLUSH:
-                _start_writing_back(
-                    self._partial.file.fileno(), 8 + self._room + self._flushed, self._done - self._flushed
-                )
+            new = self._done - self._flushed
+            if new >= _FLUSH and hasattr(os, "posix_fadvise"):
+                # Lets the system write while more is computed, so that the last `fsync` has little left to wait for.
+                start = 8 + self._room + self._flushed
+                os.posix_fadvise(self._partial.file.fileno(), start, new, os.POSIX_FADV_DONTNEED)
                 self._flushed = self._done
 
     def finish(self, metadata: Mapping[str, str]) -> None:
@@ -337,12 +338,6 @@ class SafetensorsWriter:
         self._partial.discard()
 
 
-def _start_writing_back(handle: int, offset: int, length: int) -> None:
-    """Let the system write what it has so far, while more is made, so that the last `fsync` has little left to wait for."""
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(handle, offset, length, os.POSIX_FADV_DONTNEED)
-
-
 def save(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Tensor],
@@ -363,8 +358,8 @@ def save(
             file is a plain weight file.
         dtype: The type to write; the stored one if none is given.
         statistics: Add the keys `sum` and `sum_of_squares` to the metadata: each tensor's, as written.
-        measured: What else is added to the metadata and known only when all tensors have been written: a mapping whose JSON is
-            at least as long, and what to call then.
+        measured: More metadata, known only when all tensors have been written: a mapping whose JSON is at least as long, and
+            the function to call then.
         shard_bytes: Largest file.
         progress: Called with the bytes written so far and in all.
 
@@ -387,8 +382,9 @@ def save(
         bound |= {"sum": widest, "sum_of_squares": widest}
     if measured is not None:
         bound |= measured[0]
-    files = _file_names(path, len(shards))
-    alone = len(shards) == 1
+    alone, count = len(shards) == 1, len(shards)
+    files = [path.with_name(f"{path.stem}-{k + 1:05d}-of-{count:05d}.safetensors") for k in range(count)]
+    files = [path] if alone else files
     sums: dict[str, float] = {}
     squares: dict[str, float] = {}
     done = 0
@@ -503,12 +499,6 @@ def _bytes(spec: tuple[torch.dtype, tuple[int, ...]]) -> int:
     return math.prod(spec[1]) * spec[0].itemsize
 
 
-def _file_names(path: Path, count: int) -> list[Path]:
-    if count == 1:
-        return [path]
-    return [path.with_name(f"{path.stem}-{k + 1:05d}-of-{count:05d}.safetensors") for k in range(count)]
-
-
 def _index_path(path: Path) -> Path:
     return path.with_name(path.name + ".index.json")
 
@@ -516,7 +506,7 @@ def _index_path(path: Path) -> Path:
 def _old_files(path: Path) -> set[Path]:
     """Return the shards of an earlier set of this name, to be replaced or removed.
 
-    The index is not believed: only regular files directly in its folder that are called as we call shards.
+    The index is not trusted: only regular files directly in its folder, with names that we give to shards, count.
     """
     ours = re.compile(re.escape(path.stem) + r"-\d{5}-of-\d{5}\.safetensors")
     found: set[Path] = set()

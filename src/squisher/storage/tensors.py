@@ -1,8 +1,8 @@
-"""Named tensors: in memory or in files, read when asked for, chunk by chunk.
+"""Named tensors, in memory or in files, read chunk by chunk when asked for.
 
-A lazy mapping, a `state_dict()` and a test dict are the same to every caller: `shape_of`, `dtype_of` and `chunks_of`
-work on all of them, and read nothing that was not asked for. One tensor may be a byte range of a file (`FileTensor`), slices
-of several (`Joined`) or rectangular blocks of them (`Blocks`), as the shards of other ranks are.
+Callers treat a lazy mapping, a `state_dict()` and a test dict alike: `shape_of`, `dtype_of` and `chunks_of` work on all of them
+and read nothing else. In a file a tensor may be one byte range (`FileTensor`), slices of several tensors (`Joined`) or rectangular
+blocks (`Blocks`), as ranks save their shards.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -104,8 +104,8 @@ def is_finite(chunk: Tensor) -> bool:
         return bool(torch.isfinite(chunk).all())
     if chunk.dtype != torch.bfloat16:
         return bool(np.isfinite(chunk.detach().numpy()).all())
-    # numpy does not know the type. By their bits, NaN and infinity are beyond all numbers of their sign, and the negative ones
-    # are beyond the positive ones only without a sign bit.
+    # numpy has no such type. As integers, the bits of NaN and infinity are above those of all numbers of their sign: signed
+    # integers show the positive ones, unsigned integers the negative ones.
     bits = chunk.detach().view(torch.int16).numpy()
     return bool(bits.max() < 0x7F80 and bits.view(np.uint16).max() < 0xFF80)
 
@@ -132,7 +132,7 @@ def filled(chunks: Iterable[Tensor], shape: Sequence[int], dtype: torch.dtype) -
     """Return one tensor made of flat chunks; no more than it and a chunk are in memory.
 
     Raises:
-        SquisherError: The chunks end early: what is left would be whatever the memory held before.
+        SquisherError: The chunks end early, so that the rest would be whatever the memory held before.
     """
     out, start = torch.empty(math.prod(shape), dtype=dtype), 0
     for chunk in chunks:
@@ -166,8 +166,8 @@ def recut(chunks: Iterable[Tensor], size: int) -> Iterator[Tensor]:
 def one_thread() -> Iterator[None]:
     """Keep torch from sharing small chunks among threads, for work that streams over many of them.
 
-    A chunk fits a cache, and its threads would wait for one another at every operation: on a machine that has other work to
-    do, that is ten times slower than one thread alone.
+    A chunk fits a cache, and its threads would wait for one another at every operation: on a busy machine that is ten times
+    slower than one thread.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -201,7 +201,9 @@ class Computed(Mapping[str, Tensor]):
         return len(self._like if self._names is None else self._names)
 
     def __contains__(self, name: object) -> bool:
-        return name in (self._like if self._names is None else self._names)  # the inherited one would read the tensor
+        return name in (
+            self._like if self._names is None else self._names
+        )  # the inherited method would read the tensor
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of one tensor, without computing it."""
@@ -295,7 +297,7 @@ class LazyTensors(Mapping[str, Tensor]):
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield the tensor in flat chunks of at most `size` elements, in order."""
         source = self.source(name)
-        chunks = getattr(source, "chunks", None)  # of a source that keeps something from one chunk to the next
+        chunks = getattr(source, "chunks", None)  # where one chunk needs what the chunks before it found
         if callable(chunks):
             yield from chunks(size)
             return
@@ -314,8 +316,8 @@ class LazyTensors(Mapping[str, Tensor]):
 def tied_names(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the names that share a tensor with an earlier name: `{alias: first name}`.
 
-    In memory, these are tensors with one address, type, shape and strides; in files, tensors of the same bytes, type, shape and
-    strides. A mapping that computes its tensors has them in its attribute `tied`.
+    In memory they have one address, in files the same bytes; and one type, shape and strides. A mapping that computes its
+    tensors names them in its attribute `tied`.
     """
     if not isinstance(tensors, LazyTensors) and callable(getattr(tensors, "chunks", None)):
         return dict(getattr(tensors, "tied", {}))  # its tensors are new objects each time: their addresses may repeat
@@ -343,11 +345,9 @@ def _place(source: Any) -> Any:
 
 def _address(tensor: Tensor) -> Any:
     tensor = local_of(tensor)
-    return (
-        None
-        if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel()
-        else (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
-    )
+    if tensor.is_meta or tensor.layout != torch.strided or not tensor.numel():
+        return None
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
 
 
 _BUFFER_BYTES = 8 * CHUNK  # bytes
@@ -357,10 +357,10 @@ _buffers_lock = Lock()
 
 
 def buffer_for(numel: int, dtype: torch.dtype) -> Tensor:
-    """Return memory for a chunk, with arbitrary content; the memory of an earlier chunk is used again once nothing refers to it.
+    """Return memory for a chunk, with arbitrary content: that of an earlier chunk, if nothing refers to it any more.
 
-    The system takes chunks of this size back when they are freed, and a page fault for every 4 kB of a new one costs as much as
-    the work on it. The first free one is taken, so that few are in use and those are in the cache.
+    The system would take memory of this size back at once, and a page fault for every 4 kB of a new chunk costs as much as the
+    work on it. The first free buffer is taken, so that few are in use and those are in the cache.
     """
     size = numel * dtype.itemsize
     if not _BUFFER_BYTES // 16 <= size <= _BUFFER_BYTES:
@@ -379,7 +379,9 @@ def _references(buffers: list[np.ndarray], place: int) -> int:
     return sys.getrefcount(buffers[place])
 
 
-_UNUSED = _references([np.empty(0, np.uint8)], 0)  # as this interpreter counts: nothing but the list, and what counts
+_UNUSED = _references(
+    [np.empty(0, np.uint8)], 0
+)  # as this interpreter counts it: only the list and the call refer to it
 
 
 @dataclass(frozen=True)
@@ -422,14 +424,14 @@ class Joined:
 
 
 class Block:
-    """A rectangular part of a tensor, itself stored as a tensor.
+    """A rectangular block of a tensor, itself stored as a tensor.
 
-    Elements that are neighbours in the block and in the whole form runs; block and whole have the runs in the same order.
+    It consists of runs: elements that are neighbours in the block and in the whole, which have the runs in the same order.
 
     Attributes:
         offsets: Where it begins, in each dimension.
         sizes: Its shape.
-        source: Where its elements are, in its own flat order.
+        source: The stored block.
     """
 
     def __init__(
@@ -463,14 +465,7 @@ class Block:
 
     def first_run(self, position: int) -> int:
         """Return the first run that ends after a flat position of the whole."""
-        low, high = 0, self.count
-        while low < high:
-            middle = (low + high) // 2
-            if self.place(middle) + self.run > position:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+        return bisect_right(range(self.count), position, key=lambda run: self.place(run) + self.run)
 
     def overlaps(self, other: Block) -> bool:
         """Return whether two blocks of one tensor have an element in common."""
@@ -520,9 +515,7 @@ class Blocks:
 
 
 def _copy(block: Block, start: int, stop: int, out: Tensor) -> None:
-    first, last = block.first_run(start), block.first_run(stop - 1)
-    if last < block.count and block.place(last) < stop:
-        last += 1
+    first, last = block.first_run(start), bisect_left(range(block.count), stop, key=block.place)
     if first >= last:
         return
     if last - first == 1:

@@ -1,7 +1,8 @@
-"""torch zip and legacy files without executing anything: our own pickle machine, storages as byte ranges.
+"""Read `torch.save` files without executing anything: storages are byte ranges, and foreign objects become records.
 
-This file has the containers: torch's zip archives, its older format, plain pickles, and what they are mistaken for. The directory of a
-zip archive is checked so that no size in it has to be believed.
+This file has the containers: torch's zip archives, its older format, plain pickles, and files that are mistaken for them. No size
+in a zip directory is trusted. Read on in `machine` (which runs a pickle), `opcodes` (its instructions), `known` (the closed
+list of globals) and `values` (what comes out).
 """
 
 from __future__ import annotations
@@ -142,7 +143,7 @@ def _read_zip(byte_range: ByteRange, nesting: int) -> Any:
 
 
 def _read_pickles(byte_range: ByteRange, nesting: int) -> Any:
-    """Read the old format, or a plain pickle: only as much of the file is read as the pickles at its beginning need."""
+    """Read the old format or a plain pickle: no more of the file than the pickles at its beginning."""
     window = FIRST_WINDOW
     while True:
         data = byte_range.read(0, min(byte_range.length, window, MAX_PICKLE))
@@ -255,7 +256,7 @@ def _storage_identifier(identifier: Any, length: int) -> tuple[StorageType, str,
 
 
 def _mistaken(byte_range: ByteRange, head: bytes) -> str:
-    """Return what a file that is no torch file is instead, and what to do."""
+    """Return what a file is if it is no torch file, and what to do."""
     text = head.lstrip().lower()
     if not head:
         return "is empty. The saving or the download was interrupted; get it again."

@@ -1,7 +1,7 @@
-"""The closed list of globals that mean something here; every other one stays a name (`Global`) or a `Record`.
+"""The closed list of globals that are built; every other one stays a name (`Global`) or a `Record`.
 
-Nothing of it calls what a pickle names. Each builder gets the machine and the arguments of the pickle: any
-number of them, of any type. A wrong number or type ends in an error of the machine.
+No builder calls anything that a pickle names. Each gets the machine and the pickle's arguments, of any number and type; the
+machine turns the errors of wrong ones into a message.
 """
 
 from __future__ import annotations

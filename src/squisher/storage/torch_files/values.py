@@ -1,6 +1,6 @@
-"""What unpickling yields: names and records in place of foreign objects, tensors that are still in their file; nothing that runs.
+"""What unpickling returns: names and records in place of foreign objects, tensors that are still in their file.
 
-Dictionaries of named tensors are found in it however deep a training script has put them.
+`walk` and `find_weights` find optimizers and named tensors in it, however deep a training script has put them.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ class StoredTensor:
         Where the file keeps a checksum of exactly these bytes, it is compared on the way, at no further read.
 
         Raises:
-            FileError: If the checksum does not fit; before the last chunk, so that nobody can take all of them without knowing.
+            FileError: If the checksum does not fit; raised before the last chunk, so that no caller gets all of them without it.
         """
         if not self.is_contiguous:
             yield from self.load().view(-1).split(size)
@@ -322,9 +322,9 @@ class StoredTensor:
 
 
 class Verified:
-    """A tensor in a file whose checksum is compared once, before the first of its values is given out.
+    """A tensor in a file whose checksum is compared before its first values are returned.
 
-    Shards are read in any order, so no checksum can be had on the way.
+    Shards are read in any order, so the checksum cannot be computed on the way.
     """
 
     def __init__(self, stored: StoredTensor) -> None:
@@ -354,7 +354,7 @@ _DEPTH = 8  # deeper than any training script nests; the walk stays short on hos
 def find_weights(tree: Any, least: int = 2) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
     """Yield every dictionary of named tensors outside what optimizers save, and every pickled module, with its place.
 
-    A dictionary with fewer than `least` tensors does not count: a number that a training script keeps is a named tensor as well.
+    A dictionary of fewer than `least` tensors does not count: a number that a training script saves is a named tensor as well.
     """
     for place, value in walk(tree):
         if _is_module(value):
