@@ -105,8 +105,33 @@ def test_the_weights_in_a_source_folder_are_never_replaced(files):
     arguments = ["mask", "base/imp.safetensors", "--model", "base", "--keep", "0.5", "--overwrite", "--out"]
     refused = run(*arguments, "base/model.safetensors", cwd=files)
     assert refused.returncode == 1
-    assert "not made by squisher" in refused.stderr
+    assert "made by squisher" in refused.stderr
     assert weights.read_bytes() == before
     (files / "mask.safetensors").rename(files / "base" / "mask.safetensors")
     done = run(*arguments, "base/mask.safetensors", cwd=files)
     assert done.returncode == 0, done.stderr
+
+
+def test_nothing_that_a_model_needs_is_replaced_by_a_plan(files):
+    """`--out base/config.json --overwrite` wrote the plan over the model's config."""
+    arguments = [*COMMANDS["quantize"][:-1], "base/config.json", "--overwrite"]
+    config = files / "base" / "config.json"
+    config.write_text('{"model_type": "bert"}')
+    refused = run(*arguments, cwd=files)
+    assert refused.returncode == 1
+    assert "choose another name" in refused.stderr
+    assert config.read_text() == '{"model_type": "bert"}'
+    for _ in range(2):  # a plan or a page of ours may lie beside the model, and be made again
+        plan = run(*arguments[:-2], "base/plan.json", "--overwrite", cwd=files)
+        page = run("report", "imp.safetensors", "--model", "base", "--out", "base/r.html", "--overwrite", cwd=files)
+        assert (plan.returncode, page.returncode) == (0, 0), plan.stderr + page.stderr
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".pt", ".gguf"])
+def test_a_model_is_not_written_into_a_folder_that_is_called_like_a_file(files, suffix):
+    """`--out merged.bin` made a folder of this name."""
+    refused = run(*COMMANDS["merge"][:-1], f"merged{suffix}", cwd=files)
+    assert refused.returncode == 2
+    assert ".safetensors" in refused.stderr
+    assert not (files / f"merged{suffix}").exists()
+    assert run(*COMMANDS["merge"][:-1], "merged-v1.5", cwd=files).returncode == 0

@@ -19,7 +19,7 @@ from .importance import Importance, on_common_scale, tied_in
 from .importance.provenance import scale_differences
 from .names import align, align_tied, check_unquantized
 from .order import TINY
-from .storage.tensors import CHUNK, Computed, check_finite, chunks_of, dtype_of
+from .storage.tensors import CHUNK, Computed, check_finite, chunks_of, dtype_of, one_thread
 
 __all__ = ["Dampened", "dampen"]
 
@@ -102,6 +102,7 @@ class Dampened(Computed):
             check_finite(weight, name)
             yield torch.where(factor == 1, weight, (weight * factor).to(weight.dtype))  # other weights stay to the bit
 
+    @one_thread()
     def counts(self) -> dict[str, tuple[int, int]]:
         """Return how many entries of each tensor shrink, and how many there are; one pass."""
         out = {}

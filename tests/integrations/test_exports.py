@@ -2,6 +2,8 @@
 
 import json
 import re
+import signal
+import sys
 
 import pytest
 import torch
@@ -201,3 +203,20 @@ def test_gguf_has_these_names_types_and_sizes():
     for bits, quantizer in plan_of(["lm_head.weight"], bits=(2, 3, 4, 5, 6, 8)).sensitivity.quantizers.items():
         values, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[quantizer.name.upper()]]
         assert quantizer.size((1, 256)) == 256 // values * size * 8, bits
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="files have no limits of size there")
+def test_a_full_disk_is_told_of_by_the_export_for_bergson_too(tmp_path):
+    """torch's own error was reported as a fault of squisher."""
+    import resource
+
+    importance, limits = squisher.Importance({"w": torch.rand(100_000)}), resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(squisher.errors.FileError, match="disk full"):
+            export(importance, "bergson", tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert not list(tmp_path.iterdir())

@@ -127,6 +127,12 @@ def _picture(path: Path | None) -> Path | None:
     return path
 
 
+def _model(path: Path) -> Path:
+    if path.suffix in (".bin", ".ckpt", ".gguf", ".json", ".pt", ".pth"):
+        raise ArgumentError(f"--out {path}: a model is written as a folder, or as a file that ends in .safetensors.")
+    return path
+
+
 # Arguments and options that several commands have.
 ImportanceFile = Annotated[
     Path, typer.Argument(metavar="FILE", help="An importance file, or a checkpoint to extract from.")
@@ -138,7 +144,10 @@ OfModel = Annotated[
 OutFile = Annotated[
     Path, typer.Option("--out", metavar="FILE", help="The importance to write (.safetensors, or a folder).")
 ]
-OutModel = Annotated[Path, typer.Option("--out", metavar="DIR", help="The folder to make, or a .safetensors file.")]
+OutModel = Annotated[
+    Path,
+    typer.Option("--out", metavar="DIR", callback=_model, help="The folder to make, or a .safetensors file."),
+]
 CodecName = Annotated[
     str,
     typer.Option("--codec", metavar="CODEC", help="exact, log8 (a byte per entry) or rank1 (two vectors per matrix)."),
@@ -199,9 +208,9 @@ def check_target(path: Path, overwrite: bool, *sources: str | Path | None, suffi
     given = [source for source in sources if source is not None]
     check(path, overwrite=overwrite, sources=given)
     folder = next((s for s in given if path.resolve().is_relative_to(Path(s).resolve())), None)
-    if folder is not None and path.suffix == ".safetensors" and path.is_file() and not _is_ours(path):
+    if folder is not None and path.is_file() and not _is_ours(path):
         raise SquisherError(
-            f"{path} lies in {folder}, which the output is made from, and was not made by squisher: choose another name."
+            f"{path} lies in {folder}, which the output is made from, and does not say that it was made by squisher: choose another name."
         )
     if path.suffix == ".safetensors":
         check(path.with_name(f"{path.name}.index.json"), overwrite=overwrite, sources=given)  # a set of shards
@@ -210,11 +219,14 @@ def check_target(path: Path, overwrite: bool, *sources: str | Path | None, suffi
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a safetensors file says that it is one of ours; weights do not."""
+    """Return whether a file is a page, or says that it is one of ours; weights, configs and what training left do not."""
+    from ..storage.json_files import read_object
     from ..storage.safetensors import KEY, read_header
 
     try:
-        return KEY in read_header(path)[1]
+        if path.suffix == ".json":
+            return "quantizers" in read_object(path)
+        return path.suffix.lower() in (".html", ".htm") or KEY in read_header(path)[1]
     except SquisherError:
         return False
 

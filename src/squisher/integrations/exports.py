@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, NamingError, check_choice
+from ..errors import ArgumentError, FileError, NamingError, check_choice
 from ..importance import Importance
 from ..names import align, check_like, find
 from ..quantize import Plan, Sensitivity
 from ..storage import safetensors
-from ..storage.atomic import new_folder, write_file
+from ..storage.atomic import check_free, new_folder, write_file
 from ..storage.folders import open_model, write_model
-from ..storage.tensors import CHUNK, Computed, chunks_of, numel_of, tied_names
+from ..storage.tensors import CHUNK, Computed, chunks_of, dtype_of, numel_of, tied_names
 
 __all__ = ["FORMATS", "PLAN_FORMATS", "export", "gguf_name", "mlx_sensitivities", "stacked", "tensor_types"]
 
@@ -53,8 +53,12 @@ def export(importance: Importance, to: str, out: Path, model: Path | None = None
         safetensors.save(out, importance, None)
         return f"{len(importance)} tensors; give it as preconditioner_path"
     if to == "bergson":
+        check_free(out.parent, sum(numel_of(importance, n) * dtype_of(importance, n).itemsize for n in importance))
         with new_folder(out) as folder:
-            torch.save(_optimizer_state(importance), folder / "optimizer.pt")
+            try:
+                torch.save(_optimizer_state(importance), folder / "optimizer.pt")
+            except RuntimeError as error:  # what torch says when the system did not write all of it
+                raise FileError(f"Cannot write {out}: {error}. Is the disk full? Nothing was left behind.") from error
         return f"{len(importance)} states; give it as optimizer_state"
     if model is None:
         raise ArgumentError("squeezellm needs --model: the folder whose config and names the written one is to have.")

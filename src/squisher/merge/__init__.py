@@ -172,7 +172,7 @@ def ubgm(
     """
     importances = one_each(importances, models)
     lengths = as_numbers("size", sizes, len(models), least=0.0)
-    (base_length,) = as_numbers("base_size", [base_size], 1, least=0.0)
+    (base_length,) = as_numbers("size of the base", [base_size], 1, least=0.0)
     if delta != "relative":
         (delta,) = as_numbers("delta", [delta], 1, least=0.0)
     if base_importance is None and base_length:

@@ -28,7 +28,7 @@ from ..errors import ArgumentError, FileError, NamingError, SquisherError, Squis
 from .atomic import PartialFile, as_file_error, check_free, check_not_read, exclusive, write_file
 from .byte_range import ByteRange, shown
 from .json_files import no_duplicates, parse_json, read_json
-from .tensors import CHUNK, FileTensor, LazyTensors, Progress, TensorSource, chunks_of, dtype_of, shape_of
+from .tensors import CHUNK, FileTensor, LazyTensors, Progress, TensorSource, chunks_of, dtype_of, one_thread, shape_of
 
 __all__ = [
     "KEY", "SHARD_BYTES", "WIDEST", "SafetensorsWriter", "check_dtype", "exists", "open_archive", "open_kind",
@@ -338,6 +338,7 @@ class SafetensorsWriter:
         self._partial.discard()
 
 
+@one_thread()
 def save(
     path: str | os.PathLike[str],
     tensors: Mapping[str, Tensor],
