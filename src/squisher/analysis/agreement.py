@@ -1,10 +1,9 @@
 """How far two importances agree: in rank, in scale, and on which entries matter most.
 
-Everything is computed on the stored values of the parameters that both have; convert with `imp.as_fisher()` first where
-the two scales should be compared. Up to `EXACT_LIMIT` common entries everything is exact. Beyond, values are
-read in chunks and memory stays bounded: ranks are mid-ranks of the values rounded to the upper 16 bits of their float32
-(relative resolution 2⁻⁷; a histogram of 32,768 bins holds all ranks), and so is the median ratio. Overlaps are exact at
-any size.
+Stored values of the parameters that both have are compared; convert with `imp.as_fisher()` first to compare scales. Up to
+`EXACT_LIMIT` common entries everything is exact. Beyond, values are read in chunks, and ranks and the median ratio are those of
+values rounded to the upper 16 bits of their float32 (relative resolution 2⁻⁷; a histogram of 32,768 bins holds all ranks).
+Overlaps are exact at any size.
 """
 
 from __future__ import annotations
@@ -31,13 +30,13 @@ EXACT_LIMIT = 10_000_000
 """Up to this many common entries are kept in memory and ranked exactly."""
 
 FRACTIONS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5)
-"""Where `Agreement.overlaps` looks."""
+"""The fractions of `Agreement.overlaps`."""
 
 ROW_FRACTION = 0.1
-"""Where `Row.overlap` looks."""
+"""The fraction of `Row.overlap`."""
 
 _SORTED = 1 << 16
-"""Up to this many entries of a tensor are sorted; beyond, counting digits is faster."""
+"""Up to this many entries of a tensor are sorted; for more, counting digits is faster."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class Agreement:
         median_ratio: The median of a/b over the entries where both are at least 1.2e-38 (the middle one; of two middle
             ones the geometric mean, so that exchanging a and b inverts it); nan where there are none.
         overlaps: The overlap of the largest entries at several fractions; fractions of less than one entry are left out.
-        rows: The same for each parameter.
+        rows: The agreement on each parameter.
         numel: Number of common entries.
         total_a: Sum of a over the common entries.
         total_b: Sum of b.
@@ -90,7 +89,7 @@ class Agreement:
     _pair: Pair = field(repr=False, compare=False)
 
     def overlap(self, k: float | int) -> float:
-        """Return the share of the k largest entries of a that are among the k largest of b; exact, and computed when asked.
+        """Return the share of the k largest entries of a that are among the k largest of b; exact, computed on demand.
 
         Args:
             k: A number of entries (int), or a fraction of all common entries (float, rounded down, at least one entry).
@@ -102,22 +101,12 @@ class Agreement:
         return overlaps_of(self._pair.sources(0), self._pair.sources(1), [k], self.numel)[0].overlap
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain values for JSON; what is not defined (nan) is None."""
-        plain = {
-            "numel": self.numel,
-            "parameters": len(self.rows),
-            "exact": self.exact,
-            "spearman": self.spearman,
-            "scale": self.scale,
-            "median_ratio": self.median_ratio,
-            "total_a": self.total_a,
-            "total_b": self.total_b,
-            "overlaps": [asdict(overlap) for overlap in self.overlaps],
-            "only_a": self.only_a,
-            "only_b": self.only_b,
-            "rows": [asdict(row) for row in self.rows],
-        }
-        return {key: json_safe(value) for key, value in plain.items()}
+        """Return everything as plain values for JSON, with None for nan."""
+        numbers = ("exact", "spearman", "scale", "median_ratio", "total_a", "total_b")
+        plain: dict[str, Any] = {"numel": self.numel, "parameters": len(self.rows)}
+        plain |= {name: getattr(self, name) for name in numbers}
+        plain |= {"overlaps": list(map(asdict, self.overlaps)), "only_a": self.only_a, "only_b": self.only_b}
+        return {key: json_safe(value) for key, value in {**plain, "rows": list(map(asdict, self.rows))}.items()}
 
     def __repr__(self) -> str:
         at = next((f", overlap at 10% {o.overlap:.3f}" for o in self.overlaps if o.fraction == ROW_FRACTION), "")
@@ -131,12 +120,12 @@ class Agreement:
 def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress | None = None) -> Agreement:
     """Compare two importances: rank, scale, and overlap of the largest entries, overall and per parameter.
 
-    Stored values are compared, of the parameters that both have. Ranks and overlaps do not depend on the scale; to
-    compare scales, use `imp.as_fisher()` first.
+    Stored values of the parameters that both have are compared. Ranks and overlaps do not depend on the scale; to compare
+    scales, use `imp.as_fisher()` first.
 
     Args:
         a: An importance or any mapping from names to non-negative tensors; lazy ones are read in chunks.
-        b: Another one. Shapes must agree.
+        b: Another importance; shapes must agree.
         progress: Called with the number of entries done and in all.
 
     Returns:
@@ -177,7 +166,7 @@ def compare(a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress
 
 
 def _exactly(pair: Pair, whole: Pair) -> tuple[float, float, list[Row]]:
-    """Return Spearman and median ratio over everything, and the rows; all values are in memory, by name and as one tensor."""
+    """Return Spearman and median ratio over everything, and the rows, from values in memory: by name, and as one tensor."""
     rows = []
     for name in pair.names:
         x, y = (joined(pair.chunks(side, name)) for side in (0, 1))
@@ -187,13 +176,13 @@ def _exactly(pair: Pair, whole: Pair) -> tuple[float, float, list[Row]]:
 
 
 def _streamed(pair: Pair) -> tuple[float, float, list[Row]]:
-    """Return the same of rounded values, in two passes over what need not fit into memory."""
+    """Return the same for rounded values, in two passes over importances that need not fit into memory."""
     overall = Rounded()
     rows: dict[str, Row] = {}
     large: dict[str, Rounded] = {}
     for name in pair.names:
         rounded = Rounded()
-        if pair.numels[name] <= EXACT_LIMIT:  # small enough to keep, so that ranks and overlap need no second reading
+        if pair.numels[name] <= EXACT_LIMIT:  # small enough to keep in memory for both passes and the overlap
             small = Pair({name: joined(pair.chunks(0, name))}, {name: joined(pair.chunks(1, name))})
             rounded.count(small.both(name))
             rounded.cross(small.both(name))
@@ -241,7 +230,7 @@ def json_safe(value: Any) -> Any:
 
 
 class Pair:
-    """Two importances side by side: what they have in common, read in chunks."""
+    """The common parameters of two importances, read side by side in chunks."""
 
     def __init__(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor], progress: Progress | None = None) -> None:
         self.sides = tuple(side if isinstance(side, Importance) else Importance(side) for side in (a, b))
@@ -265,7 +254,7 @@ class Pair:
                 self._progress(self._done, work)
 
     def sources(self, side: int, names: Sequence[str] | None = None) -> dict[str, Source]:
-        """Return one of the two importances, or some of its names, as sources that can be read several times."""
+        """Return one side (or some of its names) as sources that can be read several times."""
         return {name: partial(self.chunks, side, name) for name in names or self.names}
 
     def both(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -273,17 +262,17 @@ class Pair:
         return zip(self.chunks(0, name), self.chunks(1, name), strict=True)
 
     def in_memory(self) -> Pair:
-        """Return the same, read once."""
+        """Return the pair read into memory."""
         a, b = ({name: joined(self.chunks(side, name)) for name in self.names} for side in (0, 1))
         return Pair(a, b)
 
     def joined(self) -> Pair:
-        """Return the same as one tensor, in memory."""
+        """Return the pair with all its parameters joined into one tensor, in memory."""
         a, b = (joined(chunk for name in self.names for chunk in self.chunks(side, name)) for side in (0, 1))
         return Pair({"all": a}, {"all": b})
 
     def finish(self) -> None:
-        """Say that all is done."""
+        """Report all work as done."""
         work = 2 * self.numel * self.passes
         if self._progress and self._done < work:
             self._progress(work, work)
@@ -298,16 +287,16 @@ def joined(chunks: Iterable[Tensor]) -> Tensor:
 
 @dataclass(frozen=True)
 class Overlap:
-    """What the k largest entries of both have in common.
+    """How many of the k largest entries two importances have in common.
 
     Attributes:
         fraction: k relative to the number of common entries.
         k: How many of the largest entries were taken of each.
         overlap: The share of k that is in both.
         chance: What two unrelated importances share on average: k/n.
-        threshold_a: The k-th largest value of a. At 0, k reaches into entries without importance, and which of them are
-            taken depends on their place alone: the overlap then says little.
-        threshold_b: The same of b.
+        threshold_a: The k-th largest value of a. If it is 0, some of the k have no importance and are taken by position, so that
+            the overlap says little.
+        threshold_b: The k-th largest value of b.
     """
 
     fraction: float
@@ -321,7 +310,7 @@ class Overlap:
 def overlaps_of(
     a: Mapping[str, Source], b: Mapping[str, Source], sizes: Sequence[float | int], numel: int
 ) -> list[Overlap]:
-    """Return the overlaps at several k, each a fraction or a count, in the passes of one."""
+    """Return the overlaps at several k, each a fraction or a count, in as many passes as one k takes."""
     ks = [_entries(size, numel) for size in sizes]
     kth_a, kth_b = thresholds(a, ks), thresholds(b, ks)
     chosen = [(Selection(of_a), Selection(of_b)) for of_a, of_b in zip(kth_a, kth_b, strict=True)]

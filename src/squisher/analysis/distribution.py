@@ -1,7 +1,7 @@
-"""How the values of an importance are distributed, per tensor and overall, from one pass in bounded memory.
+"""The distribution of an importance's values, per tensor and overall, from one pass in bounded memory.
 
-A histogram of the upper 16 bits of each value as float32 gives quantiles to a relative 2⁻⁷ and, summed into tenths of a
-decade, what is drawn. Sums, extremes and counts are exact.
+A histogram of the upper 16 bits of each value as float32 gives quantiles to a relative 2⁻⁷, and the histogram over tenths of a
+decade for charts. Sums, extremes and counts are exact.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @cache
 def _places() -> Tensor:
-    """Return for each of the 16-bit bins its place in a histogram over `LOG10_EDGES`."""
+    """Return the place of each of the 16-bit bins in a histogram over `LOG10_EDGES`."""
     place = ((middles().double().log10() - _FIRST) * _PER_DECADE).floor()
     return place.nan_to_num(0).clamp(0, _DECADES * _PER_DECADE - 1).long()
 
 
 def places_of(values: Tensor) -> Tensor:
-    """Return where each positive value belongs in a histogram over `LOG10_EDGES`; edges are exact to a relative 2⁻⁷."""
+    """Return the place of each positive value in a histogram over `LOG10_EDGES`; edges are exact to a relative 2⁻⁷."""
     return _places().index_select(0, bins_of(values))
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """The values of one tensor, or of all.
+    """The distribution of the values of one tensor, or of all.
 
     Attributes:
-        numel: How many there are.
+        numel: The number of values.
         total: Their sum.
-        mean: Their mean; like all below nan where there are none.
-        min: The smallest.
-        max: The largest.
-        p10: A tenth of the values is at most this large (to a relative 2⁻⁷).
-        median: Half of them.
-        p90: Nine tenths of them.
+        mean: Their mean; it and the following are nan if there are no values.
+        min: The smallest value.
+        max: The largest value.
+        p10: The value that a tenth of the values does not exceed (to a relative 2⁻⁷).
+        median: The value that half of them do not exceed.
+        p90: The value that nine tenths of them do not exceed.
         zeros: How many are exactly 0.
-        denormals: How many are positive but below 1.2e-38, where float32 loses digits and applications take them as 0.
+        denormals: How many are positive but below 1.2e-38, where float32 loses digits; applications take them as 0.
         histogram: How many positive values are in each tenth of a decade; `LOG10_EDGES` are the edges.
     """
 
@@ -70,7 +70,7 @@ class Distribution:
     histogram: list[int] = field(repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON: nan is None, and the histogram is cut to where it is not empty."""
+        """Return plain values for JSON: None for nan, and the histogram without its empty ends."""
         filled = [place for place, count in enumerate(self.histogram) if count] or [0]
         plain: dict[str, Any] = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -102,13 +102,13 @@ class Tally:
         self._min, self._max = min(self._min, float(low)), max(self._max, float(high))
         self._numel += values.numel()
         self._total += float(values.sum(dtype=torch.float64))
-        # On the bits, because a processor that flushes denormals takes them for zeros.
+        # By their bits, because a processor that flushes denormals takes them for zeros.
         bits = values.view(_INTEGERS[values.element_size()])
         self._zeros += values.numel() - int(torch.count_nonzero(bits & torch.iinfo(bits.dtype).max))
         self._counts += torch.bincount(bins_of(values), minlength=BINS)
 
     def include(self, other: Tally) -> None:
-        """Add what another one has collected."""
+        """Add the values of another tally."""
         self._min, self._max = min(self._min, other._min), max(self._max, other._max)
         self._numel += other._numel
         self._total += other._total
@@ -116,9 +116,11 @@ class Tally:
         self._counts += other._counts
 
     def distribution(self) -> Distribution:
-        """Return what was collected so far."""
+        """Return the distribution of the values so far."""
         some = self._numel > 0
         p10, median, p90 = self._quantiles(0.1, 0.5, 0.9)
+        positive = self._counts.clone()
+        positive[0] -= self._zeros
         return Distribution(
             numel=self._numel,
             total=self._total,
@@ -130,7 +132,7 @@ class Tally:
             p90=p90,
             zeros=self._zeros,
             denormals=int(self._counts[:_NORMAL].sum()) - self._zeros,
-            histogram=self._histogram(),
+            histogram=torch.zeros(len(LOG10_EDGES) - 1, dtype=torch.int64).index_add_(0, _places(), positive).tolist(),
         )
 
     def _quantiles(self, *shares: float) -> Iterator[float]:
@@ -144,9 +146,3 @@ class Tally:
             else:
                 middle = float(values[int(torch.searchsorted(upto, place))])
                 yield min(max(middle, self._min), self._max)
-
-    def _histogram(self) -> list[int]:
-        positive = self._counts.clone()
-        positive[0] -= self._zeros
-        counts = torch.zeros(_DECADES * _PER_DECADE, dtype=torch.int64).index_add_(0, _places(), positive)
-        return counts.tolist()

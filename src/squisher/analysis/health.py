@@ -1,7 +1,7 @@
-"""Can this importance be trusted, and for what: statistics of its values, and diagnoses in plain sentences.
+"""Diagnose an importance: can it be trusted, and for what?
 
-Every value is read once, in chunks; memory does not grow with the file. What the provenance says (steps, decay, pollution,
-precision) and what the values show (zeros, denormals, NaN) end up in one list of diagnoses.
+Every value is read once, in chunks. Diagnoses come from the values (zeros, denormals, NaN) and from the provenance (steps,
+decay, pollution, precision).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Diagnosis", "Health", "Row", "effective_steps", "examine"]
 
 @dataclass(frozen=True)
 class Health:
-    """What `examine` found: one row per parameter, all values together, and the diagnoses, the worst first."""
+    """What `examine` found: a row for each parameter, all values together, and the diagnoses, the worst first."""
 
     rows: list[Row]
     totals: Distribution
@@ -47,17 +47,17 @@ class Health:
 
 @one_thread()
 def examine(importance: Mapping[str, Tensor], progress: Progress | None = None) -> Health:
-    """Read every value once and say what is wrong, or worth knowing, about an importance.
+    """Read every value once, and diagnose what is wrong with an importance or worth knowing.
 
     Args:
-        importance: An importance, or a mapping of tensors (which has no provenance to diagnose).
+        importance: An importance, or a plain mapping of tensors (without provenance to diagnose).
         progress: Called with the entries done and the entries in all.
 
     Returns:
         Statistics per parameter and overall, and the diagnoses.
 
     Raises:
-        FileError: A file cannot be read. Invalid values raise nothing: they are a diagnosis.
+        FileError: A file cannot be read. Invalid values are a diagnosis, not an error.
     """
     known = importance if isinstance(importance, Importance) else Importance(Computed(importance))  # not checked yet
     work = sum(math.prod(known.shape(name)) for name in known)
@@ -87,10 +87,10 @@ def examine(importance: Mapping[str, Tensor], progress: Progress | None = None) 
 
 
 NOISY = 0.25
-"""A larger relative error of single entries is worth a warning."""
+"""The relative error of single entries above which there is a warning."""
 
 UNUSABLE = 0.7
-"""An even larger one means about four independent squares or fewer."""
+"""The relative error above which there is a problem: about four independent squares or fewer."""
 
 SEVERITIES = ("problem", "warning", "info")
 _TRACK = "keep the average in float32 beside the optimizer with squisher.Tracker"
@@ -105,8 +105,8 @@ class Diagnosis:
         severity: `problem` (the numbers are unusable), `warning` (they mean less than they seem to) or `info`.
         sentence: What was found.
         advice: What it means and what to do.
-        parameters: The names that it concerns; empty where it concerns all.
-        numbers: What the sentence is based on.
+        parameters: The parameters concerned; empty for all.
+        numbers: The numbers behind the sentence.
     """
 
     code: str
@@ -119,9 +119,9 @@ class Diagnosis:
 
 @dataclass(frozen=True)
 class Row:
-    """One parameter: its name and shape, how its values are distributed, and what is invalid in them, in a sentence.
+    """One parameter: its name, shape and distribution, and a sentence if a value is invalid.
 
-    Where a value is invalid, reading stops there, and the distribution covers the values before it.
+    The distribution then covers the values before the invalid chunk.
     """
 
     name: str
@@ -131,7 +131,7 @@ class Row:
 
 
 def effective_steps(beta2: float, steps: float) -> float:
-    """Return how many equally weighted squares an exponential average over `steps` steps is worth.
+    """Return the number of equally weighted squares that an exponential average over `steps` steps is worth.
 
     (Σw)²/Σw² = (1+β)(1−βᵗ) / ((1−β)(1+βᵗ)) for the weights w = βᵗ⁻ⁱ: t for few steps, (1+β)/(1−β) for many.
     """
@@ -140,7 +140,7 @@ def effective_steps(beta2: float, steps: float) -> float:
 
 
 def of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]:
-    """Return what the values show."""
+    """Yield the diagnoses of the values."""
     bad = [row for row in rows if row.invalid]
     if bad:
         more = f" So have {len(bad) - 1} other parameters." if len(bad) > 1 else ""
@@ -187,7 +187,7 @@ def of_values(rows: Sequence[Row], totals: Distribution) -> Iterator[Diagnosis]:
 
 
 def of_provenance(importance: Importance) -> Iterator[Diagnosis]:
-    """Return what the provenance says."""
+    """Yield the diagnoses of the provenance."""
     p = importance.provenance
     if p.kind == "squisher":
         yield from _noise(importance)
@@ -214,7 +214,7 @@ def of_provenance(importance: Importance) -> Iterator[Diagnosis]:
 
 
 def _noise(importance: Importance) -> Iterator[Diagnosis]:
-    """Return what averaging over few steps, or with a short memory, costs."""
+    """Yield how noisy the average is, over few steps or with a short memory."""
     p = importance.provenance
     optimizer, steps = p.optimizer or {}, p.steps or {}
     each = steps.get("per_parameter") or {}
@@ -350,7 +350,7 @@ _CODEC_ADVICE = {
 
 
 def _codec(codec: Codec) -> Diagnosis:
-    """Return what a codec lost, and what its values can still be used for."""
+    """Return what the codec lost, and what its values can still be used for."""
     names = [*codec.before, codec.name]
     worst = "rank1" if "rank1" in names else "log8"
     numbers = {
