@@ -1,4 +1,4 @@
-"""Other tools' files: importances for bergson, SqueezeLLM and OTA merging; plans for llama.cpp and mlx-lm."""
+"""Write other tools' files: importances for bergson, SqueezeLLM and OTA merging; plans for llama.cpp and mlx-lm."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ PLAN_FORMATS = ("json", "llama.cpp", "mlx")
 
 
 def export(importance: Importance, to: str, out: Path, model: Path | None = None) -> str:
-    """Write an importance as another tool reads it, whole or not at all.
+    """Write an importance in another tool's format, whole or not at all.
 
     Args:
-        importance: What to write. Values are written as they are stored: bias-corrected, not brought to the scale of a Fisher.
-        to: `"bergson"`: a folder with an `optimizer.pt` whose states say their parameter's name, for its normalisers.
+        importance: The importance. Values are written as they are stored: bias-corrected, not brought to the scale of a Fisher.
+        to: `"bergson"`: a folder with an `optimizer.pt` whose states have their parameters' names, for its normalisers.
             `"squeezellm"`: a model folder whose weights are the importances, its "gradient checkpoint".
             `"ota"`: a plain safetensors file with the names of the model, as OTA merging's `exp_avg_sq.safetensors`.
         out: The folder or file to make.
-        model: The model folder, for squeezellm: its config is copied, and its weights say what else must be there.
+        model: For squeezellm: the model folder, for its config and the names of all weights.
 
     Returns:
         One line on what was written.
@@ -69,7 +69,7 @@ def export(importance: Importance, to: str, out: Path, model: Path | None = None
 
 
 def _optimizer_state(importance: Importance) -> dict[str, Any]:
-    """Return what `torch.save` writes for an Adam, with the name in every state: bergson prefers it to its own count."""
+    """Return Adam's state dict, with the parameter's name in every state: bergson prefers it to its own count."""
     p = importance.provenance
     names = [p.live_names.get(name, name) for name in importance]
     group: dict[str, Any] = {"params": list(range(len(names)))}
@@ -113,7 +113,7 @@ class _Squares(Computed):
 
 # -- plans -------------------------------------------------------------------------------------------------------------
 
-# What llama.cpp's converter calls the tensors of Hugging Face models; experts are stacked into one tensor there.
+# The names that llama.cpp's converter gives to tensors of Hugging Face models; it stacks experts into one tensor.
 _BLOCK = r"(?:model\.(?:language_model\.)?layers|transformer\.h|model\.decoder\.layers)\.(\d+)\."
 _PARTS = {
     r"self_attn\.q_proj": "attn_q",
@@ -140,7 +140,7 @@ _OUTSIDE = {
 
 
 def gguf_name(name: str) -> str:
-    """Return what llama.cpp calls a tensor of a Hugging Face model.
+    """Return llama.cpp's name for a tensor of a Hugging Face model.
 
     Raises:
         NamingError: It is not known; the architectures are those of Llama, Mistral, Qwen, Gemma, Phi-3, Mixtral, OPT and GPT-2.
@@ -158,10 +158,10 @@ def gguf_name(name: str) -> str:
 
 
 def stacked(found: Sensitivity) -> Sensitivity:
-    """Return a sensitivity in which the experts that llama.cpp stacks into one tensor are one, of one width, under its name.
+    """Return a sensitivity in which experts that llama.cpp stacks are one tensor, with its name and one width.
 
     Raises:
-        NamingError: What llama.cpp calls a tensor is not known.
+        NamingError: llama.cpp's name for a tensor is not known.
     """
     groups: dict[str, list[str]] = {}
     for name in found.losses:
@@ -178,12 +178,12 @@ def stacked(found: Sensitivity) -> Sensitivity:
 
 
 def tensor_types(plan: Plan) -> str:
-    """Return the lines that `llama-quantize --tensor-type-file` reads: a pattern for one tensor each, and its type.
+    """Return the lines that `llama-quantize --tensor-type-file` reads: a pattern for each tensor, and its type.
 
-    Experts that llama.cpp stacks into one tensor get the widest width among them; a plan of what `stacked` returns has one for all.
+    Experts that llama.cpp stacks into one tensor get the widest of their widths; plans for `stacked` sensitivities have one.
 
     Raises:
-        SquisherError: The plan is not for llama.cpp's types, or it does not know a name.
+        SquisherError: The plan is not for llama.cpp's types, or a name is not known.
     """
     quantizers = plan.sensitivity.quantizers
     types = {b: q.name for b, q in quantizers.items()}
@@ -199,7 +199,7 @@ def tensor_types(plan: Plan) -> str:
 
 
 def mlx_sensitivities(found: Sensitivity, low: int, high: int) -> list[list[Any]]:
-    """Return what `mlx_lm.dynamic_quant --sensitivities` reads: [module, loss saved by the wider width per million weights].
+    """Return the rows that `mlx_lm.dynamic_quant --sensitivities` reads: [module, loss saved by the wider width per million weights].
 
     Raises:
         SquisherError: A width was not measured.
@@ -214,7 +214,7 @@ def mlx_sensitivities(found: Sensitivity, low: int, high: int) -> list[list[Any]
 
 
 def write_plan(plan: Plan, to: str, out: Path) -> None:
-    """Write a plan as JSON or as another tool reads it, whole or not at all.
+    """Write a plan as JSON or in another tool's format, whole or not at all.
 
     Raises:
         SquisherError: The format does not exist, or the plan cannot be written in it.

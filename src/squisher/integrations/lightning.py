@@ -2,7 +2,7 @@
 
     Trainer(callbacks=[SquisherCallback(), ...])
 
-They are called by name and need no base class, so that this module imports nothing of Lightning and fits both packages.
+Lightning calls them by name and asks for no base class, so this module does not import it and serves both packages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..consolidate import EWC
 from ..errors import SquisherError
 from ..importance import Pollution, RunFacts
 from .recording import (
@@ -40,37 +39,37 @@ class _Hooks(Events):
 
     @property
     def state_key(self) -> str:
-        """Under this key Lightning keeps the callback's state in checkpoints."""
+        """The key of the callback's state in Lightning's checkpoints."""
         return f"squisher.{type(self).__name__}"
 
     _legacy_state_key = state_key
 
     def state_dict(self) -> dict[str, Any]:
-        """Keep nothing."""
+        """Return no state."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take up nothing."""
+        """Load no state."""
 
 
 class SquisherCallback(_Hooks, Recorder):
     """Writes an importance beside every checkpoint: `step=100.squisher.safetensors` beside `step=100.ckpt`.
 
-    The number of examples per step is counted, over micro-batches and processes. Lightning does not know the loss: it is taken
-    for a mean over examples, as torch's losses are, unless you say otherwise. What the optimizer squares has been clipped if
-    `gradient_clip_val` is set; that is recorded. Files go when their checkpoints do.
+    Examples per step are counted over micro-batches and processes. Lightning does not know the loss: it is taken for a mean over
+    examples, like torch's losses, unless `loss_reduction` says otherwise. With `gradient_clip_val` the optimizer squares clipped
+    gradients; that is recorded. Files are removed with their checkpoints.
 
-    Only the first process writes. DeepSpeed and FSDP spread the state over processes and are refused: their checkpoints are
-    read by `squisher extract`.
+    Only the first process writes. DeepSpeed and FSDP spread the state over processes and are refused; `squisher extract` reads
+    their checkpoints.
 
     Args:
-        path: Write once, when training ends, to this file or folder, instead of beside checkpoints.
-        track: Record the gradient before clipping, by a tracker whose state is kept in checkpoints, instead of what the
-            optimizer has. The optimizer may then be one without an average, such as SGD.
+        path: A file or folder to write once, when training ends, instead of files beside checkpoints.
+        track: Whether to record the gradient before clipping, by a tracker whose state is in the checkpoints, instead of the
+            optimizer's average. The optimizer then needs no average (SGD).
         loss_reduction: `mean`, `sum` or `token_mean`; None if it is none of them.
-        tokens: For `token_mean`: the number of tokens of a batch that carry a loss. By default labels that are not -100, but
-            for the first of each row, as in causal language models.
-        submodule: The part of the module that is meant, such as `"model"`; names are then relative to this part.
+        tokens: For `token_mean`: a function that returns the number of tokens of a batch with a loss. By default labels that are
+            not -100, without the first of each row, as in causal language models.
+        submodule: The part of the module to record, such as `"model"`; names are then relative to this part.
         codec: How files keep the values: `exact`, `log8` or `rank1`; see `Importance.save`.
     """
 
@@ -104,13 +103,13 @@ class SquisherCallback(_Hooks, Recorder):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a checkpoint when training begins."""
+        """Keep a checkpoint's state until training begins."""
         self._resumed = dict(state)
 
     # -- hooks ---------------------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, module: Any, stage: str) -> None:
-        """Let the callback know where checkpoints are written."""
+        """Wrap `trainer.save_checkpoint`, to write beside each checkpoint."""
         _refuse_sharding(trainer, type(self).__name__)
         if stage == "fit" and self.path is None and trainer is not self._trainer:
             original = trainer.save_checkpoint
@@ -118,7 +117,7 @@ class SquisherCallback(_Hooks, Recorder):
         self._trainer = trainer
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Begin, or go on counting where a checkpoint stopped."""
+        """Begin to count, or continue a checkpoint's counts."""
         model = module.get_submodule(self.submodule) if self.submodule else module
         self._begin(model, list(trainer.optimizers), self._resumed.get("counts"))
         self._pending, self._step = [], trainer.global_step
@@ -137,11 +136,11 @@ class SquisherCallback(_Hooks, Recorder):
         self._pending.append((examples_in(batch), tokens))
 
     def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-        """See gradients that are accumulated, reduced and unscaled, and not yet clipped."""
+        """Observe gradients that are accumulated, reduced and unscaled, and not yet clipped."""
         self._observe()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Count the step, if this batch ended one."""
+        """Count the step, if this batch completed one."""
         if trainer.global_step == self._step:
             return
         self._step = trainer.global_step
@@ -152,19 +151,19 @@ class SquisherCallback(_Hooks, Recorder):
         self._check_once()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Write to the path that was given."""
+        """Write to `path`, if there is one."""
         if self.path is not None:
             self._save(self.path, trainer.is_global_zero)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
-        """Save nothing any more."""
+        """Remove files whose checkpoints are gone."""
         self._tidy()
 
     # -- inside --------------------------------------------------------------------------------------------------------
 
     def _save_beside(self, original: Callable[..., Any], filepath: Any, *args: Any, **kwargs: Any) -> Any:
         out = original(filepath, *args, **kwargs)
-        if self._model is not None and self.counts.steps:  # none yet if a checkpoint is saved before training
+        if self._model is not None and self.counts.steps:  # a checkpoint may be saved before training
             checkpoint = Path(filepath)
             beside = checkpoint.with_name(checkpoint.name.removesuffix(".ckpt") + ".squisher.safetensors")
             self._save(beside, self._trainer.is_global_zero)
@@ -210,33 +209,22 @@ class SquisherCallback(_Hooks, Recorder):
 class EWCCallback(Consolidator, SquisherCallback):
     """Elastic weight consolidation in Lightning.
 
-    Before every step and before clipping: the tracker observes the data's gradients, then the penalty's gradient is added. So
-    the importance of the task that is being learnt, and the file beside each checkpoint, are of its data alone. The penalty is
-    logged as `ewc_penalty`, every `log_every_n_steps`. With `pull` the gradient is left alone, and the parameters are pulled after
-    every step that the optimizer takes, before the scheduler's.
+    Before every step and before clipping, the tracker observes the data's gradients, then the penalty's gradient is added. So the
+    importance of the current task, in the file beside each checkpoint, is of its data alone. The penalty is logged as
+    `ewc_penalty`, every `log_every_n_steps`. With `pull` the gradient is left alone, and the parameters are pulled after every step
+    of the optimizer, before the scheduler's.
 
     Args:
-        ewc: With the tasks before consolidated, made of this very module or of a part of it.
+        ewc: The EWC with earlier tasks consolidated, made of this very module or of a part of it.
         path: As for `SquisherCallback`.
         pull: `"plain"` or `"adam"`: use `ewc.pull_` in this metric instead of the penalty's gradient.
-        track: False leaves the tracker out and records the optimizer's state. Without `pull` that includes the square of the
-            penalty's gradient: from task to task such importances may grow without bound. By default True without `pull`.
+        track: Whether to keep a tracker; by default only without `pull`. False without `pull` records the optimizer's state, which
+            includes the square of the penalty's gradient: from task to task such importances may grow without bound.
         **more: As for `SquisherCallback`.
     """
 
-    def __init__(
-        self,
-        ewc: EWC,
-        path: str | os.PathLike[str] | None = None,
-        *,
-        pull: str | None = None,
-        track: bool | None = None,
-        **more: Any,
-    ) -> None:
-        super().__init__(ewc, path, pull=pull, track=track, **more)
-
     def on_train_start(self, trainer: Any, module: Any) -> None:
-        """Check that this is the module whose parameters are protected."""
+        """Check that the EWC protects this module."""
         super().on_train_start(trainer, module)
         _only(self._optimizers, type(self).__name__)
         part = f"module.{self.submodule}" if self.submodule else "module"
@@ -246,7 +234,7 @@ class EWCCallback(Consolidator, SquisherCallback):
         )
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Stop pulling; write if asked to."""
+        """Stop pulling, and write to `path`, if there is one."""
         self._let_go()
         super().on_train_end(trainer, module)
 
@@ -262,7 +250,7 @@ class MaskCallback(_Hooks, Restrainer):
 
     Args:
         mask: As `squisher.mask.top_k` makes it: True where training may move an entry.
-        submodule: The part of the module whose names the mask has.
+        submodule: The part of the module to which the mask's names are relative.
     """
 
     def __init__(self, mask: Mapping[str, Tensor], submodule: str | None = None) -> None:
@@ -276,7 +264,7 @@ class MaskCallback(_Hooks, Restrainer):
         self._restrain(module.get_submodule(self.submodule) if self.submodule else module, optimizer)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Take the mask away."""
+        """Remove the mask's hooks."""
         self.remove()
 
 

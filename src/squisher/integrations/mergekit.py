@@ -9,7 +9,7 @@
     parameters: {floor: relative, normalize: none, scale: auto, missing: error}
     dtype: bfloat16
 
-`floor`, `normalize`, `scale` and `missing` mean what they mean in `squisher.merge.fisher`.
+`floor`, `normalize`, `scale` and `missing` are those of `squisher.merge.fisher`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Settings(NamedTuple):
 
 
 class _Ready(NamedTuple):
-    """The importances of a merge on one scale and normalized: their values need no more than a floor and a coefficient."""
+    """The importances of a merge, on one scale and normalized; floor and coefficients are still to be applied."""
 
     importances: list[Importance]
     names: list[dict[str, str]]
@@ -66,7 +66,7 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
         options: Options of the command `mergekit-yaml`, such as `--cuda` or `--lazy-unpickle`.
 
     Raises:
-        SquisherError: mergekit is missing, a model cannot be found, or the configuration asks for what would give wrong importances.
+        SquisherError: mergekit is missing, a model cannot be found, or importances would not fit the merge.
     """
     config, out = Path(config), Path(out)
     try:
@@ -88,7 +88,9 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
     merge_options = _options(options)
     _find(merge_config, merge_options.transformers_cache)
     asks_hub = mergekit.card.is_hf
-    mergekit.card.is_hf = lambda path: not os.path.exists(path) and asks_hub(path)  # of a folder here it would ask too
+    mergekit.card.is_hf = lambda path: (
+        not os.path.exists(path) and asks_hub(path)
+    )  # it would also ask for a folder here
     with new_folder(out) as folder:  # it has its final name, because mergekit names the model after the folder
         try:
             run_merge(merge_config, str(folder), merge_options, config_source=source)
@@ -104,7 +106,7 @@ def run(config: str | os.PathLike[str], out: str | os.PathLike[str], options: Se
 
 
 def _check_yaml(source: str, yaml: Any) -> None:
-    """Refuse a configuration of a few lines whose aliases expand into an unreasonable size.
+    """Refuse a configuration whose aliases expand into an unreasonable size.
 
     Raises:
         ValueError: It is too long, or too large with its aliases written out.
@@ -127,7 +129,7 @@ def _check_yaml(source: str, yaml: Any) -> None:
 
 
 def _options(given: Sequence[str]) -> Any:
-    """Return mergekit's options, read by mergekit itself."""
+    """Return mergekit's options, parsed by mergekit itself."""
     import click
     from mergekit.options import add_merge_options
 
@@ -254,7 +256,7 @@ def _merged(name: str, tensors: Sequence[Tensor], weights: Sequence[float], sett
 
 @lru_cache(maxsize=4)
 def _prepared(settings: _Settings) -> _Ready:
-    """Check names and scale for the whole models once, reading nothing but headers."""
+    """Check names and scale of the whole models once, reading headers alone."""
     models = [open_model(path).weights for path in settings.models]
     given = zip(settings.models, settings.importances, strict=True)
     importances = [_load(model, importance) for model, importance in given]

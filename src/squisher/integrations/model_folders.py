@@ -1,6 +1,6 @@
-"""Model folders in Python, as the commands use them: open, find the importance, merge, prune, write.
+"""Model folders as the commands use them: open, find the importance, merge, prune, write.
 
-    model = open_model("my-model")                            # lazy: nothing is read until it is asked for
+    model = open_model("my-model")                            # lazy: tensors are read when asked for
     importance = open_importance("my-model")                  # squisher.safetensors beside it, or its optimizer's
     merged = squisher.merge.fisher([model.weights, other.weights], [importance, other_importance])
     write_model("merged", merged, like=model.path)            # whole or not at all, with config and tokenizer
@@ -43,8 +43,8 @@ class Pruning:
 
     Attributes:
         counts: For each pruned tensor, how many entries stay and how many there are.
-        settings: How it was pruned.
-        unranked: Matrices that stay as they are because they have no importance.
+        settings: The settings that were not None.
+        unranked: Matrices without an importance, which stay as they are.
     """
 
     counts: dict[str, tuple[int, int]]
@@ -53,12 +53,12 @@ class Pruning:
 
     @property
     def zeros(self) -> int:
-        """Entries that are zero now."""
+        """The number of entries that are zero now."""
         return self.total - sum(stays for stays, _ in self.counts.values())
 
     @property
     def total(self) -> int:
-        """Entries of all pruned tensors."""
+        """The number of entries of all pruned tensors."""
         return sum(size for _, size in self.counts.values())
 
 
@@ -76,23 +76,23 @@ def prune_folder(
     any_weights: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Pruning:
-    """Set the least important weights of a model on disk to zero, and write it with a card; it need not fit into memory.
+    """Set the least important weights of a model on disk to zero, and write it with a card; it may be larger than memory.
 
     Args:
         model: A model folder or weight file.
         out: The folder to make, or a `.safetensors` file.
-        importance: An importance, or where one is; by default the one beside the model.
+        importance: An importance or its path; by default the one beside the model.
         sparsity: The fraction of weights to set to zero.
-        nm: A pattern such as `"2:4"` instead.
+        nm: A pattern such as `"2:4"` instead of a sparsity.
         scope: `global` or `tensor`.
         score: `fisher`, `magnitude`, `importance` or `random`.
         exclude: A regular expression: tensors to leave as they are.
-        seed: Of random scores.
-        any_weights: Accept an importance that was made with other weights.
-        progress: Called with what is being done, how much of it is done, and how much there is.
+        seed: The seed of random scores.
+        any_weights: Whether to accept an importance that was made with other weights.
+        progress: Called with the current work, how much of it is done, and how much there is.
 
     Raises:
-        SquisherError: With one sentence on what is wrong; nothing is then left behind.
+        SquisherError: The message says what is wrong; nothing is then left behind.
     """
 
     def reporting(what: str) -> Callable[[int, int], None] | None:
@@ -122,7 +122,7 @@ def prune_folder(
 METHODS = ("average", "fisher", "ubgm", "task-arithmetic", "ota")
 _WEIGHTED = ("fisher", "ubgm", "ota")
 _FROM_BASE = ("ubgm", "task-arithmetic", "ota")
-_MEANT_FOR = {  # the methods for which an option has a meaning, and its default
+_MEANT_FOR = {  # the methods that take an option, and its default
     "importance": (_WEIGHTED, ()),
     "scale": (_WEIGHTED, "auto"),
     "floor": (_WEIGHTED, "relative"),
@@ -214,8 +214,8 @@ def merge_folders(
         out: The folder to make.
         importances: One per model, in their order: importance files, or checkpoints to extract from. Without any,
             `squisher.safetensors` beside each model is looked for, then an optimizer state.
-        base: What the models started from; for adapters, the model that they adapt.
-        base_importance: The base's.
+        base: The model that the others started from, or that adapters adapt.
+        base_importance: The importance of the base.
         coefficients: One per model.
         sizes: For ubgm: the number of training examples of each model.
         base_size: For ubgm: the number of training examples of the base.
@@ -226,12 +226,12 @@ def merge_folders(
         missing: `error` or `average`.
         exclude: A regular expression: names that are not merged.
         dtype: The type to write; by default the first model's.
-        any_weights: Do not ask whether the importances belong to the models.
+        any_weights: Whether to accept importances that were made with other weights.
         shard_bytes: Larger weights become shards with an index.
         progress: Called with the bytes written so far and in all.
 
     Raises:
-        SquisherError: With one sentence on what is wrong; nothing is then left behind.
+        SquisherError: The message says what is wrong; nothing is then left behind.
     """
     check_choice("method", method, METHODS)
     options: dict[str, Any] = {
@@ -243,9 +243,9 @@ def merge_folders(
         "exclude": exclude,
         "base_importance": base_importance,
         "coefficients": coefficients or None,
-        "sizes": sizes or None,
+        "sizes": list(sizes) if sizes else None,
         "base_size": base_size,
-        "keep": keep or None,
+        "keep": list(keep) if keep else None,
         "dtype": dtype,
     }
     for option, (methods, default) in _MEANT_FOR.items():
@@ -286,9 +286,9 @@ def merge_folders(
         base=base_label,
         base_importance=None if of_base is None else described(of_base),
         options={
-            name.replace("_", " "): _shown(options[name])
+            name.replace("_", " "): ", ".join(f"{one:g}" for one in value) if isinstance(value, list) else value
             for name in _TOLD
-            if options[name] != _MEANT_FOR.get(name, ((), None))[1]
+            if (value := options[name]) != _MEANT_FOR.get(name, ((), None))[1]
         },
         merged=len(merged.merged),
         kept=merged.kept,
@@ -311,11 +311,7 @@ def merge_folders(
 
 
 _TOLD = ("scale", "normalize", "floor", "exclude", "sizes", "base_size", "keep", "dtype")
-"""The options that a report names where they are not the default."""
-
-
-def _shown(value: Any) -> Any:
-    return ", ".join(f"{one:g}" for one in value) if isinstance(value, (list, tuple)) else value
+"""The options that a report lists if they are not the default."""
 
 
 def _merged(
@@ -351,12 +347,13 @@ def _open(
 ) -> tuple[list[Mapping[str, Tensor]], Model | peft.Adapter, Mapping[str, Tensor] | None, str | None]:
     """Return the weights to merge, the model whose files the result copies, the base, and how adapters were merged."""
     adapted = [peft.is_adapter(path) for path in models]
+    first = next((k for k, c in enumerate(coefficients) if c), 0)
     if not any(adapted):
         opened = [open_model(path) for path in models]
         if base is not None and method not in _FROM_BASE:
             raise ArgumentError(f"--base has no meaning for {method} of whole models.")
         start = None if base is None else open_model(base).weights
-        return [m.weights for m in opened], opened[_first(coefficients)], start, None
+        return [m.weights for m in opened], opened[first], start, None
     if not all(adapted):
         odd = models[adapted.index(False)]
         raise SquisherError(
@@ -366,7 +363,7 @@ def _open(
     apart = peft.why_not_together(adapters) if method not in _FROM_BASE else f"{method} starts from the base's weights"
     if apart is None:
         words = "LoRA adapters, merged factor by factor: they share one start."
-        return [a.weights for a in adapters], adapters[_first(coefficients)], None, words
+        return [a.weights for a in adapters], adapters[first], None, words
     if method in _WEIGHTED:
         raise SquisherError(
             f"These adapters cannot be merged factor by factor ({apart}), and folded into the base their importances, which are "
@@ -385,16 +382,12 @@ def _open(
     return folded, whole, whole.weights, f"LoRA adapters, folded into their base: {apart}."
 
 
-def _first(coefficients: Sequence[float]) -> int:
-    return next((k for k, c in enumerate(coefficients) if c), 0)
-
-
 def importance_of(model: Path, option: str) -> Importance:
-    """Return the importance beside a model, or that of its optimizer's state.
+    """Return the importance beside a model, or extract it from its optimizer's state.
 
     Args:
         model: A folder or weight file.
-        option: How to give another one, for messages.
+        option: The option that gives another importance, for messages.
 
     Raises:
         FileError: There is neither.
@@ -414,7 +407,7 @@ def importance_of(model: Path, option: str) -> Importance:
 
 
 def open_importance(path: str | os.PathLike[str]) -> Importance:
-    """Return an importance file as it is, here or on the Hub; anything else is extracted on the fly.
+    """Open an importance file, here or on the Hub, or extract the importance of a checkpoint.
 
     Args:
         path: An importance file, a folder with one beside the model, or a checkpoint with an optimizer state.
@@ -432,5 +425,5 @@ def open_importance(path: str | os.PathLike[str]) -> Importance:
 
 
 def _label(path: Path, name: str) -> str:
-    """Return what a model is called in a report: no path."""
+    """Return the name of a model for a report, without a path."""
     return hub.Address.read(path).repo if hub.is_hub_id(path) else name

@@ -1,8 +1,7 @@
 """LoRA adapters as weights to merge, and PEFT's SHiRA with an importance.
 
-Adapters are merged in the space of their factors where that means something, otherwise folded into the base: the mean of
-factors is not the mean of what they do. It comes close only where all adapters started from the same A and B, so that is
-checked.
+Adapters are merged factor by factor if they started from the same A and B, which is checked: only then the product of the mean
+factors is close to the mean of the products. Otherwise they are folded into the base.
 
 SHiRA's adapters train the entries of each layer that matter most:
 
@@ -10,8 +9,7 @@ SHiRA's adapters train the entries of each layer that matter most:
     config.mask_fn = shira_mask_fn(importance, model)
     model = peft.get_peft_model(model, config)
 
-SHiRA fixes the budget of a layer at r · (inputs + outputs) and works on linear layers; `squisher.mask` has one budget for all
-parameters instead.
+SHiRA's budget is r · (inputs + outputs) entries of each linear layer; `squisher.mask` has one budget for all parameters.
 """
 
 from __future__ import annotations
@@ -96,8 +94,8 @@ def open_adapter(path: Path) -> Adapter:
 def why_not_together(adapters: Sequence[Adapter]) -> str | None:
     """Return why adapters cannot be merged factor by factor; None if they can be.
 
-    They can be if they adapt the same modules of the same base in the same way and every A of one is like the same A of the
-    others, as it is after training from one start and practically never after two.
+    They can be if they adapt the same modules of the same base in the same way, and their As are alike, as after training from
+    one start and practically never after training from two.
     """
     first, names = adapters[0], short_paths([adapter.path for adapter in adapters])
     for other, name_of_other in zip(adapters[1:], names[1:], strict=True):
@@ -134,39 +132,40 @@ def _cosine(a: LazyTensors, b: LazyTensors, name: str) -> float:
 class Folded(Computed):
     """The base's weights with an adapter folded in, under the base's names; computed when asked for.
 
-    A weight that the adapter changes comes in float32, whatever the type that `dtype` says it is to be written in.
+    Weights that the adapter changes are float32; `dtype` gives the type to write them in.
     """
 
     def __init__(self, base: LazyTensors, adapter: Adapter):
         super().__init__(base)
-        self._base = base
         self._adapter = adapter
         self.tied = tied_names(base)
         self._roles: dict[str, dict[str, str]] = {}  # name in the base: role to name in the adapter
         for name in adapter.weights:
             module, role = _split(name)
             self._roles.setdefault(_base_name(module, base, adapter), {})[role] = name
+        pairs = ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"})
         for name, roles in self._roles.items():
-            _check_roles(name, roles, adapter)
+            if set(roles) != {"whole"} and set(roles) - {"lora_magnitude_vector"} not in pairs:
+                raise NamingError(f"The adapter {adapter.path} has only {', '.join(sorted(roles))} for {name!r}.")
 
     def __getitem__(self, name: str) -> Tensor:
         roles = self._roles.get(name)
         if roles is None:
-            return self._base[name]
+            return self._like[name]
         if "whole" in roles:
             return self._adapter.weights[roles["whole"]]
         return self._folded(name, roles)
 
     def chunks(self, name: str, size: int = CHUNK) -> Iterator[Tensor]:
         """Yield one tensor in flat chunks: straight from the base where the adapter does not change it."""
-        return chunks_of(self._base if name not in self._roles else {name: self[name]}, name, size)
+        return chunks_of(self._like if name not in self._roles else {name: self[name]}, name, size)
 
     def _folded(self, name: str, roles: Mapping[str, str]) -> Tensor:
         weights, config = self._adapter.weights, self._adapter.config
         embedding = "lora_embedding_A" in roles
         a = weights[roles["lora_embedding_A" if embedding else "lora_A"]].float()
         b = weights[roles["lora_embedding_B" if embedding else "lora_B"]].float()
-        base = self._base[name].float()
+        base = self._like[name].float()
         delta = b.flatten(1) @ a.flatten(1) * _scaling(roles, config, a.shape[0])
         turned = embedding or (
             tuple(delta.shape) != tuple(base.shape)
@@ -192,7 +191,7 @@ _ROLE = re.compile(r"\.(lora_A|lora_B|lora_embedding_A|lora_embedding_B|lora_mag
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return the name in the model, and what the tensor is there: a factor, or a whole tensor that replaces the base's."""
+    """Return the name in the model, and the role of the tensor: a factor, or `whole` if it replaces the base's."""
     bare = name.removeprefix(_PREFIX).replace(".base_layer.", ".")
     match = _ROLE.search(bare)
     return (bare[: match.start()] + ".weight", match[1]) if match else (bare, "whole")
@@ -209,12 +208,6 @@ def _base_name(name: str, base: LazyTensors, adapter: Adapter) -> str:
     return close[0]
 
 
-def _check_roles(name: str, roles: Mapping[str, str], adapter: Adapter) -> None:
-    pairs = ({"lora_A", "lora_B"}, {"lora_embedding_A", "lora_embedding_B"})
-    if set(roles) != {"whole"} and set(roles) - {"lora_magnitude_vector"} not in pairs:
-        raise NamingError(f"The adapter {adapter.path} has only {', '.join(sorted(roles))} for {name!r}.")
-
-
 def _scaling(roles: Mapping[str, str], config: Mapping[str, Any], rank: int) -> float:
     module = _split(next(iter(roles.values())))[0].removesuffix(".weight")
     alpha = config.get("lora_alpha", 8)
@@ -229,12 +222,11 @@ def shira_mask_fn(importance: Mapping[str, Tensor], model: nn.Module) -> Callabl
     """Return a `mask_fn` for `peft.ShiraConfig`: the r · (inputs + outputs) most important entries of each layer.
 
     Args:
-        importance: By parameter name; only the layers that SHiRA asks for are read.
-        model: The model that `get_peft_model` is called with, before that call: the function gets the layer alone, and
-            finds its name in this model.
+        importance: Importance by parameter name; only the layers that SHiRA asks for are read.
+        model: The model that `get_peft_model` is called with, before that call; the function looks up the names of layers in it.
 
     Returns:
-        A function of a linear layer and r. It cannot be saved with the adapter; the indices that it leads to are.
+        A function of a linear layer and r. It cannot be saved with the adapter; the indices that it chooses are.
     """
     names = {id(p.parameter): (p.name, p.live_name, *p.aliases) for p in live_parameters(model)}
 

@@ -1,4 +1,4 @@
-"""An importance beside its model on the Hub, and model cards: what was done to a model, with which importance.
+"""Publish an importance beside its model on the Hub, and write model cards.
 
 Cards hold no path, host or date, so that the same input gives the same bytes.
 """
@@ -26,11 +26,11 @@ _CARD = "README.md"
 
 
 class Publication(NamedTuple):
-    """What would be put where.
+    """The files of an importance and their place on the Hub.
 
     Attributes:
         address: The repository.
-        files: Path in the repository, and the file here.
+        files: The local files by path in the repository.
         section: The section of the model card.
     """
 
@@ -40,17 +40,17 @@ class Publication(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
+        """The size of all files in bytes."""
         return sum(file.stat().st_size for file in self.files.values())
 
     def push(self, create: bool = False, private: bool = False) -> str:
-        """Put the files and the section into the repository, in one commit, and return the commit's address.
+        """Upload the files and the section in one commit, and return the commit's address.
 
-        Everything else there stays as it is, but files of an earlier importance that this one does not have.
+        Files of an earlier importance are removed; everything else stays as it is.
 
         Args:
-            create: Make the repository first, if there is none.
-            private: Whether a new one is private.
+            create: Whether to make the repository if there is none.
+            private: Whether a new repository is private.
 
         Raises:
             FileError: The repository cannot be reached, does not exist, or may not be written.
@@ -66,14 +66,14 @@ class Publication(NamedTuple):
 
 
 def prepare(file: Path, address: str) -> Publication:
-    """Return what publishing an importance file would do; the Hub is not contacted.
+    """Return what publishing an importance file would upload; the Hub is not contacted.
 
     Args:
         file: An importance file, the index of a sharded one, or a folder that holds one.
         address: `hf://owner/name[@revision][/folder]`.
 
     Raises:
-        SquisherError: The address is none, or this is no importance.
+        SquisherError: The address is invalid, or the file is no importance.
     """
     target = hub.Address.read(address)
     if target.path.endswith((".safetensors", ".json")):
@@ -96,7 +96,7 @@ def prepare(file: Path, address: str) -> Publication:
 
 
 def with_section(card: str | None, section: str) -> str:
-    """Return a model card with the section: replaced where it is, or at the end; everything else as it was."""
+    """Return a model card with the section in the place of the old one, or at the end."""
     text = f"{_BEGIN}\n{section.strip()}\n{_END}\n"
     if card is None:
         return text
@@ -106,7 +106,7 @@ def with_section(card: str | None, section: str) -> str:
 
 
 def card_section(importance: Importance, address: hub.Address, size: int) -> str:
-    """Return the section: what the file is, how it was made, how to use it."""
+    """Return the section of the model card: what the file is, how it was made, how to use it."""
     p = importance.provenance
     total = sum(numel_of(importance, name) for name in importance)
     what = (
@@ -168,10 +168,10 @@ def pruning_card(
     """Return the README.md of a pruned model.
 
     Args:
-        model: What the model before is called.
-        settings: How it was pruned: sparsity or pattern, scope, score.
-        importance: What the weights were ranked by, in words; None if by no importance.
-        counts: For each pruned tensor, how many entries stay and how many there are.
+        model: The name of the model before pruning.
+        settings: Sparsity or pattern, scope, score.
+        importance: The importance that ranked the weights, in words, or None.
+        counts: How many entries of each pruned tensor stay, and how many there are.
     """
     kept, total = (sum(pair[k] for pair in counts.values()) for k in (0, 1))
     share = (total - kept) / total if total else 0.0
@@ -193,7 +193,7 @@ def pruning_card(
 
 
 def described(imp: Importance) -> str:
-    """Return what an importance is, in a few words."""
+    """Describe an importance in a few words."""
     p = imp.provenance
     if p.kind == "fisher":
         labels = (p.estimator or {}).get("labels")
@@ -207,9 +207,9 @@ def described(imp: Importance) -> str:
 
 
 def short_paths(paths: Sequence[Path]) -> list[str]:
-    """Return the shortest path suffixes that are all different: run-a/final and run-b/final, not final twice.
+    """Return the shortest suffixes of paths that are all different: run-a/final and run-b/final, not final twice.
 
-    A file called squisher.safetensors is named by its folder. A path that is given twice has one name.
+    A file called squisher.safetensors has the name of its folder. Equal paths have equal names.
     """
     parts = []
     for path in paths:

@@ -1,6 +1,7 @@
-"""What the callbacks of all trainers share: the importance of a running training, under the names of the weight file.
+"""What the callbacks of all trainers share: they record importances during training, under the names of the weight file.
 
-How much data went into the steps (examples, tokens that carry a loss, steps that had less) is counted here too.
+`Recorder` records, `Consolidator` adds EWC, `Restrainer` trains under a mask, and `BatchCounts` counts the examples and tokens of
+the steps. `lightning` and `transformers` connect them to the events of their trainers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..ranks import agree, sum_in_place, world
 from ..recycle.live import from_optimizers, from_tracker, unwrapped
 from ..recycle.naming.candidates import candidates_of_module
 from ..recycle.states import Candidate, Entry, FusedSlice, OptimizerState, check_usable
-from ..storage.codecs import check_codec
+from ..storage.codecs import CODECS
 from ..tracker import Tracker
 
 __all__ = [
@@ -34,46 +35,43 @@ __all__ = [
 
 
 PENALTY = Pollution(Spoiler.PENALTY, note="The gradient of an EWC penalty was squared with the data's.")
-"""What an optimizer's average contains where EWC adds its gradient."""
+"""The pollution of an optimizer's average if EWC adds its gradient."""
 
 
 class Events:
-    """Answer every event of a trainer; those that a class does not define do nothing.
+    """Ignore every event of a trainer that a class does not define.
 
-    Trainers call by name, so that neither a base class nor an import of the framework is needed.
+    Trainers call events by name, so that neither a base class nor an import of the framework is needed.
     """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("on_") or name in ("setup", "teardown"):
-            return _nothing
+            return lambda *_, **__: None
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
 
 
 class Recorder(Events):
     """The part of a recording callback that does not depend on the trainer.
 
-    A trainer's callback says when training begins (`_begin`), when gradients are complete and not yet clipped (`_observe`) and when
-    a step has been taken (`_check_once`), and what it knows about the run (`_facts`).
+    A trainer's callback calls `_begin` when training begins, `_observe` when gradients are complete and not yet clipped, and
+    `_check_once` after a step; it defines `_facts` and `_pollution`.
 
     Args:
-        track: Keep an average of the gradient beside the optimizer, instead of recording what the optimizer has.
-        loss_reduction: `mean`, `sum` or `token_mean`; None if the loss is reduced in another way, or to find it out.
+        track: Whether to keep an average of the gradient beside the optimizer, instead of recording the optimizer's.
+        loss_reduction: `mean`, `sum` or `token_mean`; None if it is none of them, or is to be found out.
         codec: How files keep the values: `exact`, `log8` or `rank1`.
 
     Attributes:
         tracker: The tracker that keeps the average, or None.
-        counts: Examples, tokens and steps up to now.
+        counts: Examples, tokens and steps so far.
     """
 
     _first = "train"
-    """What to call before there is an importance."""
+    """The trainer's method to call before there is an importance, for messages."""
 
     def __init__(self, *, track: bool, loss_reduction: str | None, codec: str = "exact") -> None:
-        self.codec = check_codec(codec)
+        check_choice("codec", codec, CODECS)
+        self.codec = codec
         if loss_reduction is not None:
             check_choice("loss_reduction", loss_reduction, LOSS_REDUCTIONS)
         self.track, self.loss_reduction = track, loss_reduction
@@ -85,7 +83,7 @@ class Recorder(Events):
         self._checked = False
 
     def importance(self) -> Importance:
-        """Return what has been accumulated up to now, under the names that the model's weight file has.
+        """Return the importance so far, under the names of the model's weight file.
 
         Raises:
             SquisherError: Training has not begun.
@@ -94,17 +92,17 @@ class Recorder(Events):
         return self._recorded(self._candidates)
 
     def live_importance(self) -> Importance:
-        """Return the same under the names of the running model, which is what `EWC.consolidate` and `mask.train_only` know."""
+        """Return the importance so far under the names of the running model, for `EWC.consolidate` and `mask.train_only`."""
         return self._recorded(None)
 
     def _begin(self, model: nn.Module, optimizers: Any, counted: Any) -> None:
-        """Take the model and its optimizers, and go on counting where a checkpoint stopped."""
+        """Set the model and its optimizers, and continue a checkpoint's counts."""
         self._model, self._optimizers = model, inner_optimizers(optimizers)
         self._candidates, self._checked = candidates_of_module(model, frozen_too=True).parameters, False
         self.counts = BatchCounts.from_state(counted)
 
     def _new_tracker(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Tracker:
-        """Make a tracker with the decay of the optimizer's average; 0.999 if it has none."""
+        """Make a tracker with the decay of the optimizer's average, or 0.999 without one."""
         betas = optimizer.param_groups[0].get("betas")
         beta2 = betas[1] if isinstance(betas, (list, tuple)) and len(betas) > 1 else None
         beta2 = float(beta2) if isinstance(beta2, (int, float)) and 0 < beta2 < 1 else 0.999
@@ -116,7 +114,7 @@ class Recorder(Events):
             self.tracker.observe()
 
     def _check_once(self) -> None:
-        """Refuse an optimizer that keeps no squared gradient, after its first step and not at the first checkpoint."""
+        """Refuse an optimizer that keeps no squared gradient right after its first step."""
         if self._checked or self.tracker is not None:
             return
         for optimizer in self._optimizers:
@@ -129,15 +127,15 @@ class Recorder(Events):
         self._checked = True
 
     def _facts(self) -> tuple[RunFacts, float]:
-        """Return what is known about the run, and how many times larger gradients were than its loss reduction says."""
+        """Return the facts of the run, and the factor by which gradients were larger than the loss reduction implies."""
         raise NotImplementedError
 
     def _pollution(self) -> list[Pollution]:
-        """Return what is squared besides the gradient of the data."""
+        """Return what is squared beside the gradient of the data."""
         raise NotImplementedError
 
     def _recorded(self, candidates: Sequence[Candidate] | None) -> Importance:
-        """Return what the tracker or the optimizers hold now, copied; without candidates under the names of the running model."""
+        """Return a copy of the tracker's or optimizers' average; without candidates under the names of the running model."""
         if self._model is None:
             raise SquisherError(f"There is no importance yet: call trainer.{self._first} first.")
         facts, factor = self._facts()
@@ -150,7 +148,7 @@ class Recorder(Events):
         return found if candidates is None else _as_stored(found, self._model, candidates)
 
     def _save(self, path: Path, here: bool) -> None:
-        """Write to a file or folder in one process; if it fails there, all processes stop."""
+        """Write to a file or folder in one process; if that fails, raise in all processes."""
         file = path if path.suffix == ".safetensors" else path / FILE_NAME
         error: BaseException | None = None
         if here:
@@ -163,15 +161,16 @@ class Recorder(Events):
 
 
 class Consolidator(Recorder):
-    """The part of a callback with an EWC that does not depend on the trainer: the tracker observes, then the penalty acts.
+    """The part of an EWC callback that does not depend on the trainer: the tracker observes, then the penalty acts.
 
     Mix it in before the trainer's recording callback; call `_follow` when training begins and `_let_go` when it ends.
 
     Args:
-        ewc: With the tasks before consolidated.
+        ewc: The EWC with earlier tasks consolidated.
+        *args: Arguments of the recording callback.
         pull: `"plain"` or `"adam"`: use `ewc.pull_` in this metric instead of the penalty's gradient.
-        track: Whether to keep a tracker; by default where the penalty's gradient is added.
-        **more: Of the recording callback.
+        track: Whether to keep a tracker; by default if the penalty's gradient is added.
+        **more: Arguments of the recording callback.
     """
 
     def __init__(self, ewc: EWC, *args: Any, pull: str | None = None, track: bool | None = None, **more: Any) -> None:
@@ -182,7 +181,7 @@ class Consolidator(Recorder):
         self._handle: Any = None
 
     def _follow(self, model: nn.Module | None, make: str) -> None:
-        """Check that this is the model whose parameters are protected, and pull after each step if asked to."""
+        """Check that the EWC protects this model, and pull after each step if asked to."""
         if model is None or not self.ewc.is_of(model):
             raise SquisherError(f"The EWC protects parameters of another model than the one that is trained. {make}")
         self._let_go()
@@ -209,7 +208,7 @@ class Consolidator(Recorder):
 
 
 class Restrainer(Events):
-    """The part of a callback that trains under a mask that does not depend on the trainer.
+    """The part of a mask callback that does not depend on the trainer.
 
     Args:
         mask: As `squisher.mask.top_k` makes it: True where training may move an entry.
@@ -224,7 +223,7 @@ class Restrainer(Events):
         self._handle = train_only(model, optimizer, self.mask)
 
     def remove(self) -> None:
-        """Take the mask away now."""
+        """Remove the mask's hooks now."""
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -234,7 +233,7 @@ def inner_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
     """Return the torch optimizers inside a trainer's wrappers.
 
     Raises:
-        SquisherError: One of them is no torch optimizer.
+        SquisherError: One of them is not a torch optimizer.
     """
     several = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
     inner = [unwrapped(one) for one in several]
@@ -244,16 +243,16 @@ def inner_optimizers(optimizers: Any) -> list[torch.optim.Optimizer]:
 
 
 def under_file_names(found: Importance, model: nn.Module) -> Importance:
-    """Return an importance of a live model under the names that the model's weight file has.
+    """Return an importance of a live model under the names of the model's weight file.
 
     Raises:
-        NamingError: The library that saves the model does not say.
+        NamingError: The library that saves the model does not give them.
     """
     return _as_stored(found, model, candidates_of_module(model, frozen_too=True).parameters)
 
 
 def _as_stored(found: Importance, model: nn.Module, candidates: Sequence[Candidate]) -> Importance:
-    """Return the same importance under the names of the weight file, in the slices that the file has."""
+    """Return an importance under the names of the weight file, cut into the slices that the file has."""
     names = {p.live_name: p.name for p in live_parameters(model)}
     slices: dict[str, list[FusedSlice]] = {}
     live: dict[str, str] = {}
@@ -307,9 +306,9 @@ class BatchCounts:
     """Sums over optimizer steps and over all processes.
 
     Attributes:
-        steps: Optimizer steps that were counted.
+        steps: Optimizer steps.
         examples: Examples in them.
-        tokens: Tokens that carried a loss; None if a batch did not say.
+        tokens: Tokens with a loss; None if a batch had no labels.
         short_steps: Steps with fewer examples than a full one: the last accumulation of an epoch.
         largest: Examples in the largest step.
     """
@@ -324,9 +323,9 @@ class BatchCounts:
         """Count one optimizer step.
 
         Args:
-            examples: In all its micro-batches, on all processes.
-            tokens: Tokens that carried a loss, if that is known.
-            full: Examples of a full step; if that is not known, of the largest one up to now.
+            examples: Examples in all its micro-batches, on all processes.
+            tokens: Tokens with a loss, or None.
+            full: Examples of a full step; None for those of the largest step so far.
         """
         self.largest = max(self.largest, examples)
         self.steps += 1
@@ -345,7 +344,7 @@ class BatchCounts:
 
     @classmethod
     def from_state(cls, state: Any) -> BatchCounts:
-        """Return what `state` returned; a fresh count if it is something else."""
+        """Return counts from what `state` returned; fresh counts from anything else."""
         fresh = cls()
         if not isinstance(state, Mapping) or set(state) != set(fresh.state()):
             return fresh
@@ -353,7 +352,7 @@ class BatchCounts:
 
 
 def examples_in(batch: Any) -> int | None:
-    """Count the examples in a batch: the length of its first tensor; of `labels` or `input_ids` where it has names."""
+    """Return the number of examples in a batch: the length of `labels`, `input_ids` or its first tensor; None if unknown."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.dim() else None
     if isinstance(batch, Mapping):
@@ -366,11 +365,11 @@ def examples_in(batch: Any) -> int | None:
 
 
 def tokens_in(batch: Any, shifted: bool) -> Tensor | None:
-    """Return how many labels of a batch carry a loss, as a tensor where the labels are; None if it has no labels.
+    """Return how many labels of a batch have a loss, as a tensor on their device; None if it has no labels.
 
     Args:
-        batch: A mapping; `shift_labels` count as they are, `labels` otherwise.
-        shifted: The model predicts each token from those before it, so that the first label of a row is never used.
+        batch: A mapping with `shift_labels` or `labels`.
+        shifted: Whether the model predicts each token from those before it, so that the first of `labels` in a row has no loss.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -387,15 +386,15 @@ def tokens_in(batch: Any, shifted: bool) -> Tensor | None:
 def over_processes(
     examples: Sequence[int | None], tokens: Sequence[Tensor | int | None], device: Any = "cpu"
 ) -> tuple[int, int | None] | None:
-    """Return the examples and tokens of a step, from its micro-batches here and on all other processes.
+    """Return the examples and tokens of a step, summed over its micro-batches and all processes.
 
     Args:
-        examples: Of every micro-batch of this process; None where they are not known.
-        tokens: The same for tokens with a loss.
-        device: Where processes exchange numbers.
+        examples: Examples of every micro-batch of this process; None for unknown.
+        tokens: Tokens with a loss of every micro-batch of this process; None for unknown.
+        device: The device on which processes exchange numbers.
 
     Returns:
-        Both sums, the second None if one of its parts is; None if the first has such a part.
+        Both sums, the second None if it has an unknown part; None if the first has an unknown part.
     """
     parts = [
         (sum(int(n) for n in counts if n is not None), sum(n is None for n in counts)) for counts in (examples, tokens)

@@ -1,4 +1,4 @@
-"""A Hugging Face model (whole, or in shards that no process ever holds together) and a JSONL file of text, as `squisher.fisher` takes them."""
+"""Load a Hugging Face model (whole or sharded) and batches from a JSONL file of text, for `squisher.fisher`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["TextModel", "count_rows", "load_shards", "load_text_model", "text_ba
 
 
 class TextModel(NamedTuple):
-    """A model with what turns text into its inputs."""
+    """A model with its tokenizer."""
 
     model: nn.Module
     tokenizer: Any
@@ -44,9 +44,9 @@ def load_text_model(
 
     Args:
         folder: A model, or an adapter.
-        device: Where to put it.
+        device: The device to load it on.
         base: For an adapter: the model that it adapts; by default the one that it names.
-        shard: Whether each process of the job loads its shard only (FSDP2).
+        shard: Whether each process of the job loads only its shard (FSDP2).
 
     Raises:
         FileError: The folder is not a Hugging Face model or lacks some of its weights, or an adapter's base is not found.
@@ -57,7 +57,7 @@ def load_text_model(
     adapter = is_adapter(path)
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:  # which of them depends on how torch was built
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # depending on how torch was built
         raise ArgumentError(
             f"torch cannot use the device {device!r}: {str(error).split('. ')[0].rstrip('.')}. Take another one, such as cpu."
         ) from error
@@ -84,7 +84,7 @@ def load_text_model(
     except (OSError, ValueError, KeyError) as error:
         raise FileError(f"{path} cannot be loaded with transformers: {str(error).splitlines()[0]}") from error
     if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token  # masked out everywhere, so any token serves
+        tokenizer.pad_token = tokenizer.eos_token  # any token: it is masked everywhere
     if tokenizer.pad_token is None:
         raise SquisherError(f"The tokenizer of {path} has no token to pad with; set its pad_token.")
     if task == "language modelling":
@@ -96,7 +96,7 @@ def load_text_model(
 
 
 def _task(path: Path, config: Any, adapter: bool, transformers: Any) -> tuple[str, Any]:
-    """Return the task and what loads it; an adapter that names a task may turn a bare encoder into a classifier."""
+    """Return the task and the class that loads it; an adapter's task may turn a bare encoder into a classifier."""
     given = read_object(path / CONFIG).get("task_type") if adapter else None
     name = "" if given else (list(config.architectures or []) or [""])[0]
     if given == "SEQ_CLS" or name.endswith("ForSequenceClassification"):
@@ -123,10 +123,10 @@ def _base_of(path: Path, given: str | os.PathLike[str] | None) -> Path:
 
 
 def _refuse_missing(place: Path, missing: Iterable[str], adapter: Path | None) -> None:
-    """Refuse a model some of whose weights no file has: transformers draws them at random.
+    """Refuse a model with weights that are in no file: transformers draws them at random.
 
     Raises:
-        FileError: There are such weights, and the adapter does not bring them.
+        FileError: There are such weights, and the adapter does not have them.
     """
     stored = None if adapter is None else open_weights(adapter)
     brought = {name.removeprefix("base_model.model.") for name in (stored.tensors if stored is not None else ())}
@@ -139,7 +139,7 @@ def _refuse_missing(place: Path, missing: Iterable[str], adapter: Path | None) -
 
 
 def count_rows(file: str | os.PathLike[str]) -> int:
-    """Return the number of lines of a JSONL file that are not blank.
+    """Return the number of non-blank lines of a JSONL file.
 
     Raises:
         FileError: It cannot be read.
@@ -178,19 +178,19 @@ def text_batches(
     """Yield batches from lines of JSON with `text`, optionally `text_pair`, and `label` for a classifier.
 
     Args:
-        file: One JSON object a line; compressed by gzip or not. A label is the number of a class, its name in the model's
-            configuration, or true or false where there are two.
-        text_model: What the batches are for.
+        file: One JSON object a line, compressed by gzip or not. A label is the number of a class, its name in the model's
+            configuration, or true or false if there are two.
+        text_model: The model and its tokenizer.
         batch_size: Examples per batch.
-        max_length: Tokens per example; longer ones are cut. By default what the model can take.
-        max_examples: Stop after this many.
+        max_length: The most tokens per example, the rest is cut; by default as many as the model takes.
+        max_examples: The most examples.
         labelled: Whether a classifier's labels are needed.
 
     Yields:
-        What `model(**batch)` takes; padding is masked, and ignored in the labels of a language model.
+        The arguments of `model(**batch)`; padding is masked, and ignored in the labels of a language model.
 
     Raises:
-        FileError: A line is not what it should be; the message names the line. Or there is none.
+        FileError: A line is invalid (the message names it), or there is none.
         SquisherError: A number is not positive.
     """
     for what, number in (("batch_size", batch_size), ("max_length", max_length)):
@@ -225,7 +225,7 @@ def _batch(rows: list[Mapping[str, Any]], text_model: TextModel, limit: int, lab
     )
     batch: dict[str, Tensor] = dict(encoded)
     if task == "language modelling":
-        # Tokenizers without a class of their own make these, and GPT-2 adds what they embed.
+        # Tokenizers without a class of their own make them, and GPT-2 would add their embeddings.
         batch.pop("token_type_ids", None)
         batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     elif labelled:
@@ -284,7 +284,7 @@ def _row(text: str, line: str, needs_label: bool) -> dict[str, Any]:
 
 
 def _longest(model: Any, tokenizer: Any) -> int:
-    """Return the longest input that both model and tokenizer take; some tokenizers give an absurdly large number, which is ignored."""
+    """Return the longest input that model and tokenizer take; ignore the absurdly large number of some tokenizers."""
     limits = [getattr(model.config, "max_position_embeddings", None), tokenizer.model_max_length]
     return min((limit for limit in limits if isinstance(limit, int) and 0 < limit < 1_000_000), default=512)
 
@@ -293,15 +293,15 @@ def load_shards(folder: Path, config: Any, build: Callable[..., nn.Module], devi
     """Return a model whose parameters are sharded over all processes, with the weights of a folder.
 
     Args:
-        folder: Of a Hugging Face model.
+        folder: The folder of a Hugging Face model.
         config: Its configuration.
-        build: Makes the model of it, without weights: `build(config, dtype=...)`.
-        device: Of this process.
+        build: Makes the model without weights: `build(config, dtype=...)`.
+        device: The device of this process.
 
     Raises:
         FileError: The folder has no weights, or lacks one.
         NamingError: The weights are not this model's.
-        SquisherError: There is one process only, or the model cannot be loaded this way.
+        SquisherError: There is only one process, or the model cannot be loaded this way.
     """
     if ranks.is_alone():
         raise ArgumentError(
@@ -366,7 +366,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _dtype(config: Any, weights: Weights) -> torch.dtype:
-    """Return what `from_pretrained(dtype="auto")` takes: what the configuration says, otherwise the file's first."""
+    """Return the type of `from_pretrained(dtype="auto")`: the configuration's, or that of the file's first weight."""
     dtype = getattr(config, "dtype", None) or getattr(config, "torch_dtype", None)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -391,7 +391,7 @@ def _shard(model: nn.Module) -> None:
 
 
 def _fill(parameter: Any, candidate: Candidate, weights: Weights) -> None:
-    """Read this process's rows of a parameter."""
+    """Read the rows of this process's shard of a parameter."""
     source = weights.tensors.get(candidate.name)
     if source is None:
         raise FileError(

@@ -1,7 +1,7 @@
-"""What a transformers Trainer does not pass to its callbacks: its batches, its new optimizer, gradients before clipping.
+"""Watch what a transformers Trainer does not pass to its callbacks: batches, a new optimizer, gradients before clipping.
 
-The Trainer clips before the first event that follows the backward pass. So six methods of one object (not of its class) are
-wrapped: each does what it did and reports it. Nothing else of the Trainer is touched.
+The Trainer clips before the first event after the backward pass. So six methods of the object (not of its class) are wrapped: each
+does what it did, and reports it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class TrainerWatch:
 
     Attributes:
         trainer: The Trainer.
-        pending: Examples, and tokens with a loss if they are known, of the step under way, on all processes.
+        pending: Examples, and tokens with a loss or None, of the current step on all processes.
         checkpoint: The last checkpoint that was saved: a search over hyperparameters has a folder for each trial.
-        divides: Whether the loss was divided by the items of the whole step; None until that has been seen.
-        counts_items: Whether the Trainer gave the loss the number of those items.
+        divides: Whether the loss was divided by the items of the whole step; None if that is not known yet.
+        counts_items: Whether the Trainer passed the number of those items to the loss.
     """
 
     def __init__(
@@ -49,11 +49,11 @@ class TrainerWatch:
             trainer: A `transformers.Trainer` or a subclass.
             on_optimizer: Called with a new optimizer and the model, before a checkpoint is loaded into the optimizer.
             on_gradients: Called once per step with gradients complete: accumulated, reduced, unscaled, not clipped.
-            extra_logs: Called when the loss is logged; what it returns is logged beside it.
-            on_saved: Called with the folder when the model has been saved by itself, not in a checkpoint.
+            extra_logs: Called when the loss is logged; returns more to log.
+            on_saved: Called with the folder when the model has been saved outside of a checkpoint.
 
         Raises:
-            SquisherError: This is no Trainer.
+            SquisherError: The object is no Trainer.
         """
         expected = ("create_optimizer", "compute_loss", "log", "accelerator", "add_callback")
         missing = [name for name in expected if not hasattr(trainer, name)]
@@ -76,7 +76,7 @@ class TrainerWatch:
                 _wrap(trainer, name, getattr(self, f"_{name}"))
 
     def begin(self) -> None:
-        """Forget the last run, because another one begins."""
+        """Reset everything for a new run."""
         self.pending, self.divides, self.counts_items, self._seen = None, None, False, False
         self._shifted = _shifts_labels(self.trainer)
         if self._accelerator is not self.trainer.accelerator:  # a search over hyperparameters makes a new one
@@ -84,9 +84,9 @@ class TrainerWatch:
             _wrap(self._accelerator, "unscale_gradients", self._unscale_gradients)
 
     def gradients_were_seen(self) -> bool:
-        """Return, once before every step, whether `on_gradients` has been called in time.
+        """Return, once before every step, whether `on_gradients` was called before clipping; call it if it was not called.
 
-        Where nothing is clipped some versions of the Trainer do not even look at the norm; then this is the time.
+        Without clipping, some versions of the Trainer do not compute the norm; then this is the time to call it.
         """
         in_time = self._seen or not clips(self.trainer.args)
         if not self._seen:
@@ -96,7 +96,7 @@ class TrainerWatch:
 
     @property
     def loss_is_known(self) -> bool:
-        """Whether the loss is one that the models of transformers compute, and not a user's own."""
+        """Whether the loss is that of the models of transformers, and not a user's own."""
         trainer = self.trainer
         module = getattr(type(trainer).compute_loss, "__module__", "")
         own = getattr(trainer, "compute_loss_func", None) is not None
@@ -104,7 +104,7 @@ class TrainerWatch:
 
     @property
     def factors(self) -> tuple[int, int]:
-        """Micro-batches and processes over which the Trainer leaves the average to a loss that gets the number of items."""
+        """Micro-batches and processes over which a loss that gets the number of items must average, not the Trainer."""
         args = self.trainer.args
         divided = getattr(self.trainer, "loss_is_scaled_for_ga", None) is False
         averaged = getattr(args, "average_tokens_across_devices", False)
@@ -120,7 +120,7 @@ class TrainerWatch:
     def _get_batch_samples(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         batches, items = original(*args, **kwargs)
         self.counts_items = items is not None
-        # The tokens that the Trainer divides by: transformers 4 counted the first one of a row, which has no loss.
+        # The tokens that the Trainer divides by: transformers 4 includes the first of a row, which has no loss.
         shifted = self._shifted and (items is None or hasattr(self.trainer, "_loss_shifts_labels"))
         examples, tokens = [examples_in(b) for b in batches], [tokens_in(b, shifted) for b in batches]
         self.pending = over_processes(examples, tokens, self.trainer.args.device)
@@ -151,7 +151,7 @@ class TrainerWatch:
         out = original(output_dir, _internal_call, *args, **kwargs)
         folder = Path(output_dir or self.trainer.args.output_dir)
         if _internal_call and output_dir is not None:
-            self.checkpoint = folder  # callbacks get an event for it
+            self.checkpoint = folder  # there is an event for it
         else:
             self._on_saved(folder)
         return out
@@ -166,7 +166,7 @@ class TrainerWatch:
 
 
 class _Watched(Tensor):
-    """A number that records whether it was used in a computation; values and results are unchanged."""
+    """A number that records whether a computation used it; values and results are unchanged."""
 
     used: list[bool]
 
@@ -207,5 +207,5 @@ def _shifts_labels(trainer: Any) -> bool:
 
 
 def clips(args: Any) -> bool:
-    """Return whether a Trainer with these `TrainingArguments` clips gradients; 0, None and negative numbers say that it does not."""
+    """Return whether a Trainer with these `TrainingArguments` clips gradients: not for 0, None and negative numbers."""
     return args.max_grad_norm is not None and args.max_grad_norm > 0

@@ -4,8 +4,8 @@
     EWCCallback(ewc).attach(trainer)
     MaskCallback(mask).attach(trainer)
 
-The Trainer calls them by the name of an event, so they need no base class, and this module imports nothing of transformers. What the arguments
-of a Trainer prove about its run (batch size, loss, clipping) is read from them here.
+The Trainer calls events by name, so callbacks need no base class, and this module does not import transformers. It also reads from
+a Trainer's arguments what they prove about the run: batch size, loss, clipping.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
 ]  # fmt: skip
 
 STATE = "squisher"
-"""Under this key counts are kept in trainer_state.json, and a tracker's average in optimizer.pt."""
+"""The key of counts in trainer_state.json, and of a tracker's average in optimizer.pt."""
 
 _READ_LATER = (
     "Leave it out, let the Trainer save the optimizer's state (save_only_model=False), and run: squisher extract "
@@ -37,25 +37,25 @@ _READ_LATER = (
 
 
 class SquisherCallback(Recorder):
-    """Writes `squisher.safetensors` into every checkpoint, before the optimizer is thrown away (`save_only_model` too).
+    """Writes `squisher.safetensors` into every checkpoint, also with `save_only_model`.
 
-    Batch size, tokens, loss reduction, clipping and precision go into the file. `trainer.add_callback(SquisherCallback())`
-    works as well, but such a callback sees neither batches nor the loss: tokens and the reduction are then not recorded.
+    The file records batch size, tokens, loss reduction, clipping and precision. `trainer.add_callback(SquisherCallback())` works as
+    well, but such a callback sees neither batches nor the loss, and records neither tokens nor the reduction.
 
-    What the optimizer squares has been clipped if `max_grad_norm` is above 0, which is the default of the Trainer; that is
-    recorded. `track=True` keeps an average of the gradient before clipping beside the optimizer: with it the optimizer may
-    also be one without an average. It takes 4 bytes per trained parameter and is kept in `optimizer.pt`.
+    If `max_grad_norm` is above 0, which is the Trainer's default, the optimizer squares clipped gradients; that is recorded.
+    `track=True` keeps an average of the gradient before clipping beside the optimizer, which then needs no average of its own. It
+    takes 4 bytes per trained parameter and is saved in `optimizer.pt`.
 
-    Only the first process writes. DeepSpeed and FSDP spread the state over processes and are refused: their checkpoints are
-    read by `squisher extract`.
+    Only the first process writes. DeepSpeed and FSDP spread the state over processes and are refused; `squisher extract` reads
+    their checkpoints.
 
-    With `load_best_model_at_end`, `importance()` after training is the importance of the best checkpoint, from its own file. An attached
-    callback also writes into what `trainer.save_model(...)` saves, and so into what `trainer.push_to_hub()` uploads.
+    With `load_best_model_at_end`, `importance()` after training is that of the best checkpoint, from its own file. An attached
+    callback also writes into the folder of `trainer.save_model(...)`, and so into the upload of `trainer.push_to_hub()`.
 
     Args:
-        at_end_only: Write once, into `output_dir`, when training ends.
-        track: Record the gradient before clipping, instead of what the optimizer has.
-        loss_reduction: `mean`, `sum` or `token_mean`, where the loss is your own. By default what the model's class says.
+        at_end_only: Whether to write only once, into `output_dir`, when training ends.
+        track: Whether to record the gradient before clipping, instead of the optimizer's average.
+        loss_reduction: `mean`, `sum` or `token_mean`, if the loss is your own; by default that of the model's class.
         codec: How files keep the values: `exact`, `log8` or `rank1`; see `Importance.save`.
     """
 
@@ -72,10 +72,10 @@ class SquisherCallback(Recorder):
         self._best: Path | None = None
 
     def attach(self: Any, trainer: Any) -> Any:
-        """Add the callback to a Trainer, before `trainer.train()`, and let it see what the Trainer does not pass to callbacks.
+        """Add the callback to a Trainer, before `trainer.train()`, and watch what the Trainer does not pass to callbacks.
 
         Raises:
-            SquisherError: This is no Trainer, or it has such a callback already.
+            SquisherError: The object is no Trainer, or has such a callback already.
         """
         if self._watch is not None:
             raise SquisherError(f"This {type(self).__name__} is attached to a Trainer already: make another one.")
@@ -96,18 +96,18 @@ class SquisherCallback(Recorder):
         return self
 
     def importance(self) -> Importance:
-        """Return what has been accumulated up to now, under the names that the model's weight file has.
+        """Return the importance so far, under the names of the model's weight file.
 
-        Once the Trainer has loaded its best model, this is the importance of the best checkpoint, which the optimizer's last state is not.
+        Once the Trainer has loaded its best model, return the importance of that checkpoint, not of the optimizer's last state.
 
         Raises:
-            SquisherError: Training has not begun, or the best checkpoint has no file any more.
+            SquisherError: Training has not begun, or the best checkpoint's file is gone.
             NoAccumulatorError: No step has been taken, or the optimizer keeps no squared gradient.
         """
         return super().importance() if self._best is None else self._of_best(self._best)
 
     def live_importance(self) -> Importance:
-        """Return the same under the names of the running model, which is what `EWC.consolidate` and `mask.train_only` know."""
+        """Return the importance so far under the names of the running model, for `EWC.consolidate` and `mask.train_only`."""
         if self._best is None:
             return super().live_importance()
         found = self._of_best(self._best)
@@ -125,7 +125,7 @@ class SquisherCallback(Recorder):
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
-        """Check what can be checked before hours of training, and go on counting where a checkpoint stopped."""
+        """Refuse what would fail after hours of training, and continue a checkpoint's counts."""
         refuse_sharding(args, optimizer, type(self).__name__, _READ_LATER)
         if self.at_end_only and args.load_best_model_at_end:
             raise SquisherError(
@@ -149,12 +149,12 @@ class SquisherCallback(Recorder):
             self._watch.begin()
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See gradients now where nothing was clipped before."""
+        """Observe gradients now if they were not observed before clipping."""
         if self._watch is not None and not self._watch.gradients_were_seen() and self.tracker is not None:
             self.tracker.after_clipping = True
 
     def on_step_end(self, args: Any, state: Any, control: Any, *, optimizer: Any = None, **_: Any) -> None:
-        """Count the step in the Trainer's state, so that every checkpoint has it."""
+        """Count the step in the Trainer's state, which every checkpoint has."""
         pending = self._watch.pending if self._watch is not None else None
         skipped = getattr(optimizer, "step_was_skipped", False)
         if pending is not None and not skipped:
@@ -171,7 +171,7 @@ class SquisherCallback(Recorder):
             self._save(folder if seen is None or seen.name != folder.name else seen, args.should_save)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Remember which checkpoint the model is from now, and write into `output_dir` with `at_end_only`."""
+        """Remember the best checkpoint, if the Trainer has loaded it; with `at_end_only`, write into `output_dir`."""
         if args.load_best_model_at_end and state.best_model_checkpoint:
             self._best = Path(state.best_model_checkpoint)
         if self.at_end_only:
@@ -184,7 +184,7 @@ class SquisherCallback(Recorder):
         return self.track
 
     def _take_optimizer(self, optimizer: Any, model: nn.Module) -> None:
-        """Make the tracker as soon as there is an optimizer, and let it travel with the optimizer's state."""
+        """Make a tracker for a new optimizer, and save and load it with the optimizer's state."""
         (inner,) = inner_optimizers(optimizer)
         if not self.track or (self.tracker is not None and self.tracker.optimizer is inner):
             return
@@ -237,7 +237,7 @@ class SquisherCallback(Recorder):
         return facts, factor
 
     def _write_beside(self, folder: Path) -> None:
-        """Write beside a model that `save_model` has saved, if there is anything to write."""
+        """Write beside a model that `save_model` has saved, if there is an importance."""
         same = self._best is not None and folder.resolve() == self._best.resolve()
         if self._model is not None and self.counts.steps and not same:
             self._save(folder, self._args.should_save)
@@ -255,31 +255,31 @@ class SquisherCallback(Recorder):
 class EWCCallback(Consolidator, SquisherCallback):
     """Elastic weight consolidation in a Trainer, with or without PEFT.
 
-    At every step, once gradients are accumulated, reduced and unscaled: the tracker observes them, then the penalty's gradient
-    is added, then the Trainer clips the sum. So the importance of the task that is being learnt is of its data alone, and a
-    checkpoint's `squisher.safetensors` is too. The penalty is logged beside the loss as `ewc_penalty`. With `pull` the gradient is
-    left alone, and the parameters are pulled after every step that the optimizer takes, before the scheduler's.
+    At every step, once gradients are accumulated, reduced and unscaled, the tracker observes them, then the penalty's gradient is
+    added, then the Trainer clips the sum. So the importance of the current task, in each checkpoint's `squisher.safetensors`, is of
+    its data alone. The penalty is logged beside the loss as `ewc_penalty`. With `pull` the gradient is left alone, and the
+    parameters are pulled after every step of the optimizer, before the scheduler's.
 
-    With PEFT the penalty is on the adapter's factors A and B, not on their product. The EWC must be made of `trainer.model`,
-    since trainers may put the adapter on themselves.
+    With PEFT the penalty is on the adapter's factors A and B, not on their product. Make the EWC of `trainer.model`, since a trainer
+    may add the adapter itself.
 
     Args:
-        ewc: With the tasks before consolidated; `strength` as you chose it.
+        ewc: The EWC with earlier tasks consolidated.
         pull: `"plain"` or `"adam"`: use `ewc.pull_` in this metric instead of the penalty's gradient.
-        track: False leaves the tracker out and records the optimizer's state. Without `pull` that includes the square of the
-            penalty's gradient: from task to task such importances may grow without bound. By default True without `pull`.
+        track: Whether to keep a tracker; by default only without `pull`. False without `pull` records the optimizer's state, which
+            includes the square of the penalty's gradient: from task to task such importances may grow without bound.
         **more: `at_end_only`, `loss_reduction` and `codec`, as for `SquisherCallback`.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: Any = None, **more: Any) -> None:
-        """Check that this is the model whose parameters are protected."""
+        """Check that the EWC protects this model."""
         super().on_train_begin(args, state, control, model=model, **more)
         self._follow(
             model, "Make it after the Trainer, of the model that the Trainer has: squisher.EWC(trainer.model, ...)."
         )
 
     def on_train_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
-        """Stop pulling; write into `output_dir` if asked to."""
+        """Stop pulling, and write into `output_dir` if asked to."""
         self._let_go()
         super().on_train_end(args, state, control, **more)
 
@@ -311,12 +311,12 @@ class MaskCallback(Restrainer):
         self._restrain(model, optimizer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the mask away."""
+        """Remove the mask's hooks."""
         self.remove()
 
 
 def batch_size(args: Any, local_batch: int | None) -> int | None:
-    """Return the examples per full optimizer step, if every factor is known.
+    """Return the examples per full optimizer step; None if a factor is not known.
 
     Args:
         args: `TrainingArguments`.
@@ -324,23 +324,23 @@ def batch_size(args: Any, local_batch: int | None) -> int | None:
     """
     config = getattr(args, "accelerator_config", None)
     if getattr(args, "parallelism_config", None) is not None or getattr(config, "split_batches", False):
-        return None  # several processes then work on one batch
+        return None  # several processes work on one batch
     return local_batch * args.gradient_accumulation_steps * args.world_size if local_batch else None
 
 
 def loss_of(watch: Any, model: Any) -> tuple[str | None, str | None, float]:
-    """Return how the loss is reduced, what it is a mean of, and how many times larger gradients are than that implies.
+    """Return the reduction of the loss, its unit, and the factor by which gradients are larger than these imply.
 
-    The Trainer leaves it to the model to divide by the number of items in all micro-batches of all processes, and undoes the
-    averages over both. A model that takes that number and ignores it (many heads take any argument) divides by its own
-    micro-batch alone, and its gradient is that many times too large.
+    The Trainer passes the model the number of items in all micro-batches of all processes, to divide by it, and undoes the averages
+    over both. A model that ignores the number (many heads take any argument) divides by its own micro-batch alone, and its
+    gradients are too large by this factor.
 
     Args:
         watch: A `TrainerWatch` that has seen a step.
         model: The model, or an adapter on it.
 
     Returns:
-        None, None and 1 where the loss is a custom one, or where it is not known how the number of items was used.
+        None, None and 1 for a custom loss, or if it is not known whether the number of items was used.
     """
     unknown = None, None, 1.0
     if not watch.loss_is_known or watch.trainer.args.n_gpu > 1:
@@ -355,11 +355,11 @@ def loss_of(watch: Any, model: Any) -> tuple[str | None, str | None, float]:
 
 
 def pollution(args: Any, *, before_clipping: bool) -> list[Pollution]:
-    """Return what else than the data's gradient is squared.
+    """Return what is squared beside the gradient of the data.
 
     Args:
         args: `TrainingArguments`.
-        before_clipping: Whether gradients were taken before the Trainer clipped them.
+        before_clipping: Whether gradients are observed before the Trainer clips them.
     """
     found = []
     if clips(args) and not before_clipping:
@@ -376,16 +376,16 @@ def precision(args: Any) -> str:
 
 
 def refuse_sharding(args: Any, optimizer: Any, who: str, instead: str) -> None:
-    """Refuse DeepSpeed and FSDP, which keep shards of parameters and states on every process, in their own formats.
+    """Refuse DeepSpeed and FSDP, which shard parameters and states over processes, in their own formats.
 
     Args:
         args: `TrainingArguments`.
-        optimizer: The one that Accelerate prepared.
-        who: What does not work.
-        instead: What to do, as a sentence.
+        optimizer: The optimizer that Accelerate prepared.
+        who: The callback that does not work with them.
+        instead: A sentence on what to do instead.
 
     Raises:
-        SquisherError: One of them is at work.
+        SquisherError: One of them is in use.
     """
     kind = str(getattr(getattr(optimizer, "accelerator_state", None), "distributed_type", "")).rpartition(".")[2]
     for name, setting in (("DeepSpeed", getattr(args, "deepspeed", None)), ("FSDP", getattr(args, "fsdp", None))):
