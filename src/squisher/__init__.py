@@ -40,25 +40,9 @@ _HOMES = {
 }
 
 __all__ = [
-    "EWC",
-    "Importance",
-    "SquisherError",
-    "SquisherWarning",
-    "Tracker",
-    "__version__",
-    "compare",
-    "embed",
-    "examine",
-    "extract",
-    "fisher",
-    "load",
-    "mask",
-    "merge",
-    "patch",
-    "prune",
-    "quantize",
-    "unlearn",
-]
+    "EWC", "Importance", "SquisherError", "SquisherWarning", "Tracker", "__version__", "compare", "embed", "examine", "extract", "fisher", "load",
+    "mask", "merge", "patch", "prune", "quantize", "unlearn",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import embed, mask, merge, patch, prune, quantize, unlearn

@@ -1,4 +1,4 @@
-"""The command `squisher`, which is `python -m squisher` as well."""
+"""The command `squisher`, also as `python -m squisher`."""
 
 import sys
 
@@ -12,7 +12,7 @@ def main() -> None:
 
         run()
     except KeyboardInterrupt:
-        sys.exit(130)  # what a shell expects of a program that an interrupt ended
+        sys.exit(130)  # the status that shells expect after an interrupt
 
 
 if __name__ == "__main__":

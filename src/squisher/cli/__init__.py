@@ -1,6 +1,7 @@
 """The command `squisher`: one file per command, and the only place that draws progress bars.
 
-Modules of ours are imported inside each command, so that `squisher --help` does not wait for torch.
+`shell` has what all commands share. Modules of ours are imported inside each command, so that `squisher --help` does not wait for
+torch.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @shell.command(shell.LOOK, "squisher compare squisher.safetensors fisher.safetensors --json")
 def compare(
     a: Annotated[Path, typer.Argument(metavar="A", help="An importance file, or a checkpoint to extract from.")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another one.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another importance or checkpoint.")],
     scale: Annotated[
         str, typer.Option(metavar="S", help="stored (as they are), as_fisher, or auto (as_fisher where both can).")
     ] = "stored",
@@ -45,7 +45,7 @@ def compare(
 
 
 def _scaled(importances: list[Importance], scale: str) -> list[Importance]:
-    """Return the importances on the scale that was asked for."""
+    """Return the importances on the scale of `--scale`."""
     check_choice("--scale", scale, ("stored", "as_fisher", "auto"))
     if scale == "stored":
         return importances

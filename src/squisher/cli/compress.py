@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import check_choice
 from . import shell
 
 
@@ -18,11 +19,11 @@ def compress(
     overwrite: shell.Overwrite = False,
     as_json: shell.Json = False,
 ) -> None:
-    """Write an importance with a codec, which makes it smaller, and say what that lost."""
+    """Write an importance with a codec, which makes it smaller, and show the codec's error."""
     from ..importance import load
-    from ..storage.codecs import check_codec
+    from ..storage.codecs import CODECS
 
-    check_codec(codec)
+    check_choice("codec", codec, CODECS)
     shell.check_target(out, overwrite, file)
     with shell.progress_bar("writing") as progress:
         shell.open_importance(file).save(out, codec=codec, progress=progress)

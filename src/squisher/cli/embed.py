@@ -1,4 +1,4 @@
-"""`squisher embed`: an importance summed up into the vector of its task."""
+"""`squisher embed`: sum an importance up into the vector of its task."""
 
 from __future__ import annotations
 

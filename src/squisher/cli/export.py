@@ -1,4 +1,4 @@
-"""`squisher export`: an importance as another tool reads it."""
+"""`squisher export`: write an importance in another tool's format."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def export(
     overwrite: shell.Overwrite = False,
     as_json: shell.Json = False,
 ) -> None:
-    """Write an importance as another tool reads it."""
+    """Write an importance in another tool's format."""
     from ..integrations.exports import export as write
 
     shell.check_target(out, overwrite, file, model, suffix=None)

@@ -1,12 +1,13 @@
-"""`squisher extract`: an optimizer state becomes an importance file."""
+"""`squisher extract`: turn an optimizer state into an importance file."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..errors import check_choice
 from . import shell
 
 if TYPE_CHECKING:
@@ -65,11 +66,11 @@ def extract(
     from ..integrations.publishing import prepare
     from ..recycle import extract as recycle
     from ..storage import hub
-    from ..storage.codecs import check_codec
+    from ..storage.codecs import CODECS
 
     target = out / FILE_NAME if out.is_dir() else out
     shell.check_target(target, overwrite, source, model, base_model, names)
-    check_codec(codec)
+    check_choice("codec", codec, CODECS)
     if push is not None:
         hub.Address.read(push)
     with shell.notes():
@@ -104,18 +105,12 @@ def extract(
             }
         )
         return
-    adapts = (Path(source) / "adapter_config.json").is_file()
-    known = _Known(base_model is not None or adapts, _has_earlier(source))
-    shell.console().print(_extracted(importance, target, known), highlight=False, soft_wrap=True)
+    unused = [] if _has_earlier(source) else ["an earlier checkpoint beside this one"]
+    if base_model is None and not (Path(source) / "adapter_config.json").is_file():  # a base has no weights of adapters
+        unused.insert(0, "the weights that training started from (--base-model)")
+    shell.console().print(_extracted(importance, target, unused), highlight=False, soft_wrap=True)
     if published is not None:
         typer.echo(f"Published: {published}")
-
-
-class _Known(NamedTuple):
-    """Which weights from before were at hand to prove names by; the base of an adapter holds none of its weights."""
-
-    base: bool
-    earlier: bool
 
 
 def _has_earlier(source: str) -> bool:
@@ -126,7 +121,8 @@ def _has_earlier(source: str) -> bool:
     return folder in steps and min(steps.values()) < steps[folder]
 
 
-def _extracted(importance: Importance, target: Path, known: _Known) -> str:
+def _extracted(importance: Importance, target: Path, unused: list[str]) -> str:
+    """Describe the result; `unused` names sources that could have proven names."""
     p = importance.provenance
     optimizer = p.optimizer or {}
     names = list({g.get("class"): None for g in optimizer.get("groups", [])} or {optimizer.get("class"): None})
@@ -138,7 +134,7 @@ def _extracted(importance: Importance, target: Path, known: _Known) -> str:
         else ", of steps that are not recorded"
     )
     classes = " and ".join(str(optimizer.get("class") or n) for n in names)
-    lines = [f"{target}: {len(importance)} tensors of {classes}{after}.", *_named(importance, known)]
+    lines = [f"{target}: {len(importance)} tensors of {classes}{after}.", *_named(importance, unused)]
     if p.absent:
         example, why = next(iter(p.absent.items()))
         lines.append(f"{len(p.absent)} parameters have no importance, for example {example!r} ({why}).")
@@ -148,7 +144,7 @@ def _extracted(importance: Importance, target: Path, known: _Known) -> str:
     return "\n".join(lines)
 
 
-def _named(importance: Importance, known: _Known) -> list[str]:
+def _named(importance: Importance, unused: list[str]) -> list[str]:
     """Say how names were found, the surest first, and what could prove names that rest on a convention."""
     from ..importance import Level
 
@@ -173,7 +169,7 @@ def _named(importance: Importance, known: _Known) -> list[str]:
             once = ", and no other order of these parameters fits"
             lines.append(
                 f"Names by convention: {count} ({by}). They rest on order and shapes"
-                f"{once if len(shapes) == len(importance) else ''}. {_what_proves(importance, known)}"
+                f"{once if len(shapes) == len(importance) else ''}. {_what_proves(importance, unused)}"
             )
         elif count:
             what = "recorded in the source" if level == Level.RECORDED else "given"
@@ -181,16 +177,12 @@ def _named(importance: Importance, known: _Known) -> list[str]:
     return lines
 
 
-def _what_proves(importance: Importance, known: _Known) -> str:
+def _what_proves(importance: Importance, unused: list[str]) -> str:
     p = importance.provenance
     groups = (p.optimizer or {}).get("groups") or [p.optimizer or {}]
     if all(g.get("key") in _WITHOUT_FIRST_MOMENT and g.get("class") != "AdamW (dion)" for g in groups):
         return "Without first moments no weights can prove them: compare the order with your script, or give it with --names."
-    sources = [] if (p.model or {}).get("content") else ["the model (--model)"]
-    if not known.base:
-        sources.append("the weights that training started from (--base-model)")
-    if not known.earlier:
-        sources.append("an earlier checkpoint beside this one")
+    sources = [*([] if (p.model or {}).get("content") else ["the model (--model)"]), *unused]
     return f"What may prove them: {' or '.join(sources)}." if sources else "The weights from before did not prove them."
 
 

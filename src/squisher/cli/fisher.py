@@ -1,4 +1,4 @@
-"""`squisher fisher`: the Fisher of a Hugging Face model, measured on a file of text."""
+"""`squisher fisher`: measure the Fisher of a Hugging Face model on a file of text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ..errors import check_choice
 from . import shell
 
 
@@ -42,7 +43,7 @@ def fisher(
     max_length: Annotated[int | None, typer.Option(metavar="L", help="Tokens per example.")] = None,
     parameters: Annotated[str | None, typer.Option(metavar="REGEX", help="Only matching parameters.")] = None,
     device: Annotated[str, typer.Option(metavar="D", help="cpu, cuda, mps.")] = "cpu",
-    seed: Annotated[int, typer.Option(metavar="S", help="Of sampled labels and signs.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="S", help="The seed of sampled labels and signs.")] = 0,
     base: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="For an adapter: its base, where the adapter does not name a folder."),
@@ -64,12 +65,12 @@ def fisher(
     from ..integrations.recording import under_file_names
     from ..integrations.text import count_rows, load_text_model, text_batches
     from ..measure import fisher as measure
-    from ..storage.codecs import check_codec
+    from ..storage.codecs import CODECS
 
     target = out / FILE_NAME if out.is_dir() else out
     shell.check_target(target, overwrite, model, data, base)
-    check_codec(codec)
-    lines = count_rows(data)  # before a model is loaded in vain
+    check_choice("codec", codec, CODECS)
+    lines = count_rows(data)  # before loading a model
     unfinished = target.with_suffix(".unfinished.safetensors")
     with _job(device):
         loaded = load_text_model(model, _own(device), base, shard)
@@ -122,7 +123,7 @@ def fisher(
 
 @contextmanager
 def _job(device: str) -> Iterator[None]:
-    """Join the processes that torchrun started, if it did."""
+    """Join the processes of torchrun, if it started this one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield
         return
@@ -136,6 +137,6 @@ def _job(device: str) -> Iterator[None]:
 
 
 def _own(device: str) -> str:
-    """Return the device of this process, where each process of a machine has one."""
+    """Return the device of this process: with `cuda`, each process of a machine has its own."""
     rank = os.environ.get("LOCAL_RANK")
     return f"cuda:{rank}" if device == "cuda" and rank is not None else device

@@ -1,4 +1,4 @@
-"""`squisher inspect`: what an importance is, its health and its distribution."""
+"""`squisher inspect`: show an importance's facts, health and distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`squisher mask`: the entries that a sparse fine-tune may move."""
+"""`squisher mask`: choose the entries that a sparse fine-tune may move."""
 
 from __future__ import annotations
 

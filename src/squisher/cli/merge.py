@@ -1,4 +1,4 @@
-"""`squisher merge`: models into one, folder to folder."""
+"""`squisher merge`: merge models, folder to folder."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def merge(
         list[Path] | None,
         typer.Option("--importance", metavar="FILE", help="Importance of each model in turn, or a checkpoint."),
     ] = None,
-    base: Annotated[Path | None, typer.Option(metavar="DIR", help="What the models started from.")] = None,
+    base: Annotated[Path | None, typer.Option(metavar="DIR", help="The model that the others started from.")] = None,
     base_importance: Annotated[Path | None, typer.Option(metavar="FILE", help="The importance of the base.")] = None,
     coefficient: Annotated[
-        list[float] | None, typer.Option("--coefficient", metavar="X", help="Of each model in turn; 0 drops it.")
+        list[float] | None,
+        typer.Option("--coefficient", metavar="X", help="The coefficient of each model in turn; 0 drops it."),
     ] = None,
     size: Annotated[
         list[float] | None, typer.Option("--size", metavar="N", help="ubgm: training examples of each model.")
@@ -51,7 +52,7 @@ def merge(
     overwrite: shell.Overwrite = False,
     as_json: shell.Json = False,
 ) -> None:
-    """Merge models into one, chunk by chunk: no model has to fit into memory.
+    """Merge models into one, chunk by chunk: models may be larger than memory.
 
     Without --importance, squisher.safetensors beside each model is used, then its optimizer state.
     """

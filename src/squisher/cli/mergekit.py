@@ -1,4 +1,4 @@
-"""`squisher mergekit`: mergekit's pipeline with our Fisher merging."""
+"""`squisher mergekit`: run mergekit's pipeline with our Fisher merging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`squisher patch make` and `squisher patch apply`: a fine-tune as a sparse difference."""
+"""`squisher patch make` and `squisher patch apply`: store a fine-tune as a sparse difference."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def patch_apply(
     overwrite: shell.Overwrite = False,
     as_json: shell.Json = False,
 ) -> None:
-    """Give the fine-tuned model back from its base and a patch; another base is refused."""
+    """Restore the fine-tuned model from its base and a patch; another base is refused."""
     from ..patch import apply
     from ..storage.folders import open_model, write_model
 

@@ -1,4 +1,4 @@
-"""`squisher prune`: the least important weights become zero."""
+"""`squisher prune`: set the least important weights to zero."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def prune(
         str | None, typer.Option("--nm", metavar="N:M", help="A pattern such as 2:4, not a sparsity.")
     ] = None,
     exclude: shell.LeaveAsIs = None,
-    seed: Annotated[int, typer.Option(help="Of random scores.")] = 0,
+    seed: Annotated[int, typer.Option(help="The seed of random scores.")] = 0,
     any_weights: shell.AnyWeights = False,
     overwrite: shell.Overwrite = False,
     as_json: shell.Json = False,
     plot: shell.Plot = None,
 ) -> None:
-    """Set the least important weights of a model to zero, chunk by chunk: it need not fit into memory.
+    """Set the least important weights of a model to zero, chunk by chunk: it may be larger than memory.
 
     The zeros make the model neither smaller nor faster by themselves; formats and processors that use them do.
     """

@@ -1,4 +1,4 @@
-"""`squisher push`: an importance beside its model on the Hub."""
+"""`squisher push`: publish an importance beside its model on the Hub."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def push(
 ) -> None:
     """Publish an importance beside its model on the Hub, with one section of the model card that says what it is.
 
-    Nothing else in the repository is touched. A token is taken from where huggingface_hub keeps it (`hf auth login`).
+    Nothing else in the repository is touched. The token is that of huggingface_hub (`hf auth login`).
     """
     from ..integrations.publishing import prepare
 

@@ -1,4 +1,4 @@
-"""`squisher quantize`: how many bits every tensor gets."""
+"""`squisher quantize`: choose how many bits every tensor gets."""
 
 from __future__ import annotations
 

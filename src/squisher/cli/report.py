@@ -1,4 +1,4 @@
-"""`squisher report`: one page that shows what importances are and how far they agree."""
+"""`squisher report`: show importances and their agreement on one page."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def report(
         Subject(name, shell.open_importance(file), None if folder is None else open_model(folder).weights)
         for name, file, folder in zip(shell.distinct_names(files), files, folders, strict=True)
     ]
-    if len(model or []) > 1 or len(files) == 1:  # one model for several importances is not theirs
+    if len(model or []) > 1 or len(files) == 1:  # one model for several importances cannot belong to each
         with shell.notes():
             checked = [one for one in subjects if one.weights is not None]
             weights = [one.weights or {} for one in checked]

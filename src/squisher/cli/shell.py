@@ -1,4 +1,4 @@
-"""What every command shares: the application, its errors, options that recur, progress bars."""
+"""What commands share: the application, its errors, common options, progress bars."""
 
 from __future__ import annotations
 
@@ -68,8 +68,8 @@ def _main(
 
 
 def main() -> None:
-    """Run the command line; an error that the user can mend is one paragraph, not a traceback."""
-    if not sys.stderr.isatty():  # nothing in a pipe: transformers draws bars of its own
+    """Run the command line; an error of the user is one paragraph, not a traceback."""
+    if not sys.stderr.isatty():  # transformers draws bars of its own, also in a pipe
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app()
@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def _spoken(error: Exception) -> str:
-    """Return an error's message, with the option where it begins with the argument of a Python function; METHOD is no option."""
+    """Return an error's message, with the option in the place of an argument of a Python function (METHOD is no option)."""
     if not isinstance(error, ArgumentError) or not error.argument.isidentifier() or error.argument.isupper():
         return str(error)
     return f"--{error.argument.replace('_', '-')} {error.problem}"
@@ -169,7 +169,7 @@ Plot = Annotated[
 
 
 def open_importance(path: Path) -> Importance:
-    """Return an importance file as it is; anything else is extracted on the fly."""
+    """Open an importance file, or extract the importance of a checkpoint."""
     from ..integrations.model_folders import open_importance as opened
 
     return opened(path)
@@ -190,15 +190,15 @@ def distinct_names(files: list[Path]) -> list[str]:
 
 
 def check_target(path: Path, overwrite: bool, *sources: str | Path | None, suffix: str | None = ".safetensors") -> None:
-    """Refuse an output that cannot or should not be written before hours of work, not after.
+    """Refuse an output that cannot or should not be written, before hours of work and not after them.
 
-    Until the command ends, other commands that would write it are refused.
+    Other commands cannot write it until this command ends.
 
     Args:
-        path: What `--out` says.
+        path: The value of `--out`.
         overwrite: Whether `--overwrite` was given.
-        sources: What the output is made from, which is never replaced.
-        suffix: How a file of this kind ends; None for a model, which may be a folder.
+        sources: What the output is made from; it is never replaced.
+        suffix: The suffix of such a file; None for a model, which may be a folder.
     """
     from ..storage.atomic import check_target as check
     from ..storage.atomic import claim
@@ -219,7 +219,7 @@ def check_target(path: Path, overwrite: bool, *sources: str | Path | None, suffi
 
 
 def _is_ours(path: Path) -> bool:
-    """Return whether a file is a page, or says that it is one of ours; weights, configs and what training left do not."""
+    """Return whether a file is a page or has our metadata; weights, configs and checkpoints do not."""
     from ..storage.json_files import read_object
     from ..storage.safetensors import KEY, read_header
 
@@ -232,35 +232,34 @@ def _is_ours(path: Path) -> bool:
 
 
 def whole(number: float | None) -> float | int | None:
-    """Return a number as it was meant: 32 rather than 32.0."""
+    """Return 32 for 32.0, and other numbers as they are."""
     return int(number) if number is not None and float(number).is_integer() else number
 
 
 def print_json(document: Any) -> None:
-    """Print the one document of `--json`."""
+    """Print the document of `--json`."""
     typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
 
 
 def with_reasons(what: str, names: Mapping[str, str]) -> str:
-    """Return a line with the first few of some names, each with its reason; nothing if there are none."""
+    """Return a line with the first few names and their reasons; an empty one without names."""
     shown = ", ".join(f"{name} ({why})" for name, why in list(names.items())[:5])
     return f"{what}: {shown}{', …' if len(names) > 5 else ''}." if names else ""
 
 
 def print_result(as_json: bool, document: Any, *lines: str) -> None:
-    """Print what a command did: as the one document of `--json`, or as lines for people; empty ones are left out."""
+    """Print the result of a command: the document of `--json`, or the lines that are not empty."""
     if as_json:
         print_json(document)
-    for line in lines if not as_json else ():
-        if line:
-            typer.echo(line)
+    else:
+        typer.echo("\n".join(filter(None, lines)))
 
 
 def console() -> Any:
-    """Return where tables go."""
+    """Return the console that tables are printed on."""
     from rich.console import Console
 
-    # In a pipe there is no width to go by, and a table broken at 80 columns is hard to read.
+    # A pipe has no width, and a table broken at 80 columns is hard to read.
     return Console() if sys.stdout.isatty() else Console(width=120, no_color=True)
 
 
@@ -269,35 +268,30 @@ def progress_bar(what: str, counted: bool = False) -> Iterator[Callable[[int, in
     """Show a bar on a terminal, with percent, time and time left, and nothing in a pipe.
 
     Args:
-        what: In one word.
-        counted: Whether to show the numbers too: examples mean something to people, bytes less.
+        what: One word for the work.
+        counted: Whether to show numbers, too: those of examples mean something to people, those of bytes do not.
     """
     if not sys.stderr.isatty():
         yield None
         return
+    from rich import progress as rich
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        ProgressColumn,
-        TaskProgressColumn,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
 
-    columns: list[ProgressColumn] = [TextColumn("{task.description}"), BarColumn(), TaskProgressColumn()]
-    columns += [MofNCompleteColumn()] if counted else []
-    columns += [TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()]
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    columns: list[rich.ProgressColumn] = [
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.TaskProgressColumn(),
+    ]
+    columns += [rich.MofNCompleteColumn()] if counted else []
+    columns += [rich.TimeElapsedColumn(), rich.TextColumn("left"), rich.TimeRemainingColumn()]
+    with rich.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 @contextmanager
 def notes() -> Iterator[None]:
-    """Show warnings of ours as notes on standard error."""
+    """Show our warnings as notes on standard error."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", SquisherWarning)
         yield

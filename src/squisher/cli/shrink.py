@@ -1,4 +1,4 @@
-"""`squisher shrink`: the least important channels and heads of a Hugging Face model are removed."""
+"""`squisher shrink`: remove the least important channels and heads of a Hugging Face model."""
 
 from __future__ import annotations
 

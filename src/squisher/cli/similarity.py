@@ -1,4 +1,4 @@
-"""`squisher similarity`: how much tasks have in common."""
+"""`squisher similarity`: show how similar tasks are."""
 
 from __future__ import annotations
 

@@ -17,9 +17,12 @@ def unlearn(
     model: shell.ModelPath,
     importance: Annotated[
         Path,
-        typer.Option("--importance", metavar="FILE", help="Of all training data; a checkpoint's optimizer will do."),
+        typer.Option("--importance", metavar="FILE", help="The importance of all training data, or a checkpoint."),
     ],
-    forget: Annotated[Path, typer.Option("--forget", metavar="FILE", help="Of the data to forget: squisher fisher.")],
+    forget: Annotated[
+        Path,
+        typer.Option("--forget", metavar="FILE", help="The importance of the data to forget, from squisher fisher."),
+    ],
     out: shell.OutModel,
     select: Annotated[
         float, typer.Option(metavar="X", help="Dampen where the forget importance is this many times larger.")
