@@ -376,7 +376,7 @@ def _search(sizes: np.ndarray, losses: np.ndarray, budget: int) -> tuple[list[in
     """Return each tensor's choice, and the largest fraction of the loss by which another assignment could be better."""
     price, chosen = _relaxed(sizes, losses, budget)
     best = float(np.take_along_axis(losses, chosen[:, None], 1).sum())
-    # At this price of a bit, `above` is what a choice costs more than the cheapest: its sum is an assignment's distance from the bound.
+    # `above` is how much more a choice costs than the cheapest one, at this price of a bit: an assignment exceeds the bound by its sum.
     above = losses + price * sizes
     bound = float(above.min(1).sum()) - price * budget
     above -= above.min(1, keepdims=True)

@@ -21,7 +21,7 @@ from .. import __version__, ranks
 from ..errors import ArgumentError, FileError, NamingError, SquisherError, SquisherWarning, check_choice, near
 from ..order import TINY, spearman, top_overlap
 from ..storage import hub, safetensors
-from ..storage.codecs import CODECS, Encoded, check_codec, decoded
+from ..storage.codecs import CODECS, Encoded, decoded
 from ..storage.tensors import CHUNK, Progress, chunks_of, dtype_of, is_finite, name_pattern, numel_of, shape_of
 from .checks import check_all, check_values, checked_dtype, short, tensors_only
 from .provenance import KINDS, Codec, Provenance, fisher_factor
@@ -367,7 +367,8 @@ class Importance(Mapping[str, Tensor]):
         if path.is_dir():
             path = path / FILE_NAME
         target = checked_dtype(dtype)
-        if check_codec(codec) != "exact" and target is not None:
+        check_choice("codec", codec, CODECS)
+        if codec != "exact" and target is not None:
             raise ArgumentError(f"The codec {codec} has a type of its own: leave the type out, or save exactly.")
         for name in self if target is None else ():
             checked_dtype(self.dtype(name))

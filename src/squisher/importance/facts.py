@@ -68,9 +68,10 @@ class Absence:
 
     @classmethod
     def read(cls, value: Any) -> Absence:
-        """Return an absence from itself, from JSON, from a code, or from a sentence."""
+        """Return an absence from itself, from JSON, from a code, or from a sentence of version 1."""
         if isinstance(value, str):
-            value = _version1_absence(value) if value not in _values(Reason) else {"reason": value}
+            old = "not_floating" if value.startswith("not a floating-point tensor") else _ABSENT.get(value, "other")
+            value = {"reason": value} if value in _values(Reason) else {"reason": old, "note": value}
         return _read(cls, value, "reason", Reason)
 
 
@@ -119,9 +120,10 @@ class Pollution:
 
     @classmethod
     def read(cls, value: Any) -> Pollution:
-        """Return a pollution from itself, from JSON, from a code, or from a sentence."""
+        """Return a pollution from itself, from JSON, from a code, or from a sentence of version 1."""
         if isinstance(value, str):
-            value = _version1_pollution(value) if value not in _values(Spoiler) else {"code": value}
+            old = next((code for start, code in _POLLUTION.items() if value.startswith(start)), "other")
+            value = {"code": value} if value in _values(Spoiler) else {"code": old, "note": value}
         found = _read(cls, value, "code", Spoiler)
         return replace(found, parameters=tuple(found.parameters))
 
@@ -272,6 +274,7 @@ def _read(cls: Any, value: Any, key: str, codes: type[Enum]) -> Any:
     return cls(**{**value, key: codes(code) if code in _values(codes) else code})
 
 
+# The sentences of version 1: whole ones, and beginnings.
 _ABSENT = {
     "no gradient ever reached it": "no_gradient",
     "never had a gradient": "no_gradient",
@@ -300,18 +303,6 @@ _POLLUTION = {
     "Its gradients are taken at": "other_weights",
     "Another transformation comes before it": "uncertain",
 }
-
-
-def _version1_absence(sentence: str) -> dict[str, str]:
-    """Return the absence that version 1 wrote as a sentence."""
-    code = "not_floating" if sentence.startswith("not a floating-point tensor") else "other"
-    return {"reason": _ABSENT.get(sentence, code), "note": sentence}
-
-
-def _version1_pollution(sentence: str) -> dict[str, str]:
-    """Return the pollution that version 1 wrote as a sentence; its numbers stay in the sentence."""
-    found = (code for start, code in _POLLUTION.items() if sentence.startswith(start))
-    return {"code": next(found, "other"), "note": sentence}
 
 
 for _class in (Absence, Pollution, Naming):

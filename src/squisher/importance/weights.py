@@ -134,7 +134,8 @@ def check_weights(
             owners[k] = owner
     if owners:
         listed = "; ".join(f"number {k + 1}, given for {labels[k]}, belongs to {labels[j]}" for k, j in owners.items())
-        order = _order(owners, len(models))
+        place = {owners.get(k, k): k for k in range(len(models))}  # the number of each model's importance
+        order = [place[j] for j in sorted(place)] if len(place) == len(models) else []  # two may belong to one model
         right = f" The right order is: {', '.join(f'number {k + 1}' for k in order)}." if order else ""
         raise SquisherError(
             f"Importances are given for the wrong models, as the hashes of the weights show: {listed}.{right} "
@@ -147,9 +148,3 @@ def check_weights(
             SquisherWarning,
             stacklevel=3,
         )
-
-
-def _order(owners: Mapping[int, int], count: int) -> list[int]:
-    """Return the number of the importance of each model; empty if two belong to the same."""
-    place = {owners.get(k, k): k for k in range(count)}
-    return [place[j] for j in range(count)] if len(place) == count else []

@@ -7,6 +7,7 @@ needs half a percent of Adam's state.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,22 +23,12 @@ __all__ = ["Handle", "compact", "reset_outside", "train_only"]
 _SPARSE = 0.05  # below this share, kept entries are moved by index; above it, by one comparison per entry
 
 
-class Handle:
+class Handle(ExitStack):
     """The hooks that `train_only` installed."""
-
-    def __init__(self, removers: list[Callable[[], None]]) -> None:
-        self._removers = removers
 
     def remove(self) -> None:
         """Remove every hook; from then on all entries train."""
-        while self._removers:
-            self._removers.pop()()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.remove()
+        self.close()
 
 
 def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping[str, Tensor]) -> Handle:
@@ -69,11 +60,13 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
                 "optimizer from model.parameters(), after moving the model to its device."
             )
     frozen = [kept for kept in every if not kept.whole]
-    removers: list[Callable[[], None]] = [_mask_gradient(kept).remove for kept in frozen]
+    handle = Handle()
+    for kept in frozen:
+        handle.callback(_mask_gradient(kept).remove)
     steps = _Restoring([kept for kept in frozen if id(kept.parameter) in trained])
-    removers.append(inner.register_step_pre_hook(steps.before).remove)
-    removers.append(inner.register_step_post_hook(steps.after).remove)
-    return Handle(removers)
+    handle.callback(inner.register_step_pre_hook(steps.before).remove)
+    handle.callback(inner.register_step_post_hook(steps.after).remove)
+    return handle
 
 
 def _mask_gradient(kept: Kept) -> Any:

@@ -38,9 +38,9 @@ def average(
     Args:
         models: Two or more mappings of weights.
         coefficients: One per model, not negative; 0 drops the model. Equal ones by default.
-        exclude: A regular expression; what it finds is kept as each model has it.
+        exclude: A regular expression: names that it matches are kept as each model has them.
         dtype: The type of the result; by default the first model's.
-        precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
+        precision: The type to compute in: `float32` or `float64`; always `float64` if an input is.
 
     Raises:
         SquisherError: The models do not belong together, or an argument is invalid.
@@ -67,9 +67,9 @@ def task_arithmetic(
         base: The weights that the models started from.
         models: One or more mappings of weights.
         coefficients: One α per model; negative ones are allowed, and they are not normalized. 1 by default.
-        exclude: A regular expression; what it finds is kept as each model has it.
+        exclude: A regular expression: names that it matches are kept as each model has them.
         dtype: The type of the result; by default the first model's.
-        precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
+        precision: The type to compute in: `float32` or `float64`; always `float64` if an input is.
 
     Raises:
         SquisherError: The models do not belong together, or an argument is invalid.
@@ -106,9 +106,9 @@ def fisher(
         floor: The least importance of an entry. `relative`: 1e-6 of its tensor's mean over entries and models. A number:
             absolute, before importances are normalized, one for all or one per model; 0 is none. `"+1e-6"` is added instead.
         missing: `average` takes the mean where a weight has no importance; `error` refuses.
-        exclude: A regular expression; what it finds is kept as each model has it.
+        exclude: A regular expression: names that it matches are kept as each model has them.
         dtype: The type of the result; by default the first model's.
-        precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
+        precision: The type to compute in: `float32` or `float64`; always `float64` if an input is.
 
     Returns:
         The merged weights. Where every importance is 0 they are the mean with the coefficients, never NaN.
@@ -159,9 +159,9 @@ def ubgm(
         delta: δ. `relative` is 1e-6 of the tensor's mean denominator; 0 is none.
         scale: How importances are brought to one scale: `auto`, `as_fisher` or `stored`.
         missing: `average` uses task arithmetic where a weight has no importance; `error` refuses.
-        exclude: A regular expression; what it finds is kept as each model has it.
+        exclude: A regular expression: names that it matches are kept as each model has them.
         dtype: The type of the result; by default the first model's.
-        precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
+        precision: The type to compute in: `float32` or `float64`; always `float64` if an input is.
 
     Returns:
         The merged weights. Where the denominator is 0, the result of task arithmetic.
@@ -220,9 +220,9 @@ def ota(
         scale: How importances are brought to one scale: `auto`, `as_fisher` or `stored`.
         floor: As in `fisher`; it does not affect m.
         missing: `average` takes the mean change where a weight has no importance; `error` refuses.
-        exclude: A regular expression; what it finds is kept as each model has it.
+        exclude: A regular expression: names that it matches are kept as each model has them.
         dtype: The type of the result; by default the first model's.
-        precision: What is computed in: `float32` or `float64`; where an input is float64, that in any case.
+        precision: The type to compute in: `float32` or `float64`; always `float64` if an input is.
 
     Raises:
         NamingError: Names or shapes do not match.

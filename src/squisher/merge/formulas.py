@@ -38,7 +38,7 @@ class Mean:
     work: torch.dtype
 
     def inputs(self, name: str) -> list[Weights]:
-        """Return what is read for a chunk, in this order."""
+        """Return the mappings that a chunk is read from, in this order."""
         return self.models
 
     def fill(self, name: str, chunks: Sequence[Tensor], out: Tensor) -> None:
@@ -65,7 +65,7 @@ class Fisher:
         self._terms: dict[str, list[Term]] = {}
 
     def inputs(self, name: str) -> list[Weights]:
-        """Return what is read for a chunk, in this order."""
+        """Return the mappings that a chunk is read from, in this order."""
         if not self.terms(name):
             return self.models
         return _paired(self.models, self.importances)
@@ -136,7 +136,7 @@ class Matching:
         self._plain = Mean([self.base, *self.models], self.alphas, self.work)
 
     def inputs(self, name: str) -> list[Weights]:
-        """Return what is read for a chunk, in this order."""
+        """Return the mappings that a chunk is read from, in this order."""
         if self._unit_and_delta(name) is None:
             return self._plain.models
         of_base = [] if self.base_importance is None else [self.base_importance]
@@ -200,7 +200,7 @@ class Grafting:
         self._mean = Mean([self.base, *self.models], shares, self.work)
 
     def inputs(self, name: str) -> list[Weights]:
-        """Return what is read for a chunk, in this order."""
+        """Return the mappings that a chunk is read from, in this order."""
         if name in self.averaged:
             return self._mean.models
         return [self.base, *_paired(self.models, self.importances)]

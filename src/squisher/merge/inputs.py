@@ -109,7 +109,7 @@ def prepared(
     layout = plan(everyone, exclude, numbers=used, tied=tied_in(importances))
     if not importances:
         return layout, {}, []
-    who = [*(f"the importance of model {k + 1}" for k in used), "the importance of the base"][: len(importances)]
+    who = [f"the importance of {one}" for one in _called(used)][: len(importances)]
     names, averaged = matched(everyone[0], layout.merged, layout.tied, importances, missing, who)
     return layout, averaged, graded(importances, names, scale, who, dropped)
 
@@ -261,11 +261,12 @@ class Plan:
 
     def who(self, k: int) -> str:
         """Return the name of participant `k` for messages."""
-        return _who(k, self.numbers)
+        return _called(self.numbers)[k]
 
 
-def _who(k: int, numbers: Sequence[int]) -> str:
-    return f"model {numbers[k] + 1}" if k < len(numbers) else "the base"
+def _called(numbers: Sequence[int]) -> list[str]:
+    """Return the names of the models with these numbers, and of a base behind them, for messages."""
+    return [*(f"model {number + 1}" for number in numbers), "the base"]
 
 
 def plan(
@@ -287,7 +288,7 @@ def plan(
         NamingError: The models do not belong together.
     """
     pattern = name_pattern(exclude)
-    first, others = models[0], models[1:]
+    first, called = models[0], _called(numbers)
     aliases = _tied_in_all(models, _aliases(models, tied or {}))
     left_out = excluded(exclude, [name for model in models for name in model], aliases)
     same = set(shared(models))
@@ -299,16 +300,16 @@ def plan(
             kept[name] = "excluded"
         elif dtype_of(first, name) not in FLOATS or _BUFFER.search(name):
             if dtype_of(first, name).is_floating_point and not _BUFFER.search(name):
-                check_unquantized(first, [name], _who(0, numbers))
+                check_unquantized(first, [name], called[0])
             copied.append(name)
         elif name in same:
             merged.append(name)
         else:
-            kept[name] = _why_not(models, name, numbers)
+            kept[name] = _why_not(models, name, called)
             unasked.append(name)
     weights = [n for n in (*merged, *kept, *copied) if kept.get(n) != "excluded" and dtype_of(first, n) not in _MARKS]
-    for k, other in enumerate(others, 1):
-        pair = _who(0, numbers), _who(k, numbers)
+    for k, other in enumerate(models[1:], 1):
+        pair = called[0], called[k]
         check_unquantized(other, merged, pair[1])
         _check_packed(first, other, copied, pair)
         _check_overlap(first, other, weights, pair)
@@ -355,7 +356,7 @@ def _check_packed(
         )
 
 
-def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequence[int]) -> str:
+def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, called: Sequence[str]) -> str:
     """Return why a tensor is kept that not all models have with one shape.
 
     Heads may differ in their number of rows, or be missing. Any other difference of shapes means that these are different
@@ -364,11 +365,8 @@ def _why_not(models: Sequence[Mapping[str, Tensor]], name: str, numbers: Sequenc
     Raises:
         NamingError: It is not a head.
     """
-    shape = tuple(shape_of(models[0], name))
-    first = _who(0, numbers)
-    why = ""
-    for k, other in enumerate(models[1:], 1):
-        who = _who(k, numbers)
+    shape, first, why = tuple(shape_of(models[0], name)), called[0], ""
+    for who, other in zip(called[1:], models[1:], strict=False):  # the base may not take part
         if name not in other:
             why = why or f"{who} does not have it"
             continue

@@ -96,7 +96,7 @@ def keys_of(chunk: Tensor, width: int) -> Keys:
 
 
 def checked(keys: Keys, width: int, name: str) -> Keys:
-    """Return the same keys with -0.0 as 0; refuse what has no rank.
+    """Return the keys with -0.0 as 0; refuse scores without a rank.
 
     Raises:
         SquisherError: NaN or negative scores; the message names the source.
@@ -125,7 +125,7 @@ def value_of(key: int, width: int) -> float:
 
 
 def reverse(chunk: Tensor) -> Tensor:
-    """Return scores of the opposite order, from scores that are 0 or more: what was k-th largest is k-th smallest."""
+    """Return scores in the opposite order, for scores of 0 or more: the k-th largest becomes the k-th smallest."""
     wide = chunk.dtype == torch.float64
     bits = chunk.abs() if wide else chunk.float().abs()  # -0.0 is 0
     top = INFINITY[64 if wide else 32]

@@ -49,7 +49,7 @@ _SAID = ("kind", "values", "range")  # the sentences and totals say it
 _HIDDEN = ("sum", "sum_of_squares", "live_names")  # long, and shown in the rows
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the entries done and the entries in all."""
+"""Called with the current work, the entries done and the entries in all."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def collect(subjects: Sequence[Subject], progress: Progress | None = None) -> di
 
     Args:
         subjects: At least one importance.
-        progress: Called with what is being done, the entries done and the entries in all.
+        progress: Called with the current work, the entries done and the entries in all.
 
     Returns:
         Plain values for JSON, None for undefined ones. Tables are mappings from column to values.

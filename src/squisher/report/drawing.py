@@ -109,24 +109,16 @@ class Axis:
 
     def ticks(self, count: int = 6) -> list[tuple[float, str]]:
         """Return round values on the axis, with their text."""
+        shares = self.kind == "share"
         if self.log:
-            return self._powers(count)
+            low, high = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
+            every = max(1, math.ceil((high - low + 1) / count))
+            powers = [k for k in range(low, high + 1) if k % every == 0]
+            return [(10.0**k, share(10.0**k) if shares else power_of_ten(k)) for k in powers]
         step = _round_step((self.high - self.low) / max(1, count))
         first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        values = [k * step for k in range(first, last + 1)]
-        return [(value, self._text(value)) for value in values]
-
-    def _powers(self, count: int) -> list[tuple[float, str]]:
-        low, high = math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9)
-        every = max(1, math.ceil((high - low + 1) / count))
-        powers = [k for k in range(low, high + 1) if k % every == 0]
-        if self.kind == "share":
-            return [(10.0**k, share(10.0**k)) for k in powers]
-        return [(10.0**k, power_of_ten(k)) for k in powers]
-
-    def _text(self, value: float) -> str:
-        rounded = float(f"{value:.10g}")
-        return share(rounded) if self.kind == "share" else number(rounded)
+        write = share if shares else number
+        return [(k * step, write(float(f"{k * step:.10g}"))) for k in range(first, last + 1)]
 
 
 def domain_of(values: Iterable[float | None], log: bool = False) -> tuple[float, float]:

@@ -142,7 +142,12 @@ def _what(item: Mapping[str, Any]) -> str:
         tiles.append(("needed", share(budget["needed"]["fraction"][at]), "of the entries hold 90% of the importance"))
     zeros = share(totals["zeros"] / totals["numel"]) if totals["numel"] else "–"
     tiles.append(("zeros", zeros, "of the entries are exactly 0"))
-    return f'<p class="words">{escape(" ".join(item["in_words"]))}</p>{_tiles(tiles)}{facts_list(item["facts"])}'
+    cells = "".join(
+        f'<div data-tile="{escape(key)}"><dd>{escape(value)}</dd><dt>{escape(label)}</dt></div>'
+        for key, value, label in tiles
+    )
+    words = f'<p class="words">{escape(" ".join(item["in_words"]))}</p>'
+    return f'{words}<dl class="tiles">{cells}</dl>{facts_list(item["facts"])}'
 
 
 def _atlas(item: Mapping[str, Any], prefix: str, anchor: str) -> str:
@@ -172,14 +177,6 @@ def _budget(item: Mapping[str, Any], prefix: str, anchor: str) -> str:
     ]
     kept = figure(charts.kept_chart([item]), "How concentrated", _KEPT_CAPTION)
     return f'<div class="figures">{_distribution_figure(item["totals"])}{kept}{"".join(tables)}</div>'
-
-
-def _tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
-    cells = "".join(
-        f'<div data-tile="{escape(key)}"><dd>{escape(value)}</dd><dt>{escape(label)}</dt></div>'
-        for key, value, label in tiles
-    )
-    return f'<dl class="tiles">{cells}</dl>'
 
 
 def _findings(diagnoses: Sequence[Mapping[str, Any]]) -> str:
@@ -289,24 +286,20 @@ def _agreement(item: Mapping[str, Any], k: int) -> str:
         f"{prefix}.overlaps",
         filtered=False,
     )
+    overlap = "Of the largest entries of one, the share that are among the largest of the other."
+    if any(item["overlaps"]["reaches_zeros"]):
+        overlap += " The last ones reach into entries that are 0, where only their place decides."
     per_layer = "All entries of a layer ranked together; 1 is the same order, 0 none in common."
     per_parameter = "Mean over the parameters of one kind in one layer."
     figures = [
         figure(charts.density_chart(item, f"{prefix}.density"), "Entry against entry", caption),
-        figure(charts.overlap_chart(item), "Do they agree on what matters most?", _overlap_caption(item)),
+        figure(charts.overlap_chart(item), "Do they agree on what matters most?", overlap),
         figure(charts.layer_chart(item["layers"]), "Rank correlation per layer", per_layer),
         largest,
         figure(charts.agreement_map(item["atlas"], prefix), "Rank correlation per parameter", per_parameter, wide=True),
     ]
     rows = table(f"{anchor}-rows", "Agreement per parameter", _ROWS, item["rows"], f"{prefix}.rows")
     return f'{facts_list(facts)}<div class="figures">{"".join(figures)}</div>{rows}'
-
-
-def _overlap_caption(item: Mapping[str, Any]) -> str:
-    caption = "Of the largest entries of one, the share that are among the largest of the other."
-    if any(item["overlaps"]["reaches_zeros"]):
-        caption += " The last ones reach into entries that are 0, where only their place decides."
-    return caption
 
 
 def _similarities(data: Mapping[str, Any]) -> Part:

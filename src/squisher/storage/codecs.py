@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import FileError, NamingError, SquisherError, check_choice
+from ..errors import FileError, NamingError, SquisherError
 from .safetensors import sums_of
 from .tensors import (
     CHUNK,
@@ -41,7 +41,7 @@ from .tensors import (
     shape_of,
 )
 
-__all__ = ["BLOCK", "CODECS", "Encoded", "check_codec", "decoded"]
+__all__ = ["BLOCK", "CODECS", "Encoded", "decoded"]
 
 CODECS = ("exact", "log8", "rank1")
 BLOCK = 4096
@@ -53,16 +53,6 @@ _BLOCK_BYTES = 12
 _SAMPLE = 1 << 21  # entries that the error is measured on
 
 Array = np.ndarray[Any, Any]
-
-
-def check_codec(codec: str) -> str:
-    """Return the name of a codec.
-
-    Raises:
-        ArgumentError: There is no codec of this name.
-    """
-    check_choice("codec", codec, CODECS)
-    return codec
 
 
 class Encoded(Computed):
@@ -452,7 +442,7 @@ class _Sample:
         return chunk[(-(self._offsets[name] + start)) % self._every :: self._every].to(torch.float32)
 
     def add(self, before: Tensor, after: Tensor) -> None:
-        """Keep values and what they are decoded to."""
+        """Keep values and their decoded values."""
         self._before.append(before.clone())
         self._after.append(after.clone())
 

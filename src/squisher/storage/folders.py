@@ -12,6 +12,7 @@ import warnings
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -217,7 +218,7 @@ def write_model(
 
 
 def _side_files(like: Path | None) -> list[tuple[Path, Path]]:
-    """Return the files to copy, and what they are called inside the folder."""
+    """Return the files to copy, and their paths inside the folder."""
     if like is None or not like.is_dir():
         return []
     found = {path for pattern in _COPIED for path in like.glob(pattern) if path.is_file()}
@@ -281,7 +282,10 @@ class Ahead(Computed):
             next(self._chunks, None)  # raises what went wrong after the last chunk
 
     def _ahead(self) -> Generator[Tensor, None, None]:
-        chunks = (chunk for name in self for chunk in self._chunks_of(name))
+        short = getattr(self._like, "short_chunks", None)
+        read = short if callable(short) else partial(chunks_of, self._like)
+        size = _AT_ONCE if callable(short) else CHUNK
+        chunks = (chunk for name in self for chunk in read(name, size))
         with ThreadPoolExecutor(1) as other:
             waiting = deque(other.submit(next, chunks, None) for _ in range(_IN_FLIGHT))
             try:
@@ -291,7 +295,3 @@ class Ahead(Computed):
             finally:
                 for future in waiting:
                     future.cancel()
-
-    def _chunks_of(self, name: str) -> Iterator[Tensor]:
-        chunks = getattr(self._like, "short_chunks", None)
-        return chunks(name, _AT_ONCE) if callable(chunks) else chunks_of(self._like, name)

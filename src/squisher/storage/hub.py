@@ -76,7 +76,7 @@ def is_hub_id(source: object) -> bool:
 
 
 def fetch(source: str | os.PathLike[str]) -> Path:
-    """Download what is needed of a checkpoint, without the weights, and return where it is.
+    """Download the files of a checkpoint, without the weights, and return its path.
 
     Raises:
         SquisherError: huggingface_hub is not installed, or the address is not one.

@@ -452,22 +452,18 @@ def sums_of(chunk: Tensor) -> tuple[float, float]:
     """Return the sum of a flat chunk and the sum of its squares, in float64."""
     # Rows of fixed length, each summed by itself, so that the result does not depend on a number of threads; numpy, because
     # torch would share even a chunk of this size among threads, which stalls on a machine that has other work to do.
-    values = _plain(chunk)
+    values: np.ndarray[Any, Any] = chunk.view(torch.int16 if chunk.dtype == torch.bfloat16 else chunk.dtype).numpy()
+    if chunk.dtype == torch.bfloat16:
+        values = (values.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
     row = np.empty(_ROW)
     total, squares = [], []
     for start in range(0, values.size, _ROW):
         part = row[: min(_ROW, values.size - start)]
         np.copyto(part, values[start : start + _ROW])
         total.append(float(np.dot(part, _ONES[: part.size])))
-        with np.errstate(over="ignore"):  # infinite is what it is then
+        with np.errstate(over="ignore"):  # the sum of squares may be infinite
             squares.append(float(np.dot(part, part)))
     return math.fsum(total), math.fsum(squares)
-
-
-def _plain(chunk: Tensor) -> np.ndarray[Any, Any]:
-    if chunk.dtype != torch.bfloat16:
-        return chunk.numpy()
-    return (chunk.view(torch.int16).numpy().view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def rounded(name: str, parts: Iterable[float]) -> float:

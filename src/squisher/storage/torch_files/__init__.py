@@ -71,7 +71,7 @@ def unpickle(data: bytes, persistent_load: Callable[[Any], Any] | None = None, n
 
     Args:
         data: The pickle.
-        persistent_load: Gets what the pickle calls objects outside itself, returns the object.
+        persistent_load: Returns the object for a reference to something outside of the pickle.
         name: What to call it in messages.
     """
     return Machine(data, name, persistent_load=persistent_load, nested_load=_nested(name, 0)).run()

@@ -51,10 +51,6 @@ def _mapping(m: Machine, items: Any = ()) -> dict[Any, Any]:
     return result
 
 
-def _defaultdict(m: Machine, factory: Any = None, items: Any = ()) -> dict[Any, Any]:
-    return _mapping(m, items)
-
-
 def _set(m: Machine, items: Any = ()) -> set[Any]:
     m.charge(len(items))
     for item in items:
@@ -126,10 +122,6 @@ def _numpy_scalar(m: Machine, dtype: Any, data: Any = b"") -> Any:
     if type(data) is not bytes or len(data) != dtype.itemsize:
         m.fail("a numpy number of the wrong size")
     return np.frombuffer(data, dtype=dtype)[0].item()
-
-
-def _numpy_array(m: Machine, kind: Any, shape: Any, code: Any) -> Array:
-    return Array("numpy.ndarray")
 
 
 def _numpy_frombuffer(m: Machine, data: Any, dtype: Any, shape: Any, order: Any = "C", axes: Any = None) -> Record:
@@ -262,10 +254,6 @@ def _from_cpu(m: Machine, data: Any, dtype: Any, device: Any, requires_grad: Any
     return replace(data, requires_grad=bool(requires_grad))
 
 
-def _meta(m: Machine, *args: Any) -> None:
-    m.fail("a tensor on the meta device, which has no values")
-
-
 def _nested_file(m: Machine, data: Any) -> Any:
     if type(data) is not bytes or m.nested_load is None:
         m.fail("a torch file inside itself")
@@ -293,13 +281,13 @@ _BUILTINS: dict[str, Callable[..., Any]] = {
 }
 _NUMPY: dict[str, Callable[..., Any]] = {
     "multiarray.scalar": _numpy_scalar,
-    "multiarray._reconstruct": _numpy_array,
+    "multiarray._reconstruct": lambda m, kind, shape, code: Array("numpy.ndarray"),
     "numeric._frombuffer": _numpy_frombuffer,
 }
 BUILDERS: dict[str, Callable[..., Any]] = {
     "collections.OrderedDict": _mapping,
     "collections.Counter": _mapping,
-    "collections.defaultdict": _defaultdict,
+    "collections.defaultdict": lambda m, factory=None, items=(): _mapping(m, items),
     "_codecs.encode": _encode,
     "numpy.dtype": _numpy_dtype,
     "torch.Size": _size,
@@ -314,7 +302,9 @@ BUILDERS: dict[str, Callable[..., Any]] = {
     "torch._utils._rebuild_device_tensor_from_numpy": _from_numpy,
     "torch._utils._rebuild_xla_tensor": _from_numpy,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _from_cpu,
-    "torch._utils._rebuild_meta_tensor_no_storage": _meta,
+    "torch._utils._rebuild_meta_tensor_no_storage": lambda m, *args: m.fail(
+        "a tensor on the meta device, without values"
+    ),
     "torch.storage._load_from_bytes": _nested_file,
     **{
         f"{module}._rebuild_from_type{v}": _from_type

@@ -50,7 +50,7 @@ class Machine:
         data: The bytes; the pickle may be followed by others.
         label: The file, for messages.
         position: Where the pickle begins.
-        persistent_load: Gets what the pickle calls objects outside itself (torch: storages), returns the object.
+        persistent_load: Returns the object for a reference to something outside of the pickle (torch: a storage).
         nested_load: Reads the bytes of a torch file inside the pickle.
     """
 
@@ -136,7 +136,7 @@ class Machine:
         return text
 
     def items(self) -> list[Any]:
-        """Return what is above the last mark."""
+        """Return the items above the last mark."""
         items = self.stack
         self.stack = self.below.pop()
         return items
@@ -158,7 +158,7 @@ class Machine:
         self.stack.append(value)
 
     def check_key(self, key: Any) -> None:
-        """Refuse what is unhashable, or whose hashing or comparing could take long."""
+        """Refuse keys that are unhashable, or take long to hash or compare."""
         kind = type(key)
         if kind is str or kind is bytes:
             if len(key) > MAX_KEY_LENGTH:
@@ -212,7 +212,7 @@ class Machine:
         elif isinstance(target, np.dtype):
             if type(state) is not tuple or len(state) < 2 or state[1] not in ("<", "|", "=", b"<", b"|", b"="):
                 self.fail("numpy numbers that are not little-endian")
-        elif type(target) not in (dict, set, StoredTensor):  # what is attached to those is of no use here
+        elif type(target) not in (dict, set, StoredTensor):  # attributes of these are not needed
             self.fail(f"a state for something of the type {type(target).__name__}")
 
     def set_items(self, target: Any, items: list[Any]) -> None:

@@ -46,10 +46,6 @@ def _pop(m: Machine) -> None:
         m.items()
 
 
-def _pop_mark(m: Machine) -> None:
-    m.items()
-
-
 def _int_line(m: Machine) -> None:
     text = m.line().rstrip("L")
     if len(text) > 64:
@@ -214,12 +210,12 @@ def _refuse(m: Machine) -> None:
 
 
 # Left out on purpose: EXT1, EXT2, EXT4 (a registry of classes), NEXT_BUFFER and READONLY_BUFFER (memory outside the file).
-OPCODES: dict[bytes, Callable[[Machine], None]] = {
+OPCODES: dict[bytes, Callable[[Machine], object]] = {
     b"\x80": _proto,
     b"\x95": _frame,
     b"(": _mark,
     b"0": _pop,
-    b"1": _pop_mark,
+    b"1": lambda m: m.items(),
     b"2": lambda m: m.stack.append(m.stack[-1]),
     # numbers and constants
     b"N": _push(None),

@@ -164,7 +164,7 @@ class Storage:
         self._verified = True
 
     def damaged(self) -> FileError:
-        """Return the error for bytes that are not the ones that were written."""
+        """Return the error for bytes that have changed since they were written."""
         return FileError(
             f"{self.byte_range.label} is damaged: its checksum does not fit its bytes. Get the file again."
         )
@@ -433,7 +433,7 @@ def _is_module(value: Any) -> bool:
 
 
 def _of_module(module: Record, prefix: str = "", seen: set[int] | None = None) -> Iterator[tuple[str, StoredTensor]]:
-    """Yield what the `state_dict()` of a pickled module has, by its full names and in its order, each module once."""
+    """Yield the entries of the `state_dict()` of a pickled module, with full names and in order, each module once."""
     seen = set() if seen is None else seen
     seen.add(id(module))
     buffers, passing = module.get("_buffers"), module.get("_non_persistent_buffers_set")
