@@ -35,7 +35,7 @@ MODELS = {"7B": (7e9, 32), "70B": (70e9, 80)}  # parameters, layers
 
 
 def decoder(width: int, layers: int) -> Any:
-    """A decoder-type model: residual blocks of attention and a wide layer."""
+    """Return a decoder-type model: residual blocks of attention and a wide layer."""
     import torch
     from torch import nn
 
@@ -58,7 +58,7 @@ def decoder(width: int, layers: int) -> Any:
 
 
 def shard(model: Any) -> None:
-    """Every block is a group; the rest is the outermost one."""
+    """Shard every block as a group, and the rest as the outermost one."""
     from torch.distributed.fsdp import fully_shard
 
     for block in list(model)[1:-1]:
@@ -105,7 +105,7 @@ class Traffic:
 
 
 def run(case: str, rank: int, store: str, width: int, layers: int) -> None:
-    """One process of one case; prints what it saw as JSON."""
+    """Run one process of one case, and print its measurements as JSON."""
     import torch
     import torch.distributed as dist
 
@@ -156,7 +156,7 @@ def run(case: str, rank: int, store: str, width: int, layers: int) -> None:
 
 
 def measured(case: str, width: int, layers: int) -> dict[str, Any]:
-    """All processes of one case; what the one that needed most saw."""
+    """Run all processes of one case; return the measurements of the one that needed most."""
     with tempfile.TemporaryDirectory() as folder:
         sizes = ["--width", str(width), "--layers", str(layers)]
         command = [sys.executable, "-m", "benchmarks.at_scale", "--case", case, "--store", f"{folder}/store", *sizes]
@@ -172,7 +172,7 @@ def measured(case: str, width: int, layers: int) -> dict[str, Any]:
 
 
 def constants(cases: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """What the arithmetic uses, per parameter: bytes, or bytes for each backward pass."""
+    """Return the constants of the arithmetic, per parameter: bytes, or bytes for each backward pass."""
     share, model = cases["two share the data, per example"], cases["two share the model, per example"]
     sent = model["traffic_bytes_per_parameter"]
     kept = model["kept_bytes_per_parameter"]
@@ -194,7 +194,7 @@ def constants(cases: dict[str, dict[str, Any]]) -> dict[str, float]:
 
 
 def measurements(c: dict[str, float]) -> str:
-    """The first table of docs/at-scale.md."""
+    """Return the first table of docs/at-scale.md."""
     rows = ["| | bytes per parameter |", "|---|---|"]
     told = {
         "accumulator": "result, one process",
@@ -212,7 +212,7 @@ def measurements(c: dict[str, float]) -> str:
 
 
 def tables(c: dict[str, float]) -> tuple[str, str]:
-    """The other tables of docs/at-scale.md, from the constants: sharing the data, sharing the model."""
+    """Return the other tables of docs/at-scale.md, from the constants: sharing the data, sharing the model."""
     rows = [
         "| model | weights | accumulators | peak per rank, per example | per batch | sent per rank, once, 8 ranks |"
     ]
@@ -240,7 +240,7 @@ def tables(c: dict[str, float]) -> tuple[str, str]:
 
 
 def time_case(rank: int, processes: int, store: str, rounds: int) -> None:
-    """One process of the timing: whole calls of `fisher` beside plain passes over the same batches; prints seconds as JSON."""
+    """Run one process of the timing (calls of `fisher` beside plain passes over the same batches), and print seconds as JSON."""
     import time
 
     import torch
@@ -304,7 +304,7 @@ def timed(processes: int, rounds: int) -> dict[str, float]:
 
 
 def times(ratios: dict[str, dict[str, float]]) -> str:
-    """The table of times of docs/at-scale.md."""
+    """Return the table of times of docs/at-scale.md."""
     rows = ['| processes | `fisher`, fast | `per="batch"` | `method="loop"` |', "|---|---|---|---|"]
     for processes, found in ratios.items():
         rows.append(f"| {processes} | {found['fast']:.2f}× | {found['batch']:.2f}× | {found['loop']:.0f}× |")
@@ -312,7 +312,7 @@ def times(ratios: dict[str, dict[str, float]]) -> str:
 
 
 def main() -> None:
-    """Measures everything, and writes `benchmarks/results/at_scale.json`."""
+    """Measure everything, and write `benchmarks/results/at_scale.json`."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--layers", type=int, default=8)

@@ -73,7 +73,7 @@ def random_mask(like: squisher.Importance, keep: float, seed: int, always: str |
 
 
 def on_digits(seed: int, codecs: Collection[str]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Every application with every codec, on the same models."""
+    """Yield the results of every application with every codec, on the same models."""
     from experiments.data import digits
 
     train, test = digits()
@@ -222,7 +222,7 @@ PRUNED, KEPT, STRENGTH = 0.6, 0.005, 1e5
 
 
 def on_sentences(data: Path, cache: Path, seed: int, codecs: Collection[str]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Every application with every codec, on the same fine-tunes of MiniLM."""
+    """Yield the results of every application with every codec, on the same fine-tunes of MiniLM."""
     from experiments import text
     from experiments.runs import Run
     from experiments.tuning import accuracy, importance

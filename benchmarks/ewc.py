@@ -48,12 +48,12 @@ class Encoder(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of whole sequences."""
+        """Return logits of whole sequences."""
         return self.head(self.body(self.embed(tokens)).mean(1))
 
 
 def network(name: str, small: bool) -> tuple[nn.Module, Tensor, Tensor]:
-    """The network and a batch for it."""
+    """Return the network and a batch for it."""
     torch.manual_seed(0)
     if name == "mlp":
         widths = (64, 32, 32, 10) if small else (1024, 1000, 1000, 100)  # the one of permuted MNIST: 2,126,100
@@ -65,7 +65,7 @@ def network(name: str, small: bool) -> tuple[nn.Module, Tensor, Tensor]:
 
 
 def past(model: nn.Module, tasks: int) -> list[dict[str, tuple[Tensor, Tensor]]]:
-    """For every past task: importance and weights by name. Values do not matter for the time, as long as they are ordinary."""
+    """Return importance and weights of every past task by name; any ordinary values do for timing."""
     return [
         {n: (torch.rand_like(p), p.detach() + 1e-3 * torch.randn_like(p)) for n, p in model.named_parameters()}
         for _ in range(tasks)
@@ -73,7 +73,7 @@ def past(model: nn.Module, tasks: int) -> list[dict[str, tuple[Tensor, Tensor]]]
 
 
 def ours(model: nn.Module, tasks: int) -> tuple[Any, list[dict[str, tuple[Tensor, Tensor]]]]:
-    """An EWC that has seen the tasks, and these as they are."""
+    """Return an EWC with the tasks consolidated, and the tasks."""
     import squisher
 
     seen = past(model, tasks)
@@ -87,7 +87,7 @@ def ours(model: nn.Module, tasks: int) -> tuple[Any, list[dict[str, tuple[Tensor
 
 
 def steps(case: str, model_name: str, tasks: int, small: bool) -> tuple[dict[str, Step], int]:
-    """The ways to take a step, by name, and the number of parameters."""
+    """Return the ways to take a step, by name, and the number of parameters."""
     model, inputs, labels = network(model_name, small)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-6)
 
@@ -134,7 +134,7 @@ def _check(pulled: bool) -> None:
 
 
 def avalanche(model: nn.Module, tasks: int) -> Callable[[Tensor], Tensor]:
-    """Avalanche's plugin after some tasks, as its strategies call it before the backward pass."""
+    """Return Avalanche's plugin after some tasks, called as its strategies call it before the backward pass."""
     from avalanche.training.plugins import EWCPlugin
     from avalanche.training.utils import copy_params_dict
 
@@ -155,7 +155,7 @@ def avalanche(model: nn.Module, tasks: int) -> Callable[[Tensor], Tensor]:
 
 
 def measure(ways: dict[str, Step], rounds: int) -> dict[str, dict[str, float]]:
-    """Every way once a round, in an order that turns; milliseconds and ratios to the plain step, by wall and by processor."""
+    """Time every way once a round, in a rotating order; return milliseconds and ratios to the plain step, by wall and by processor."""
     for way in ways.values():
         way()
         way()
@@ -186,7 +186,7 @@ def _ratio(values: list[float], plain: list[float]) -> float:
 
 
 def run_case(case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One network and one number of tasks."""
+    """Measure one network after one number of tasks."""
     kind, model_name, tasks = case.split(":")
     torch.set_num_threads(options.threads)
     ways, parameters = steps(kind, model_name, int(tasks), options.small)
@@ -194,7 +194,7 @@ def run_case(case: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def in_process(python: str, case: str, options: argparse.Namespace) -> dict[str, Any]:
-    """A case in a process of its own; what went wrong as "not run"."""
+    """Run a case in a process of its own; return an error as "not run"."""
     command = [python, "-m", "benchmarks.ewc", "--case", case]
     command += ["--rounds", str(options.rounds), "--threads", str(options.threads)] + ["--small"] * options.small
     environment = {**os.environ, "OMP_NUM_THREADS": str(options.threads)}
@@ -207,7 +207,7 @@ def in_process(python: str, case: str, options: argparse.Namespace) -> dict[str,
 
 
 def decoupled(options: argparse.Namespace) -> None:
-    """The pull after the step; what is in the document beside it stays."""
+    """Measure the pull after the step, and leave the rest of the document as it is."""
     found = {name: in_process(sys.executable, f"decoupled:{name}:1", options) for name in MODELS}
     for name, case in found.items():
         if "not run" in case:
@@ -224,7 +224,7 @@ def decoupled(options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Runs all cases, or the one that is asked for."""
+    """Run all cases, or one of them."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", help="ours:mlp:10, avalanche:transformer:1, …: this one, here, printed as JSON")
     parser.add_argument("--rounds", type=int, default=20)

@@ -8,25 +8,16 @@ python -m benchmarks.extract [--parameters 300e6] [--rounds 5]
 
 from __future__ import annotations
 
-import argparse
 import os
 import struct
-import tempfile
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import torch
 
 import squisher
 from benchmarks import harness
-
-CASES = (
-    "copy the needed bytes",
-    "torch.load, then safetensors",
-    "torch.load(mmap=True), then safetensors",
-    "squisher.extract, as stored",
-    "squisher.extract",
-)
 
 
 def make(path: Path, parameters: int) -> None:
@@ -54,7 +45,7 @@ def where_they_are(source: Path) -> list[tuple[int, int]]:
 
 
 def copy_needed_bytes(source: Path, target: Path) -> None:
-    """The limit: where the bytes are is taken as known, and one buffer carries them over."""
+    """Copy the bytes from their known places through one buffer: the limit."""
     ranges = where_they_are(source)
     buffer = memoryview(bytearray(1 << 20))
     with open(source, "rb", buffering=0) as file, open(target, "wb", buffering=0) as out:
@@ -78,34 +69,14 @@ def with_torch_load(source: Path, target: Path, mapped: bool) -> None:
         os.fsync(file.fileno())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case")
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--parameters", type=float, default=300e6)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    if options.case:
-        source, target = options.folder / "optimizer.pt", options.folder / "out.safetensors"
-        target.unlink(missing_ok=True)
-        extract = squisher.extract  # imported here: that is not what is measured
-        works = {
-            CASES[0]: lambda: copy_needed_bytes(source, target),
-            CASES[1]: lambda: with_torch_load(source, target, mapped=False),
-            CASES[2]: lambda: with_torch_load(source, target, mapped=True),
-            CASES[3]: lambda: extract(source, bias_correction=False).save(target),
-            CASES[4]: lambda: extract(source).save(target),
-        }
-        harness.run_case(works[options.case])
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        make(Path(folder) / "optimizer.pt", int(options.parameters))
-        cases = harness.interleaved("benchmarks.extract", CASES, ["--folder", folder], options.rounds)
-    base = cases[CASES[0]]["seconds"]
-    for case in cases.values():
-        case["relative_to_copy"] = round(case["seconds"] / base, 3)
-    harness.write("extract", {"parameters": int(options.parameters), "rounds": options.rounds, "cases": cases})
-
+extract = squisher.extract  # imported here, because importing is not measured
+WORKS = {
+    "copy the needed bytes": copy_needed_bytes,
+    "torch.load, then safetensors": partial(with_torch_load, mapped=False),
+    "torch.load(mmap=True), then safetensors": partial(with_torch_load, mapped=True),
+    "squisher.extract, as stored": lambda source, target: extract(source, bias_correction=False).save(target),
+    "squisher.extract": lambda source, target: extract(source).save(target),
+}
 
 if __name__ == "__main__":
-    main()
+    harness.compare_files("extract", WORKS, make, "optimizer.pt", parameters=300e6)

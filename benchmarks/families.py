@@ -276,7 +276,7 @@ def _batch(does: str, size: int, draw: torch.Generator) -> dict[str, Tensor]:
 
 
 def definition(name: str, model: nn.Module, batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The empirical Fisher diagonal as textbooks have it: the squared gradient of every example's summed loss."""
+    """Return the textbook empirical Fisher diagonal: the squared gradient of every example's summed loss."""
     parameters = {key: p for key, p in model.named_parameters() if p.requires_grad}
     totals = {key: torch.zeros_like(p) for key, p in parameters.items()}
     causal = FAMILIES[name][0] == "causal"
@@ -323,7 +323,7 @@ def track(name: str) -> dict[str, Any]:
 
 
 def _error(found: squisher.Importance, expected: dict[str, Tensor]) -> float:
-    """The largest difference, relative to the largest entry of its parameter; gradients that are rounding alone do not count."""
+    """Return the largest difference relative to the largest entry of its parameter, without gradients that are rounding alone."""
     nothing = 1e-12 * max(float(value.max()) for value in expected.values())
     return max(
         float((found[key].to(value.dtype) - value).abs().max() / value.max())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import io
 import json
@@ -14,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def alone(source: Path, module: str, *arguments: str) -> Any:
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers depend on; no host, path or date."""
+    """Return the environment that numbers depend on, without host, path or date."""
     import numpy
     import safetensors
     import torch
@@ -87,7 +88,7 @@ def _lines(path: str) -> list[str]:
 
 
 def anonymous_bytes() -> int:
-    """Anonymous memory of this process: what mapped files and the page cache do not count towards."""
+    """Return the anonymous memory of this process, without mapped files and the page cache."""
     for line in _lines("/proc/self/status"):
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -120,7 +121,7 @@ class PeakMemory:
 
 
 def run_case(work: Callable[[], object]) -> None:
-    """Runs one case in this process, and prints its time and memory as JSON for `interleaved`."""
+    """Run one case in this process, and print its time and memory as JSON for `interleaved`."""
     with PeakMemory() as memory:
         start = time.perf_counter()
         work()
@@ -129,7 +130,7 @@ def run_case(work: Callable[[], object]) -> None:
 
 
 def interleaved(module: str, cases: Sequence[str], arguments: Sequence[str], rounds: int) -> dict[str, dict[str, Any]]:
-    """Every case once a round, each in a process of its own; medians, and all the values behind them."""
+    """Run every case once a round, each in a process of its own; return medians, and all values behind them."""
     seen: dict[str, list[dict[str, float]]] = {case: [] for case in cases}
     for number in range(rounds):
         for case in cases:
@@ -153,8 +154,46 @@ def interleaved(module: str, cases: Sequence[str], arguments: Sequence[str], rou
     }
 
 
+def compare_files(
+    name: str,
+    works: Mapping[str, Callable[[Path, Path], object]],
+    make: Callable[[Path, int], None],
+    source: str,
+    **size: float,
+) -> None:
+    """Time ways to make one file of another, each in processes of its own, and write the result relative to the first way.
+
+    Args:
+        name: The benchmark's module and its result.
+        works: The ways by name: functions of the source and the target.
+        make: Writes a source of a given size.
+        source: The file name of the source.
+        **size: The unit of the size and its default.
+    """
+    ((unit, default),) = size.items()
+    parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
+    parser.add_argument("--case")
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument(f"--{unit}", type=float, default=default)
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args()
+    if options.case:
+        target = options.folder / "out.safetensors"
+        target.unlink(missing_ok=True)
+        run_case(lambda: works[options.case](options.folder / source, target))
+        return
+    count = int(getattr(options, unit))
+    with tempfile.TemporaryDirectory() as folder:
+        make(Path(folder) / source, count)
+        cases = interleaved(f"benchmarks.{name}", list(works), ["--folder", folder], options.rounds)
+    base = next(iter(cases.values()))["seconds"]
+    for case in cases.values():
+        case["relative_to_copy"] = round(case["seconds"] / base, 3)
+    write(name, {unit: count, "rounds": options.rounds, "cases": cases})
+
+
 def write(name: str, document: dict[str, Any]) -> Path:
-    """Writes a result with its environment into `benchmarks/results`."""
+    """Write a result with its environment into `benchmarks/results`."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
     path.write_text(json.dumps({**document, "environment": environment()}, indent=2) + "\n")

@@ -30,7 +30,7 @@ class Transformer(nn.Module):
         self.classifier = nn.Linear(width, 4)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of whole sequences."""
+        """Return logits of whole sequences."""
         return self.classifier(self.body(self.embed(tokens)).mean(1))
 
 

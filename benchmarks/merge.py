@@ -25,7 +25,7 @@ LARGE = 70e9
 
 
 def shapes(parameters: int) -> tuple[dict[str, tuple[int, ...]], dict[str, object]]:
-    """A Llama of about this size: names and shapes, and its config."""
+    """Return a Llama of about this size: names and shapes, and its config."""
     hidden, vocabulary = (1024, 32000) if parameters >= 1e8 else (256, 8000)
     inner = 11 * hidden // 4
     layer = {
@@ -49,7 +49,7 @@ def shapes(parameters: int) -> tuple[dict[str, tuple[int, ...]], dict[str, objec
 
 
 def make(folder: Path, parameters: int) -> int:
-    """Two models and their importances in every type; returns the number of parameters."""
+    """Write two models and their importances in every type; return the number of parameters."""
     import torch
     from safetensors.torch import save_file
 
@@ -75,7 +75,7 @@ def _product(shape: tuple[int, ...]) -> int:
 
 
 def copy_all_bytes(folder: Path, dtype: str, out: Path) -> None:
-    """The limit: every byte of both models and both importances is read, every byte of one model written."""
+    """Read every byte of both models and both importances, and write every byte of one model: the limit."""
     buffer = memoryview(bytearray(1 << 20))
     out.mkdir()
     with open(out / "copy.bin", "wb", buffering=0) as target:
@@ -131,7 +131,7 @@ def with_squisher(case: str, folder: Path, dtype: str, out: Path) -> None:
 
 
 def extrapolated(case: dict[str, float], parameters: int, dtype: str) -> dict[str, float]:
-    """Two models of 70 billion parameters with float32 importances, by the time per parameter and nothing else."""
+    """Extrapolate to two models of 70 billion parameters with float32 importances, by the time per parameter."""
     width = 2 if dtype == "bfloat16" else 4
     return {
         "parameters": LARGE,

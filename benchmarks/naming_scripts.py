@@ -289,7 +289,7 @@ def _same_shape_shuffled(model: nn.Module, draw: random.Random) -> Parameters:
 
 
 def _twins_swapped(model: nn.Module, draw: random.Random) -> Parameters:
-    """Two modules of one shape that have a matrix, anywhere, exchanged."""
+    """Return the parameters after exchanging two modules of one shape that have a matrix."""
     shapes: dict[Any, list[nn.Module]] = {}
     for module in model.modules():
         key = tuple(tuple(p.shape) for p in module.parameters())

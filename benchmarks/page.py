@@ -25,12 +25,12 @@ WRONG = 1e-3
 
 
 def read(name: str) -> dict[str, Any]:
-    """One benchmark's document."""
+    """Return a benchmark's document."""
     return json.loads((RESULTS / f"{name}.json").read_text())
 
 
 def fisher() -> str:
-    """Every method on every network, as a multiple of a plain forward and backward pass."""
+    """Return the table of every method on every network, as a multiple of a plain forward and backward pass."""
     results = read("fisher")["results"]
     methods = [m for m in dict.fromkeys(r["method"] for r in results) if m != "plain"]
     cells = {(r["method"], r["model"]): _fisher_cell(r) for r in results}
@@ -38,14 +38,14 @@ def fisher() -> str:
 
 
 def _by_model(heading: str, methods: dict[str, str], cells: dict[tuple[str, str], str]) -> str:
-    """A row for each method under its label; networks that were not measured are left out."""
+    """Return a row for each method under its label; networks that were not measured are left out."""
     models = {key: label for key, label in MODELS.items() if any(model == key for _, model in cells)}
     rows = [[label, *(cells.get((method, model), "") for model in models)] for method, label in methods.items()]
     return _table([heading, *models.values()], rows)
 
 
 def fisher_steady() -> str:
-    """The multiple without what a call costs once."""
+    """Return the multiple without the fixed cost of a call."""
     results = [r for r in read("fisher")["results"] if r["method"].startswith("squisher") and "steady_ratio" in r]
     methods = list(dict.fromkeys(r["method"] for r in results))
     cells = {(r["method"], r["model"]): f"{r['steady_ratio']:.2f}×" for r in results}
@@ -53,7 +53,7 @@ def fisher_steady() -> str:
 
 
 def fisher_memory() -> str:
-    """Peak extra memory of ours relative to plain training's."""
+    """Return our peak extra memory relative to plain training's."""
     results = [r for r in read("fisher")["results"] if r["method"].startswith("squisher") and "memory_ratio" in r]
     methods = list(dict.fromkeys(r["method"] for r in results))
     cells = {(r["method"], r["model"]): f"{r['memory_ratio']:.2f}×" for r in results}
@@ -61,7 +61,7 @@ def fisher_memory() -> str:
 
 
 def fisher_growth() -> str:
-    """How the multiple changes with the size of the problem."""
+    """Return the table of the multiple by the size of the problem."""
     rows = []
     for entry in read("fisher_growth")["growth"]:
         setting = ", ".join(f"{key} {value}" for key, value in entry["settings"].items())
@@ -70,7 +70,7 @@ def fisher_growth() -> str:
 
 
 def families() -> str:
-    """Which Hugging Face models are measured at once and inside a training step, and why others are not."""
+    """Return the table of Hugging Face models: which are measured all at once and inside a training step, and why others are not."""
     document = read("families")
     rows = []
     for does in dict.fromkeys(row["does"] for row in document["families"].values()):
@@ -87,7 +87,7 @@ def families() -> str:
 
 
 def merge() -> str:
-    """Merging 300M parameters beside a copy and mergekit."""
+    """Return the table of merging 300M parameters, beside a copy and mergekit."""
     rows = []
     for kind, part in read("merge")["types"].items():
         for name, case in part["cases"].items():
@@ -97,7 +97,7 @@ def merge() -> str:
 
 
 def plain(name: str, relative: str | None) -> str:
-    """A benchmark whose cases are a flat list."""
+    """Return the table of a benchmark whose cases are a flat list."""
     rows = []
     for case, numbers in read(name)["cases"].items():
         row = [case, f"{numbers['seconds']:.2f} s", f"{numbers['extra_mb']:.0f} MB"]
@@ -106,7 +106,7 @@ def plain(name: str, relative: str | None) -> str:
 
 
 def ewc() -> str:
-    """A step of continual learning."""
+    """Return the table of a step of continual learning."""
     cases = read("ewc")["cases"]
     ways = list(dict.fromkeys(way for case in cases.values() for way in case["ways"]))
     rows = [
@@ -123,7 +123,7 @@ def ewc() -> str:
 
 
 def readme() -> str:
-    """The README's one table."""
+    """Return the README's table."""
     cells = {(r["method"], r["model"]): _fisher_cell(r) for r in read("fisher")["results"]}
     methods = dict(OURS)
     methods |= {peer: peer for peer in ("loop", "vmap", "BackPACK", "NNGeometry", "ASDL", "Opacus")}
@@ -136,7 +136,7 @@ KINDS = {"state alone": "state and weights", "earlier weights too": "and earlier
 
 
 def naming() -> str:
-    """How many names the values prove, and what became of wrong ones, per run."""
+    """Return the table of runs: how many names the values prove, and how many wrong ones were refused."""
     rows = []
     for run, found in read("naming")["runs"].items():
         ways = [found[kind] for kind in KINDS]
@@ -150,7 +150,7 @@ def naming() -> str:
 
 
 def naming_scripts() -> str:
-    """What became of the scripts made to mislead, by the order of the parameters and what the optimizer keeps."""
+    """Return the outcomes of the scripts made to mislead, by the order of the parameters and the optimizer's state."""
     outcomes = ("right", "refused", "wrong")
     counts = read("naming_scripts")["counts"]
     return _table(
@@ -159,7 +159,7 @@ def naming_scripts() -> str:
 
 
 def naming_figure() -> str:
-    """The smallest margin of each run, as an SVG: how far the second best parameter was behind the right one."""
+    """Return the smallest margin of each run, as an SVG: how far the second best parameter was behind the right one."""
     runs = read("naming")["runs"]
     width, left, row = 640, 170, 18
     height = row * len(runs) + 60
@@ -191,7 +191,7 @@ MODELS_PUBLISHED = {"7B": 7e9, "70B": 7e10}
 
 
 def codec_fidelity() -> str:
-    """How far decoded values are from the exact ones."""
+    """Return how far decoded values are from the exact ones."""
     rows = [
         [
             r["model"],
@@ -218,7 +218,7 @@ CODECS = ("bfloat16", "log8", "rank1", "without importance")
 
 
 def lost(part: str) -> dict[str, dict[str, list[float]]]:
-    """By application and codec, the difference to the exact file, seed by seed; and the values with the exact file itself."""
+    """Return the differences to the exact file by application, codec and seed; and the values of the exact file."""
     found: dict[str, dict[str, dict[int, float]]] = {}
     for r in read("codecs")[part]["rows"]:
         found.setdefault(r["application"], {}).setdefault(r["codec"], {})[r["seed"]] = r["value"]
@@ -230,7 +230,7 @@ def lost(part: str) -> dict[str, dict[str, list[float]]]:
 
 
 def codec_applications(part: str) -> str:
-    """What applications lose: paired with the exact file, means over seeds."""
+    """Return the loss of the applications, paired with the exact file: means over seeds."""
     rows = []
     for application, of in lost(part).items():
         cells = [f"{statistics.fmean(of['exact']):.1f}"]
@@ -243,7 +243,7 @@ def codec_applications(part: str) -> str:
 
 
 def codec_masks() -> str:
-    """What rank1 does to a mask, by what the mask is chosen from."""
+    """Return the effect of rank1 on a mask, by the importance that it is chosen from."""
     found: dict[str, dict[str, list[float]]] = {}
     for row in read("codecs")["masks"]["rows"]:
         found.setdefault(row["importance"], {}).setdefault(row["codec"], []).append(row["value"])
@@ -261,7 +261,7 @@ def codec_masks() -> str:
 
 
 def codec_figure() -> str:
-    """What every application loses with every codec, as an SVG: a dot a seed, a bar for the mean."""
+    """Return the loss of every application with every codec, as an SVG: a dot a seed, a bar for the mean."""
     colours = dict(zip(CODECS, ("#888888", "#1f5f8b", "#d9822b", "#b8b8b8"), strict=True))
     width, left, row, gap = 760, 150, 44, 26
     parts = {part: lost(part) for part in ("digits", "sentences") if part in read("codecs")}
@@ -301,7 +301,7 @@ def codec_figure() -> str:
 
 
 def codec_speed() -> str:
-    """Sizes and processor time."""
+    """Return the table of sizes and processor time."""
     found = read("codecs")["speed"]["rows"]
     exact = next(r for r in found if r["codec"] == "exact")
     rows = []
@@ -358,7 +358,7 @@ PARTS = {
 
 
 def fill(text: str, name: str, content: str) -> str:
-    """The text with what stands between a part's two marks replaced."""
+    """Return the text with the block between a part's two marks replaced."""
     begin, end = f"<!-- benchmarks: {name} -->", "<!-- end -->"
     head, mark, rest = text.partition(begin)
     if not mark:
@@ -381,7 +381,7 @@ def _table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    """Fills every page."""
+    """Fill every page."""
     for page, parts in PARTS.items():
         text = (ROOT / page).read_text()
         for name, make in parts.items():

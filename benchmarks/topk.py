@@ -28,7 +28,7 @@ top_k = squisher.mask.top_k  # imported here: that is not what is measured
 
 
 def make(path: Path, size: int) -> None:
-    """Scores as squared gradients have them: many orders of magnitude."""
+    """Write scores like squared gradients, over many orders of magnitude."""
     generator = np.random.default_rng(0)
     data = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(size,))
     for start in range(0, size, LAYER):
@@ -39,7 +39,7 @@ def make(path: Path, size: int) -> None:
 
 
 def kth(case: str, scores: torch.Tensor, k: int) -> float:
-    """The k-th largest, each in its usual way."""
+    """Return the k-th largest score, found as the case says."""
     if case == "torch.topk":
         return float(torch.topk(scores, k, sorted=False).values.min())
     if case == "torch.kthvalue":
@@ -75,11 +75,11 @@ class Random(Mapping[str, torch.Tensor]):
         return torch.cat(list(self.chunks(name)))
 
     def shape(self, name: str) -> torch.Size:
-        """Of one layer."""
+        """Return the scores of one layer."""
         return torch.Size([self.sizes[int(name.split(".")[1])]])
 
     def dtype(self, name: str) -> torch.dtype:
-        """Of one layer."""
+        """Return the scores of one layer."""
         return torch.float32
 
     def chunks(self, name: str, size: int = 1 << 18) -> Iterator[torch.Tensor]:

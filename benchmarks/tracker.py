@@ -22,7 +22,7 @@ MODELS = ("mlp", "cnn", "transformer")
 
 
 def cnn(small: bool) -> nn.Module:
-    """A convolutional network on 32×32 images, with group norms."""
+    """Return a convolutional network on 32×32 images, with group norms."""
     width = 8 if small else 64
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
     for k in range(3):
@@ -31,7 +31,7 @@ def cnn(small: bool) -> nn.Module:
 
 
 def ways(name: str, small: bool) -> tuple[dict[str, Step], dict[str, Step], int]:
-    """Steps by name, ten steps by name, and the number of parameters."""
+    """Return steps by name, ten steps by name, and the number of parameters."""
     if name == "cnn":
         torch.manual_seed(0)
         model, inputs, labels = cnn(small), torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,))

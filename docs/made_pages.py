@@ -24,7 +24,7 @@ REPOSITORY = "https://github.com/torch-squisher/torch-squisher"
 
 
 def blocks(source: str) -> Iterator[tuple[str, str]]:
-    """("text" or "code", content), in order; the module's docstring comes first."""
+    """Yield ("text" or "code", content), in order; the module's docstring comes first."""
     docstring = ast.parse(source).body[0]
     yield "text", "# " + (ast.get_docstring(ast.parse(source)) or "").replace(".\n", "\n", 1)
     lines = source.splitlines()[docstring.end_lineno :]
@@ -35,7 +35,7 @@ def blocks(source: str) -> Iterator[tuple[str, str]]:
 
 
 def run(script: Path) -> str:
-    """Runs a tutorial in a folder of its own and returns it as Markdown, with what it printed."""
+    """Run a tutorial in a folder of its own and return it as Markdown, with its output."""
     out: list[str] = []
     namespace: dict[str, Any] = {"__name__": "__main__"}
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -52,7 +52,7 @@ def run(script: Path) -> str:
 
 
 def _capture(code: str, name: str, namespace: dict[str, Any]) -> str:
-    """What a block of code prints, its subprocesses included, which write to the file behind standard output."""
+    """Return the output of a block of code and of its subprocesses, which write to the file behind standard output."""
     with tempfile.TemporaryFile("w+") as target:
         kept = os.dup(1)
         sys.stdout.flush()
@@ -99,7 +99,7 @@ def _moved(page: str) -> str:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds the pages that are made: tutorials and the README."""
+    """Add the generated pages: tutorials and the README."""
     from mkdocs.structure.files import File
 
     for source, made in (

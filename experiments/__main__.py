@@ -35,7 +35,7 @@ SETTINGS = (
 
 
 def main() -> None:
-    """Runs what is missing of one setting or of all."""
+    """Run the missing units of one setting or of all."""
     parser = argparse.ArgumentParser(prog="python -m experiments", description="Reproduces the paper's settings.")
     parser.add_argument("setting", choices=[*SETTINGS, "all"])
     parser.add_argument("--scale", default="quick", help="quick, cpu, paper, or one of the setting's own")

@@ -133,7 +133,7 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def judge(found: Sequence[Comparison], claims: Sequence[Claim] = CLAIMS) -> list[Judged]:
-    """Every claim that the results can answer, with its verdict; the paper's and ours are two families of tests."""
+    """Return every claim that the results can answer, with its verdict; the paper's and ours are two families of tests."""
     by_name = {c.name: c for c in found}
     asked = [(claim, by_name[claim.setting]) for claim in claims if _answered(claim, by_name.get(claim.setting))]
     out = []
@@ -153,7 +153,7 @@ def _second(claim: Claim, c: Comparison) -> str:
 
 
 def _answered(claim: Claim, c: Comparison | None) -> bool:
-    """Whether both methods were run, on two common seeds at least."""
+    """Return whether both methods were run, on two common seeds at least."""
     if c is None:
         return False
     cases = c.main_cases if claim.case is None else (claim.case,)
@@ -180,7 +180,7 @@ def _verdict(claim: Claim, c: Comparison, gap: Difference, p: float, corrected: 
 
 
 def _fisher_gains_nothing(claim: Claim, c: Comparison) -> bool:
-    """Whether there is nothing to lose for a stand-in: asked where a claim is about Fisher or baseline."""
+    """Return whether a stand-in has nothing to lose: needed for claims about Fisher or baseline."""
     if claim.first.startswith("fisher") and claim.second == "baseline":
         return False  # this is the question itself
     cases = c.main_cases if claim.case is None else (claim.case,)

@@ -57,7 +57,7 @@ class Comparison:
         return self.values_of(self.metric)
 
     def values_of(self, metric: str) -> dict[str, dict[str, dict[int, float]]]:
-        """Case -> method -> seed -> value."""
+        """Return the values: case -> method -> seed -> value."""
         out: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
         for score in self.document["scores"]:
             if score["metric"] == metric:
@@ -65,18 +65,18 @@ class Comparison:
         return {case: dict(methods) for case, methods in out.items()}
 
     def main(self, method: str) -> dict[int, float]:
-        """A method's value by seed, averaged over the main cases."""
+        """Return a method's value by seed, averaged over the main cases."""
         cases = [self.values[case].get(method, {}) for case in self.main_cases]
         common = set.intersection(*(set(case) for case in cases))
         return {seed: sum(case[seed] for case in cases) / len(cases) for seed in sorted(common)}
 
     def difference(self, first: str, second: str, case: str | None = None) -> Difference:
-        """First − second, signed so that more is better, on one case or on the average of the main ones."""
+        """Return first − second, signed so that more is better, on one case or on the average of the main ones."""
         a, b = ((self.main(m) if case is None else self.values[case][m]) for m in (first, second))
         return paired(a, b, self._row_error(first, second, case)) if self.higher_is_better else paired(b, a)
 
     def _row_error(self, first: str, second: str, case: str | None) -> float:
-        """What the choice of test rows adds to the error of a difference; 0 where it is not known."""
+        """Return the error of a difference from the choice of test rows; 0 if it is not known."""
         cases = self.main_cases if case is None else (case,)
         if not self.rows_known(first, second, case):
             return 0.0
@@ -84,12 +84,12 @@ class Comparison:
         return sum(errors) / len(errors)  # cases may share their rows: nothing averages out
 
     def rows_known(self, first: str, second: str, case: str | None = None) -> bool:
-        """Whether it is known which test rows two methods had right."""
+        """Return whether it is known which test rows two methods classified correctly."""
         cases = self.main_cases if case is None else (case,)
         return all((one, method) in self.right for one in cases for method in (first, second))
 
     def chance_of(self, case: str) -> float | None:
-        """What guessing gives in a case; the longest name that it begins with decides."""
+        """Return the score of guessing in a case, by the longest known beginning of its name."""
         names = [name for name in self.chance if case.startswith(name)]
         return self.chance[max(names, key=len)] if names else None
 
@@ -103,13 +103,13 @@ class Comparison:
 
 
 def document(name: str, scale: str, folder: Path = RESULTS) -> Any:
-    """A document of results, or None if there is none."""
+    """Return a document of results, or None if there is none."""
     path = folder / f"{name}-{scale}.json"
     return json.loads(path.read_text()) if path.exists() else None
 
 
 def comparisons(folder: Path, scale: str) -> list[Comparison]:
-    """What is there of the settings, in the paper's order; of EWC every benchmark."""
+    """Return the results of the settings that were run, in the paper's order, with every benchmark of EWC."""
     found = []
     for name in SETTINGS:
         module = importlib.import_module(f"experiments.{name}")

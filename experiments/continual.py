@@ -79,12 +79,12 @@ class Context:
     pixels: Tensor | None = None
 
     def seen(self, examples: Labelled) -> Labelled:
-        """Examples as this context shows them."""
+        """Return the inputs and labels of this context."""
         return examples if self.pixels is None else Labelled(examples.inputs[:, self.pixels], examples.labels)
 
 
 def split(train: Labelled, test: Labelled, contexts: int, seed: int, scenario: str = "task") -> list[Context]:
-    """Classes dealt to the contexts in an order that the seed decides, equally many to each."""
+    """Return contexts with equally many classes each, in an order drawn by the seed."""
     classes = int(train.labels.max()) + 1
     each = classes // contexts
     order = torch.randperm(classes, generator=torch.Generator().manual_seed(seed))
@@ -103,7 +103,7 @@ def split(train: Labelled, test: Labelled, contexts: int, seed: int, scenario: s
 
 
 def permuted(train: Labelled, test: Labelled, contexts: int, seed: int, scenario: str = "task") -> list[Context]:
-    """All classes in every context, the pixels of padded (32×32) images in an order of its own, the first context's too."""
+    """Return contexts of all classes, each with its own order of the pixels of padded (32×32) images."""
     classes = int(train.labels.max()) + 1
     padded = [nn.functional.pad(part.inputs.view(-1, 28, 28), (2, 2, 2, 2)).flatten(1) for part in (train, test)]
     generator = torch.Generator().manual_seed(seed)
@@ -117,12 +117,12 @@ def permuted(train: Labelled, test: Labelled, contexts: int, seed: int, scenario
 
 
 def _head(scenario: str, first: int, each: int) -> slice:
-    """The outputs that a context uses."""
+    """Return the outputs that a context uses."""
     return {"task": slice(first, first + each), "domain": slice(0, each), "class": slice(None)}[scenario]
 
 
 def hold_out(train: Labelled, share: float, seed: int) -> tuple[Labelled, Labelled]:
-    """The training examples without a random share of them, and that share."""
+    """Split the training examples at random; return the larger part and the held-out part."""
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     count = round(share * len(train))
     return train[order[count:]], train[order[:count]]
@@ -131,7 +131,7 @@ def hold_out(train: Labelled, share: float, seed: int) -> tuple[Labelled, Labell
 def learn_all(
     contexts: list[Context], method: Method, strength: float, config: dict[str, Any], seed: int
 ) -> dict[str, Any]:
-    """Learns all contexts in order, with the importance of each past one in the penalty.
+    """Learn all contexts in order, with the importance of each past one in the penalty.
 
     Args:
         contexts: What to learn; `test` is what is scored.
@@ -219,7 +219,7 @@ def _learn(
 
 
 def _epochs(count: int, size: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """Rows of batches without end."""
+    """Yield rows of batches without end."""
     while True:
         yield from shuffled(count, size, generator)
 

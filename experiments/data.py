@@ -41,24 +41,24 @@ class Labelled(NamedTuple):
     labels: Tensor
 
     def __getitem__(self, rows: Any) -> Labelled:  # type: ignore[override]
-        """The rows asked for; a tensor, a slice or a mask."""
+        """Return the rows asked for; a tensor, a slice or a mask."""
         return Labelled(self.inputs[rows], self.labels[rows])
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def batches(self, size: int) -> list[tuple[Tensor, Tensor]]:
-        """In order; the last may be smaller."""
+        """Return batches in order; the last may be smaller."""
         return list(zip(self.inputs.split(size), self.labels.split(size), strict=True))
 
 
 def shuffled(count: int, size: int, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
-    """The rows of one epoch in a random order, batch by batch; the last, smaller batch is left out."""
+    """Return the rows of one epoch in batches, in a random order, without a smaller last batch."""
     return torch.randperm(count, generator=generator)[: count // size * size].split(size)
 
 
 def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Each image shifted by up to four pixels, zeros coming in, and every other one mirrored."""
+    """Return the images shifted by up to four pixels (with zeros), half of them mirrored."""
     count, _, height, width = images.shape
     padded = torch.nn.functional.pad(images, (4, 4, 4, 4))
     down, right = torch.randint(0, 9, (2, count, 1), generator=generator)
@@ -70,7 +70,7 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def digits() -> tuple[Labelled, Labelled]:
-    """Handwritten digits, 8×8, values 0 to 1, that ship with scikit-learn: 1,437 to train on and 360 to test on."""
+    """Return handwritten digits, 8×8, values 0 to 1, that ship with scikit-learn: 1,437 to train on and 360 to test on."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -80,7 +80,7 @@ def digits() -> tuple[Labelled, Labelled]:
 
 
 def mnist(folder: Path) -> tuple[Labelled, Labelled]:
-    """MNIST, values 0 to 1, images as vectors of 784: 60,000 to train on and 10,000 to test on."""
+    """Return MNIST, values 0 to 1, images as vectors of 784: 60,000 to train on and 10,000 to test on."""
     out = []
     for part in ("train", "t10k"):
         images = _idx(folder, f"{part}-images-idx3-ubyte").flatten(1).float() / 255
@@ -89,7 +89,7 @@ def mnist(folder: Path) -> tuple[Labelled, Labelled]:
 
 
 def cifar(folder: Path, classes: int) -> tuple[Labelled, Labelled]:
-    """CIFAR-10 or CIFAR-100 (fine labels) in the official binary layout, values −1 to 1, as (n, 3, 32, 32)."""
+    """Return CIFAR-10 or CIFAR-100 (fine labels) in the official binary layout, values −1 to 1, as (n, 3, 32, 32)."""
     name, first, labels = (
         ("cifar-10-batches-bin", "data_batch_1.bin", 1) if classes == 10 else ("cifar-100-binary", "train.bin", 2)
     )
@@ -102,7 +102,7 @@ def cifar(folder: Path, classes: int) -> tuple[Labelled, Labelled]:
 
 
 def cifar100_features(folder: Path) -> tuple[Labelled, Labelled]:
-    """CIFAR-100 as a frozen stack of five convolutions that was trained on CIFAR-10 sees it: vectors of 1,024.
+    """Return CIFAR-100 as the outputs of a frozen stack of five convolutions trained on CIFAR-10: vectors of 1,024.
 
     The stack is the one that van de Ven et al. ship; `cifar10_conv/conv.safetensors` has its weights under their own names.
     Images are normalised as there (the stack's own running means agree with that).
@@ -141,7 +141,7 @@ def _convolved(weights: dict[str, Tensor], images: Tensor) -> Tensor:
 
 
 def text_task(folder: Path, name: str, part: str) -> list[dict[str, Any]]:
-    """The rows of one text task: `part` is "train" or "eval"; {text_a[, text_b], label} each."""
+    """Return the rows of one text task: `part` is "train" or "eval"; {text_a[, text_b], label} each."""
     path = folder / name / f"{part}.jsonl.gz"
     if not path.exists():
         raise SystemExit(f"There is no {path.name} for the task {name}; --data needs text/{name}/{part}.jsonl.gz.")
@@ -180,7 +180,7 @@ def _cifar_downloaded(folder: Path, name: str) -> Path:
 
 
 def _fetched(address: str, checksum: str, what: str, folder: Path) -> bytes:
-    """The bytes at an address, if they are the known ones."""
+    """Return the bytes at an address; refuse any but the known ones."""
     try:
         with urllib.request.urlopen(address, timeout=60) as answer:
             data = answer.read()

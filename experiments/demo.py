@@ -29,7 +29,7 @@ BATCH, EPOCHS, HIDDEN = 32, 40, 64
 
 
 def train(model: nn.Module, data: Labelled) -> torch.optim.Optimizer:
-    """AdamW over shuffled epochs, as anybody would."""
+    """Train with AdamW over shuffled epochs."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(EPOCHS):
         for rows in shuffled(len(data), BATCH):
@@ -40,13 +40,13 @@ def train(model: nn.Module, data: Labelled) -> torch.optim.Optimizer:
 
 
 def command(*arguments: str | Path) -> None:
-    """Runs a command as a user would type it."""
+    """Run a command as a user would type it."""
     print(f"\n$ squisher {' '.join(a.name if isinstance(a, Path) else a for a in arguments)}", flush=True)
     subprocess.run([Path(sys.executable).with_name("squisher"), *arguments], check=True)
 
 
 def recycle(out: Path) -> None:
-    """Trains one network, recycles its optimizer, compares with the real Fisher, writes the report."""
+    """Train one network, recycle its optimizer, compare with the real Fisher, write the report."""
     torch.manual_seed(0)
     train_set, test_set = digits()
     model = nn.Sequential(nn.Linear(64, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, 10))
@@ -71,7 +71,7 @@ def small_settings() -> list[str]:
 
 
 def six_settings(out: Path, jobs: int) -> None:
-    """Runs the settings that are not done yet, and shows them side by side."""
+    """Run the settings that are not done yet, and show them side by side."""
     start = time.perf_counter()
     for setting in small_settings():
         execute(setting, "quick", seeds=None, data=None, out=out, jobs=jobs, say=lambda line: None)
@@ -89,7 +89,7 @@ def six_settings(out: Path, jobs: int) -> None:
 
 
 def main() -> None:
-    """Runs both parts."""
+    """Run both parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("runs/demo"), help="where the files go")
     parser.add_argument("--jobs", type=int, default=min(2, os.cpu_count() or 1), help="runs at a time, a thread each")

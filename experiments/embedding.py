@@ -96,7 +96,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
-    """Sources; then transfers; then rankings against them; then all seeds together."""
+    """Return the stages: sources, transfers, rankings against them, all seeds together."""
     tasks = config["tasks"]
     return [
         [Unit(f"seed-{s}/source/{t}", "source", {"task": t, "seed": s}) for s in seeds for t in tasks],
@@ -107,7 +107,7 @@ def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
 
 
 def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
-    """Rho, MRR and NDCG by granularity."""
+    """Return ρ, MRR and NDCG by granularity."""
     out = []
     for key, result in results.items():
         if not key.endswith("/ranking"):
@@ -130,7 +130,7 @@ def _images(folder: Path | None) -> tuple[Labelled, Labelled]:
 
 
 def pools(run: Run, seed: int) -> tuple[Labelled, Labelled, Labelled]:
-    """Plain images to make source, target and test examples of; no image is in two of them."""
+    """Return disjoint sets of plain images for source, target and test examples."""
     train, test = _images(None if run.config["data"] == "digits" else run.data_folder("mnist"))
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     cut = run.config["source_pool"]
@@ -138,7 +138,7 @@ def pools(run: Run, seed: int) -> tuple[Labelled, Labelled, Labelled]:
 
 
 def task_examples(task: str, images: Labelled, count: int | None = None) -> Labelled:
-    """The first `count` images (all by default) that belong to a task, as the task shows and labels them."""
+    """Return the first `count` images (all by default) that belong to a task, as the task shows and labels them."""
     view, labels = task.split("/")
     classes = torch.tensor(LABELS[labels])[images.labels]
     rows = torch.nonzero(classes >= 0).flatten()[:count]
@@ -146,7 +146,7 @@ def task_examples(task: str, images: Labelled, count: int | None = None) -> Labe
 
 
 def shown(inputs: Tensor, view: str) -> Tensor:
-    """Images as vectors: upright, turned by a right angle, or with black and white exchanged."""
+    """Return images as vectors: upright, turned by a right angle, or with black and white exchanged."""
     side = int(inputs.shape[1] ** 0.5)
     if view == "inverted":
         return -inputs  # they have mean 0
@@ -154,14 +154,14 @@ def shown(inputs: Tensor, view: str) -> Tensor:
 
 
 def size_of(config: Mapping[str, Any], task: str, seed: int) -> int:
-    """The number of source examples: sizes in geometric steps, dealt out to the tasks by the seed."""
+    """Return the number of examples of each source: sizes in geometric steps, shuffled by the seed."""
     low, high = config["sizes"]
     sizes = np.geomspace(low, high, len(config["tasks"])).round().astype(int)
     return int(np.random.default_rng(seed).permutation(sizes)[config["tasks"].index(task)])
 
 
 def train(model: nn.Module, data: Labelled, steps: int, config: Mapping[str, Any], seed: int) -> torch.optim.Optimizer:
-    """AdamW with linear decay and clipping, batches drawn with replacement (some sources are small)."""
+    """Train with AdamW, linear decay and clipping; batches are drawn with replacement (some sources are small)."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=config["rate"], weight_decay=0.0, fused=True)
     generator = torch.Generator().manual_seed(seed)
     for step in range(steps):
@@ -175,7 +175,7 @@ def train(model: nn.Module, data: Labelled, steps: int, config: Mapping[str, Any
 
 
 def pretrained(run: Run, seed: int) -> dict[str, Tensor]:
-    """The body that all tasks start from: it told four rotations of unlabelled images apart."""
+    """Return the body that all tasks start from, trained to tell four rotations of unlabelled images apart."""
 
     def make() -> dict[str, Tensor]:
         images = pools(run, seed)[0].inputs
@@ -193,7 +193,7 @@ def pretrained(run: Run, seed: int) -> dict[str, Tensor]:
 
 
 def start(run: Run, task: str, body: Mapping[str, Tensor], seed: int) -> Headed:
-    """A network with a given body and a new head."""
+    """Return a network with a given body and a new head."""
     torch.manual_seed(seed)
     model = Headed(run.config["widths"], max(LABELS[task.split("/")[1]]) + 1)
     model.body.load_state_dict(body)
@@ -201,7 +201,7 @@ def start(run: Run, task: str, body: Mapping[str, Tensor], seed: int) -> Headed:
 
 
 def source(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """Trains a source, and keeps its body and its importances."""
+    """Train a source, and keep its body and its importances."""
     config = run.config
     times: dict[str, float] = {}
 
@@ -257,7 +257,7 @@ def target(run: Run, task: str, seed: int) -> dict[str, Any]:
 
 
 def ranking(run: Run, seed: int) -> dict[str, Any]:
-    """Every method's order of the sources for every target, and how the distances of the estimators compare."""
+    """Return every method's order of the sources for every target, and how the distances of the estimators compare."""
     tasks = run.config["tasks"]
     gains = {task: run.result(f"seed-{seed}/target/{task}")["gains"] for task in tasks}
     sizes = {task: run.result(f"seed-{seed}/source/{task}")["size"] for task in tasks}
@@ -288,7 +288,7 @@ def ranking(run: Run, seed: int) -> dict[str, Any]:
 
 
 def family_share(tasks: Sequence[str], matrix: np.ndarray) -> float:
-    """How often a task of the same view (upright, rotated, inverted) is nearer than one of another; chance is a half."""
+    """Return how often a task of the same view (upright, rotated, inverted) is nearer than one of another; ½ by chance."""
     views = [task.split("/")[0] for task in tasks]
     hits = [
         float(matrix[a, b] < matrix[a, c])
@@ -301,7 +301,7 @@ def family_share(tasks: Sequence[str], matrix: np.ndarray) -> float:
 
 
 def summary(run: Run, seeds: list[int]) -> dict[str, Any]:
-    """All seeds together: means, and intervals from drawing target tasks (with all their seeds) with replacement."""
+    """Return means over all seeds, and intervals from drawing target tasks (with all their seeds) with replacement."""
     tasks = run.config["tasks"]
     found = {seed: run.result(f"seed-{seed}/ranking") for seed in seeds}
     draws = np.random.default_rng(0).integers(0, len(tasks), (10_000, len(tasks)))
@@ -332,7 +332,7 @@ def summary(run: Run, seeds: list[int]) -> dict[str, Any]:
 
 
 def _other_seeds(found: Mapping[int, dict[str, Any]], seed: int) -> dict[str, list[str]]:
-    """The order by the mean gain in all other seeds: what knowing the tasks, but not this seed's sizes, is worth."""
+    """Return the order by the mean gain in all other seeds, which knows the tasks but not this seed's sizes."""
     out = {}
     for task, gains in found[seed]["gains"].items():
         means = {s: np.mean([one["gains"][task][s] for k, one in found.items() if k != seed]) for s in gains}

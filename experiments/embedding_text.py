@@ -78,7 +78,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def stages(config: Mapping[str, Any], seeds: range) -> list[list[Unit]]:
-    """Sources; then transfers; then rankings against them."""
+    """Return the stages: sources, transfers, rankings against them."""
     tasks = _tasks(config)
     return [
         [Unit(f"seed-{s}/source/{t}", "source", {"task": t, "seed": s}) for s in seeds for t in tasks],
@@ -88,13 +88,13 @@ def stages(config: Mapping[str, Any], seeds: range) -> list[list[Unit]]:
 
 
 def source(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """Trains a source until it has converged, and keeps its layers and importances."""
+    """Train a source until it has converged, and keep its layers and importances."""
     kept = _source(run, task, seed)
     return {key: kept[key] for key in ("rows", "steps", "history", "score")}
 
 
 def target(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """The test score of a target with few rows, after starting from every other task's layers, and from none."""
+    """Return the test scores of a target with few rows, trained from every other task's layers and from none."""
     config = {**run.config, "steps": run.config["target_steps"]}
     data = _splits(run, task)
     few = data.train.take(slice(0, config["target_rows"]))
@@ -111,7 +111,7 @@ def target(run: Run, task: str, seed: int) -> dict[str, Any]:
 
 
 def ranking(run: Run, seed: int) -> dict[str, Any]:
-    """Every method's order of all sources for every target."""
+    """Return every method's order of all sources for every target."""
     tasks = _tasks(run.config)
     kept = {task: _source(run, task, seed) for task in tasks}
     importances = {task: found["importances"] for task, found in kept.items()}
@@ -131,7 +131,7 @@ def ranking(run: Run, seed: int) -> dict[str, Any]:
 
 
 def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """Rho, MRR and NDCG by granularity, and by the class of targets and sources."""
+    """Return ρ, MRR and NDCG by granularity, and by the class of targets and sources."""
     out = []
     for key, result in results.items():
         if not key.endswith("/ranking"):
@@ -164,7 +164,7 @@ def _splits(run: Run, task: str) -> Splits:
 
 
 def _source(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """What is kept of a source; trained where it is not there."""
+    """Return a source's layers and importances; train it if they are not cached."""
     config = run.config
 
     def make() -> dict[str, Any]:

@@ -231,7 +231,7 @@ GROUPS = {
 
 
 def stages(config: dict[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
-    """The search over λ on seed 0, then every method on the seeds; after that the same for ablations."""
+    """Return the stages: the search over λ on seed 0, every method on the seeds, then the same for ablations."""
     found = []
     for methods, count in ((config["methods"], None), (config.get("ablations", []), config.get("ablation_seeds"))):
         found.append(
@@ -252,7 +252,7 @@ def stages(config: dict[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
 
 
 def search(run: Run, method: str, exponent: int) -> dict[str, Any]:
-    """One λ on the search seed: held-out training data is what is scored, the test set is not read."""
+    """Run one λ on the search seed, and score it on held-out training data; the test set is not read."""
     train, _ = _data(run)
     contexts = _contexts(run, *hold_out(train, run.config["held_out"], seed=0), seed=0)
     contexts = contexts[: run.config.get("search_contexts")]
@@ -260,23 +260,23 @@ def search(run: Run, method: str, exponent: int) -> dict[str, Any]:
 
 
 def evaluate(run: Run, method: str, seed: int) -> dict[str, Any]:
-    """One method with its λ on a fresh seed, all training data, scored on the test set."""
+    """Run one method with its λ on a fresh seed and all training data, and score it on the test set."""
     result = learn_all(dealt(run, seed), METHODS[method], chosen(run, method), run.config, seed)
     return {"case": case(run.config), **result}
 
 
 def dealt(run: Run, seed: int) -> list[Context]:
-    """The contexts of a seed: all training data, and the test set."""
+    """Return the contexts of a seed: all training data, and the test set."""
     return _contexts(run, *_data(run), seed=seed)
 
 
 def stale(run: Run, unit: Unit, result: dict[str, Any]) -> bool:
-    """Whether a kept result is of a λ that a search over more values no longer chooses."""
+    """Return whether a kept result has a λ that a search over more values no longer chooses."""
     return unit.call == "evaluate" and result["given"] != chosen(run, unit.arguments["method"])
 
 
 def chosen(run: Run, method: str) -> float:
-    """The λ of best held-out accuracy, the smaller of equal ones; the exact Fisher's for methods without a search."""
+    """Return the λ with the best held-out accuracy (the smaller of equal ones), or the exact Fisher's without a search."""
     if METHODS[method].rule == "none":
         return 0.0
     searched = method if METHODS[method].rule == "search" else "fisher"
@@ -287,17 +287,17 @@ def chosen(run: Run, method: str) -> float:
 
 
 def case(config: dict[str, Any]) -> str:
-    """The benchmark and the scenario, as tables name them."""
+    """Return the name of benchmark and scenario in tables."""
     return f"{config['case']}, {config.get('scenario', 'task')}"
 
 
 def main_cases(config: dict[str, Any]) -> tuple[str, ...]:
-    """The benchmark as a whole."""
+    """Return the name of the benchmark over all its cases."""
     return (case(config),)
 
 
 def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
-    """Mean final accuracy over contexts (case: the benchmark) and that of each context."""
+    """Return the mean final accuracy over contexts (case: the benchmark) and that of each context."""
     found = []
     for key, result in results.items():
         place, _, method = key.partition("/")

@@ -39,22 +39,22 @@ class Runs:
         self.curves = {method: self.curves[method] for method in methods if method in self.curves}
 
     def accuracies(self, method: str) -> dict[int, float]:
-        """Final mean accuracy over contexts by seed; empty if it was not run."""
+        """Return the final mean accuracy over contexts by seed; empty if it was not run."""
         return {seed: result["accuracy"] for seed, result in sorted(self.seeds.get(method, {}).items())}
 
     def middle(self, method: str, value: Callable[[dict[str, Any]], list[float]]) -> list[float]:
-        """The median over seeds of something that every context has."""
+        """Return the median over seeds of a value that every context has."""
         return [statistics.median(column) for column in zip(*map(value, self.seeds[method].values()), strict=False)]
 
 
 def beside(folder: Path) -> str:
-    """All nine cells of the paper's table: its three columns beside ours."""
+    """Return the table of all nine cells: the paper's three columns beside ours."""
     names = {"Fisher": "fisher", "Squisher (N·v)": "squisher (N·v)", "Squisher (B·v̂)": "squisher", "none": "none"}
     return _side_by_side(folder, names)
 
 
 def ablations(folder: Path) -> str:
-    """The paper's ablations, all task-incremental, beside ours."""
+    """Return the paper's ablations, all task-incremental, beside ours."""
     names = ("fisher", "squisher", "squisher (without rescaling)", "squisher (β₂ = 0.95)", "joint")
     return _side_by_side(folder, {name: name for name in names}, "-task")
 
@@ -78,7 +78,7 @@ def _side_by_side(folder: Path, methods: Mapping[str, str], ending: str = "") ->
 
 
 def ours(folder: Path) -> str:
-    """All nine cells with what the paper's table does not have."""
+    """Return the table of all nine cells with the columns that the paper does not have."""
     methods = ("none", "fisher", "squisher", "squisher (N·v)", "identity", "squisher (tracked)", "squisher (decoupled)")
     rows = []
     for cell, runs in _cells(folder):
@@ -103,7 +103,7 @@ def _accuracy(runs: Runs | None, method: str) -> str:
 
 
 def comparison(runs: Runs) -> str:
-    """Every method with its λ on the test set, beside the paper."""
+    """Return the table of every method with its λ on the test set, beside the paper."""
     paper = ewc.PAPER[runs.case]
     rows = []
     for method in runs.seeds:
@@ -122,7 +122,7 @@ def comparison(runs: Runs) -> str:
 
 
 def curves(runs: Runs) -> str:
-    """Held-out accuracy of the search seed by λ; the best of each method in bold."""
+    """Return the table of the search seed's held-out accuracy by λ, the best of each method in bold."""
     exponents = sorted({e for curve in runs.curves.values() for e in curve})
     rows = []
     for method, curve in runs.curves.items():
@@ -136,7 +136,7 @@ def curves(runs: Runs) -> str:
 
 
 def contexts(runs: Runs) -> str:
-    """Final accuracy of every context, mean over seeds."""
+    """Return the final accuracy of every context, mean over seeds."""
     rows = []
     for method, by_seed in runs.seeds.items():
         columns = zip(*(result["contexts"] for result in by_seed.values()), strict=True)
@@ -145,7 +145,7 @@ def contexts(runs: Runs) -> str:
 
 
 def totals(runs: Runs) -> str:
-    """Σ of the importance per context as the penalty takes it, and of a small exact Fisher at the same weights."""
+    """Return the table of the importance's sum per context in the penalty, and that of a small exact Fisher at the same weights."""
     past = runs.config["contexts"] - 1
     rows = []
     for method, by_seed in runs.seeds.items():
@@ -161,7 +161,7 @@ def totals(runs: Runs) -> str:
 
 
 def times(runs: Runs) -> str:
-    """What the importances of a run cost."""
+    """Return the cost of a run's importances."""
     results = runs.seeds["fisher"].values()
     exact, free = (statistics.median(result["times"][name] for result in results) for name in ("fisher", "squisher"))
     looped = sum(any(result["left_to_loop"]) for result in results)
@@ -173,7 +173,7 @@ def times(runs: Runs) -> str:
 
 
 def draw(runs: Runs, path: Path) -> None:
-    """Held-out accuracy against λ, one line an estimator."""
+    """Draw held-out accuracy against λ, one line for each estimator."""
     figure, (axis,) = subplots(1, (6.4, 3.6))
     for (method, curve), colour in zip(runs.curves.items(), COLOURS[: len(runs.curves)], strict=True):
         exponents = sorted(curve)
@@ -188,7 +188,7 @@ def draw(runs: Runs, path: Path) -> None:
 
 
 def parts(folder: Path, images: Path) -> Parts:
-    """Every table of docs/continual-learning.md, and its figure."""
+    """Return every table of docs/continual-learning.md, and its figure."""
     task, reduced = (Runs(document("ewc", scale, folder)) for scale in ("split-task", "permuted-reduced"))
     draw(task, images / PICTURE)
     blocks = {part.__name__: part(task) for part in (comparison, curves, contexts, totals, times)}

@@ -84,7 +84,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
-    """One unit a use and a seed; of EWC the search over λ, then one unit a method and a seed."""
+    """Return the stages: a unit for each use and seed; for EWC the search over λ, then a unit for each method and seed."""
     if "exponents" not in config:
         return [[Unit(f"seed-{seed}/{use}", use, {"seed": seed}) for seed in seeds for use in ("prune", "merge")]]
     searches = [(method, e) for method, exponents in config["exponents"].items() for e in exponents]
@@ -95,14 +95,14 @@ def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
 
 
 def _methods(config: Mapping[str, Any]) -> list[str]:
-    """EWC's: without a penalty, what is kept on the way, and the Fishers of so many examples."""
+    """Return EWC's methods: without a penalty, with the recycled importances, and with Fishers of several numbers of examples."""
     counts = (*config["examples"], config["fisher_examples"])
     kept = [method for method in config["exponents"] if method not in FISHERS]
     return ["without", *kept, *(f"{fisher}, {count}" for fisher in FISHERS for count in counts)]
 
 
 def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """Accuracy by case, method (with its number of examples) and seed."""
+    """Return accuracy by case, method (with its number of examples) and seed."""
     return [
         Score(case, method, seed_of(key), value)
         for key, result in results.items()
@@ -113,14 +113,14 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
 
 
 def search(run: Run, method: str, exponent: int) -> dict[str, Any]:
-    """EWC with one λ on the search seed; held-out training images are what is scored."""
+    """Run EWC with one λ on the search seed, and score it on held-out training images."""
     train, _ = mnist(run.data_folder("mnist"))
     contexts = split(*hold_out(train, run.config["held_out"], seed=0), run.config["contexts"], 0)
     return learn_all(contexts, _method(method, None), 10.0**exponent, run.config, seed=0)
 
 
 def learn_contexts(run: Run, method: str, seed: int) -> dict[str, Any]:
-    """EWC with one importance and the λ of its kind on a fresh seed, scored on the test images."""
+    """Run EWC with one importance and the λ of its kind on a fresh seed, and score it on the test images."""
     train, test = mnist(run.data_folder("mnist"))
     train = train[torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))]  # which come first
     kind, _, count = method.partition(", ")
@@ -141,7 +141,7 @@ def _method(kind: str, count: int | None) -> Method:
 def learn(
     model: nn.Module, train: Labelled, recipe: Mapping[str, Any], steps: int, seed: int
 ) -> dict[str, squisher.Importance]:
-    """Trains in place with AdamW over shuffled epochs; the Squisher at the end, and the moving average of Fishers."""
+    """Train in place with AdamW over shuffled epochs; return the Squisher at the end, and the moving average of Fishers."""
     beta2 = recipe.get("beta2", 0.999)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe["rate"], betas=(0.9, beta2), weight_decay=recipe["decay"]
@@ -165,7 +165,7 @@ def learn(
 
 
 def fishers(model: nn.Module, train: Labelled, counts: list[int], seed: int) -> dict[str, squisher.Importance]:
-    """The Fisher of the first 8, 16, … and of all training examples, in a random order; exact and with the data's labels."""
+    """Return the Fisher of the first 8, 16, … and of all training examples, in a random order; exact and with the data's labels."""
     order = torch.randperm(len(train), generator=torch.Generator().manual_seed(seed))
     rows = Labelled(train.inputs[order], train.labels[order])
     return {
@@ -178,7 +178,7 @@ def fishers(model: nn.Module, train: Labelled, counts: list[int], seed: int) -> 
 
 
 def prune(run: Run, seed: int) -> dict[str, Any]:
-    """One perceptron, pruned by every importance."""
+    """Prune one perceptron by every importance."""
     p = run.config["pruning"]
     train, test = digits() if run.scale == "quick" else mnist(run.data_folder("mnist"))
     if run.scale != "quick":
@@ -216,7 +216,7 @@ def _pruned(
 
 
 def merge(run: Run, seed: int) -> dict[str, Any]:
-    """Fine-tunes of one network, merged by every importance; each task is tested with its own head."""
+    """Merge fine-tunes of one network by every importance, and test each task with its own head."""
     config = run.config["merging"]
     start = rotated.pretrained(run, seed, config)
     models, tests, found = [], [], []
@@ -251,7 +251,7 @@ ENOUGH = 3  # seeds
 
 
 def parts(folder: Path, images: Path) -> Parts:
-    """The section of docs/when-to-trust-it.md: table, figure, and how many examples the Squisher is worth."""
+    """Return the section of docs/when-to-trust-it.md: table, figure, and how many examples the Squisher is worth."""
     values = _values(folder)
     gaps = memory(values)
     _draw(values, images / PICTURE)
@@ -264,7 +264,7 @@ def parts(folder: Path, images: Path) -> Parts:
 
 
 def numbers(folder: Path, images: Path) -> Parts:
-    """What docs/results.md takes: in each use, how many examples of which Fisher the Squisher is worth."""
+    """Return the parts for docs/results.md: how many examples of which Fisher the Squisher is worth in each use."""
     values = _values(folder)
     enough = {
         f"worth/{case}/{labels}": worth(by_method, labels)
@@ -284,7 +284,7 @@ def _values(folder: Path) -> Values:
 
 
 def worth(by_method: Mapping[str, Mapping[int, float]], labels: str) -> str:
-    """From how many examples on the Fisher is no longer clearly behind the Squisher, and from how many its mean is not lower.
+    """Return how many examples the Fisher needs until it is not clearly behind the Squisher, and until its mean is not lower.
 
     Clearly: the 95 % interval of the difference paired by seed is below 0. Nothing is said where a number was run on two seeds or one.
     """
@@ -301,7 +301,7 @@ def worth(by_method: Mapping[str, Mapping[int, float]], labels: str) -> str:
 
 
 def _first_enough(counts: list[int], behind: list[bool]) -> str:
-    """The smallest of falling counts before the first that is behind."""
+    """Return the last of falling counts before the first that is behind."""
     reached = behind.index(True) if True in behind else len(counts)
     return f"{counts[reached - 1]:,}" if reached else f"more than {counts[0]:,}"
 
@@ -338,13 +338,13 @@ def _table(values: Values) -> str:
 
 
 def _seeds(by_method: Mapping[str, Mapping[int, float]], labels: str) -> str:
-    """Of how many seeds the means of a curve are."""
+    """Return the number of seeds behind the means of a curve."""
     found = sorted({len(by_method[f"fisher ({labels}), {count}"]) for count in _curve(by_method, labels)})
     return " to ".join(str(n) for n in dict.fromkeys((found[0], found[-1])))
 
 
 def memory(values: Values) -> dict[tuple[str, str], tuple[Difference, float]]:
-    """What the two parts of the Squisher do, by use and part: the difference, and its p after Holm's correction over all of them.
+    """Return the effect of the two parts of the Squisher, by use and part: the difference, and its p after Holm's correction over all of them.
 
     Memory: the moving average of Fishers along training against the Fisher of all examples at the end, both with the data's labels.
     Squaring sums: the Squisher against that moving average; in EWC, where Adam's own state has seen the penalty, the tracked one.
@@ -368,7 +368,7 @@ def _memory(gaps: Mapping[tuple[str, str], tuple[Difference, float]]) -> str:
 
 
 def _words(values: Values, gaps: Mapping[tuple[str, str], tuple[Difference, float]]) -> dict[str, str]:
-    """Numbers inside sentences: differences, how far their intervals reach at most, how many are clear, and means."""
+    """Return the numbers for sentences: differences, the widest interval, how many are clear, and means."""
     out = {f"{part}/{case}": str(gap) for (case, part), (gap, _) in gaps.items()}
     for part in PARTS:
         found = [(gap, p) for (_, one), (gap, p) in gaps.items() if one == part]

@@ -26,7 +26,7 @@ PLAIN = {
 
 
 def parts(folder: Path, images: Path) -> Parts:
-    """What docs/results.md takes: verdicts, EWC beside the paper, stand-ins, and numbers inside sentences."""
+    """Return the parts for docs/results.md: verdicts, EWC beside the paper, stand-ins, and numbers inside sentences."""
     found = comparisons(folder, "cpu")
     draw(found, images / PICTURE)
     judged = judge(found)
@@ -42,7 +42,7 @@ def parts(folder: Path, images: Path) -> Parts:
 
 
 def appendix(folder: Path, images: Path) -> Parts:
-    """What docs/results-tables.md takes: every table."""
+    """Return the parts for docs/results-tables.md: every table."""
     found = comparisons(folder, "cpu")
     sections = []
     for name in SETTINGS:
@@ -63,7 +63,7 @@ def appendix(folder: Path, images: Path) -> Parts:
 
 
 def overview(found: Sequence[Comparison]) -> str:
-    """Fisher, Squisher and baseline of every setting."""
+    """Return the table of Fisher, Squisher and baseline in every setting."""
     rows = []
     for c in found:
         values = {m: list(c.main(m).values()) for m in ("fisher", "squisher", c.baseline)}
@@ -90,7 +90,7 @@ def overview(found: Sequence[Comparison]) -> str:
 
 
 def units(folder: Path) -> str:
-    """How much of everything that is written was run, and the command that goes on with it."""
+    """Return the table of how much of every configuration was run, and the command that continues it."""
     rows = []
     for name in (*SETTINGS, "examples", "strengths"):
         module = importlib.import_module(f"experiments.{name}")
@@ -111,7 +111,7 @@ def units(folder: Path) -> str:
 
 
 def draw(found: Sequence[Comparison], path: Path) -> None:
-    """One panel a setting: Fisher, Squisher and baseline, with the standard deviation over seeds."""
+    """Draw a panel for each setting: Fisher, Squisher and baseline, with the standard deviation over seeds."""
     shown = [c for c in found if all(c.main(m) for m in ("fisher", "squisher", c.baseline))]
     rows = 1 + (len(shown) > 6)
     figure, axes = subplots(len(shown), (2.1 * -(-len(shown) // rows) + 0.6, 3.2 * rows), rows)
@@ -147,7 +147,7 @@ def _cell(j: Judged) -> str:
 
 
 def _main_claims(found: Sequence[Comparison], judged: Sequence[Judged]) -> str:
-    """The three claims that are made of every setting."""
+    """Return the three claims about every setting."""
     by_claim = {(j.claim.setting, j.claim.first, j.claim.second): j for j in judged if _is_plain(j)}
     rows = []
     for c in found:
@@ -190,7 +190,7 @@ def _gap(c: Comparison, first: str, second: str) -> str:
 
 
 def _mean(c: Comparison, values: Sequence[float]) -> str:
-    """A mean with its spread, and of how many seeds if not of all; nothing of none."""
+    """Return a mean with its spread, and the number of seeds if some are missing; nothing without seeds."""
     if not values:
         return ""
     return str(mean(values)) + (f" ({len(values)} seeds)" if 1 < len(values) < c.document["seeds"] else "")
@@ -220,7 +220,7 @@ def _section(name: str, found: Sequence[Comparison]) -> list[str]:
 
 
 def _command(c: Comparison) -> str:
-    """What runs one unit of a document again, into a folder of its own."""
+    """Return a command that runs one unit of a document again, into a folder of its own."""
     name, _, part = c.name.partition("/")
     key = next(key for key in c.document["units"] if not key.startswith("search"))
     pattern = re.sub(r"[().+*?|^$]", r"\\\g<0>", key)
@@ -243,7 +243,7 @@ def _scores(c: Comparison, metric: str) -> str:
 
 
 def _check(folder: Path) -> str:
-    """One seed by the paper's training protocol beside the same seed of the reduced one, permuted MNIST."""
+    """Return the table of one seed by the paper's training protocol and by the reduced one, on permuted MNIST."""
     full, reduced = (document("ewc", scale, folder) for scale in ("permuted-check", "permuted-reduced"))
     rows = []
     for name, found in (("training protocol of the paper, λ = 100", full), ("reduced, λ searched for", reduced)):
@@ -253,7 +253,7 @@ def _check(folder: Path) -> str:
 
 
 def _run_times(found: dict[str, Any]) -> list[str]:
-    """The time that an importance costs in each setting, and what the paper reports."""
+    """Return the table of the time that an importance takes in each setting, beside the paper's."""
     rows = []
     for key, unit in found["units"].items():
         case, result = key.split("/", 1)[1], unit["result"]
@@ -280,7 +280,7 @@ def _run_times(found: dict[str, Any]) -> list[str]:
 
 
 def _words(found: Sequence[Comparison], judged: Sequence[Judged], folder: Path) -> dict[str, str]:
-    """Numbers that stand inside sentences."""
+    """Return the numbers for sentences."""
     out: dict[str, str] = {"margin": f"{MARGIN:g}"}
     for c in found:
         out[f"{c.name}/seeds"] = str(len(c.main("fisher").keys() & c.main("squisher").keys()))
@@ -307,7 +307,7 @@ def _words(found: Sequence[Comparison], judged: Sequence[Judged], folder: Path) 
 
 
 def _bases(found: dict[str, Any] | None) -> dict[str, str]:
-    """Of filter pruning: how good the networks are before it, and how much of their retraining was run."""
+    """Return the accuracy of networks before filter pruning, and how much of their retraining was run."""
     if found is None:
         return {}
     bases = [unit["result"] for key, unit in found["units"].items() if key.endswith("/base")]

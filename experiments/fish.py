@@ -172,7 +172,7 @@ _GUESSED = dict.fromkeys(("sst2", "mrpc", "qnli", "qqp", "rte"), 50.0) | {
 
 
 def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
-    """Importances; the search of a learning rate for each method; sparse training, and resetting."""
+    """Return the stages: importances, the search of a learning rate for each method, sparse training and resetting."""
     if "text" not in config:
         kinds = list(config["stand_ins"])
         search = [Unit(f"search/{kind}", "search_digits", {"kind": kind}) for kind in kinds]
@@ -199,13 +199,13 @@ def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
 
 
 def chance(config: Mapping[str, Any]) -> dict[str, float]:
-    """What guessing gives, by how the name of a case begins."""
+    """Return the score of guessing by the beginning of a case's name."""
     guessed = [_GUESSED[task] for task in config.get("tasks", ()) if task in _GUESSED]
     return {**_GUESSED, **({"average": sum(guessed) / len(guessed)} if guessed else {})}
 
 
 def scores(results: Mapping[str, dict[str, Any]]) -> list[Score]:
-    """Scores in percent by task, and their average over tasks."""
+    """Return scores in percent by task, and their average over tasks."""
     out = []
     for key, result in results.items():
         if key.startswith("search/") or key.endswith("/masks"):
@@ -231,7 +231,7 @@ def scores(results: Mapping[str, dict[str, Any]]) -> list[Score]:
 
 
 def masks(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """Makes the importances of a task; says how far their masks agree, and what they cost."""
+    """Make the importances of a task; return how far their masks agree, and their cost."""
     recipe = _recipe(run, task)
     dense = _kind(run).fine_tune(_with_data(run), task, seed, recipe)
     steps = _mask_steps(run, recipe)
@@ -256,7 +256,7 @@ def masks(run: Run, task: str, seed: int) -> dict[str, Any]:
 
 
 def search(run: Run, method: str, rate: float) -> dict[str, Any]:
-    """Validation score of one learning rate on seed 0 of the first task."""
+    """Return the validation score of one learning rate on seed 0 of the first task."""
     task = run.config["tasks"][0]
     splits = _splits(run, task)
     model = _trained(run, task, 0, method, rate)
@@ -264,7 +264,7 @@ def search(run: Run, method: str, rate: float) -> dict[str, Any]:
 
 
 def search_dense(run: Run, rate: float) -> dict[str, Any]:
-    """Validation score of dense training on the first task, on a seed of its own."""
+    """Return the validation score of dense training on the first task, with a seed of its own."""
     task = run.config["tasks"][0]
     recipe, splits = {**run.config["text"], "rate": rate}, _splits(run, task)
     model = _kind(run).load(recipe, splits.classes, 0)
@@ -273,7 +273,7 @@ def search_dense(run: Run, rate: float) -> dict[str, Any]:
 
 
 def chosen_rate(run: Run, method: str) -> float:
-    """The learning rate that was best on validation data; the smaller of equals."""
+    """Return the learning rate that was best on validation data, the smaller of equal ones."""
     rates = run.config["dense_rates" if method == "dense" else "rates"]
     if len(rates) == 1:
         return rates[0]
@@ -282,14 +282,14 @@ def chosen_rate(run: Run, method: str) -> float:
 
 
 def sparse(run: Run, task: str, seed: int, method: str) -> dict[str, Any]:
-    """Trains under the mask of one method."""
+    """Train under the mask of one method."""
     rate = chosen_rate(run, method)
     rows = _rows(run, _trained(run, task, seed, method, rate), task, method)
     return {"task": task, "seed": seed, "rate": rate, "rows": rows}
 
 
 def one_rate(run: Run, task: str, seed: int, method: str) -> dict[str, Any]:
-    """The same at the Fisher's learning rate, whichever suits the method."""
+    """Train sparsely at the Fisher's learning rate, whichever rate suits the method."""
     rate = chosen_rate(run, "fisher")
     if rate == chosen_rate(run, method):
         rows = run.result(f"{task}/seed-{seed}/{method}")["rows"]
@@ -300,7 +300,7 @@ def one_rate(run: Run, task: str, seed: int, method: str) -> dict[str, Any]:
 
 
 def reset(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """The densely trained model as it is, and with everything outside the mask as it was before."""
+    """Return the scores of the densely trained model, as it is and with everything outside the mask reset."""
     recipe = _recipe(run, task)
     tuned = _kind(run).fine_tune(_with_data(run), task, seed, recipe)["snapshots"]["final"]["weights"]
     model = _kind(run).load(recipe, _splits(run, task).classes, seed)
@@ -317,7 +317,7 @@ def reset(run: Run, task: str, seed: int) -> dict[str, Any]:
 
 
 def importances(run: Run, task: str, seed: int, tuned: bool = False) -> dict[str, Mapping[str, Tensor]]:
-    """By method: at the pretrained weights, or at the densely trained ones."""
+    """Return the importances by method, at the pretrained weights or at the densely trained ones."""
     recipe = _recipe(run, task)
     fisher = _fishers(run, task, seed)["tuned" if tuned else "pretrained"]
     snapshot = "final" if tuned else str(_mask_steps(run, recipe))
@@ -344,7 +344,7 @@ def _trained(run: Run, task: str, seed: int, method: str, rate: float) -> nn.Mod
 
 
 def _rows(run: Run, model: nn.Module, task: str, method: str, ending: str = "") -> list[dict[str, Any]]:
-    """The scores of a model: one for each column of the paper's table that its task has a test file for."""
+    """Return the scores of a model: one for each column of the paper's table that its task has a test file for."""
     columns: dict[str, Any] = {task: _splits(run, task).test}
     second, whole = SECOND.get(task), _with_data(run)
     if second and (whole.data_folder("text") / task / f"{second}.jsonl.gz").exists():
@@ -356,7 +356,7 @@ def _rows(run: Run, model: nn.Module, task: str, method: str, ending: str = "") 
 
 
 def _fishers(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """By single examples and their labels, at the pretrained weights with a new head and at the densely trained ones."""
+    """Return the Fishers of single examples and their labels, at the pretrained weights with a new head and at the densely trained ones."""
 
     def make() -> dict[str, Any]:
         recipe, splits = _recipe(run, task), _splits(run, task)
@@ -379,7 +379,7 @@ def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _mask_steps(run: Run, recipe: Mapping[str, Any]) -> int:
-    """Dense steps that see as many examples as the Fisher."""
+    """Return the number of dense steps that see as many examples as the Fisher."""
     return -(-run.config["examples"] // recipe["batch"])
 
 
@@ -396,7 +396,7 @@ def _recipe(run: Run, task: str) -> dict[str, Any]:
 
 
 def _kind(run: Run) -> Any:
-    """What has `splits`, `load` and `fine_tune`: the whole encoder, or its upper layers."""
+    """Return the module with `splits`, `load` and `fine_tune`, for the whole encoder or for its upper layers."""
     return upper if "layers" in run.config["text"] else text
 
 
@@ -405,7 +405,7 @@ def _splits(run: Run, task: str) -> text.Splits:
 
 
 def _with_data(run: Run) -> Run:
-    """The run with a folder of tasks: the one given, or GLUE from the Hub, written down once in the same layout."""
+    """Return the run with a folder of tasks: the given one, or GLUE from the Hub, written once in the same layout."""
     if run.data is not None:
         return run
     folder = run.out / "glue"

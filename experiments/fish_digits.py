@@ -20,19 +20,19 @@ METHODS = ("fisher", "squisher", "random")
 
 
 def chosen(importance: Mapping[str, Tensor], keep: float) -> Any:
-    """The mask: the head, and the highest of the rest, within the budget."""
+    """Return a mask of the head and the highest of the other entries, within the budget."""
     return squisher.mask.top_k(importance, keep, always=HEAD)
 
 
 def overlap_of(first: Mapping[str, Tensor], second: Mapping[str, Tensor]) -> float:
-    """The share of the first mask's entries that the second has too; the head, which all have, is left out."""
+    """Return the share of the first mask's entries that are in the second, too, without the head, which is in all."""
     names = [name for name in first if not re.search(HEAD, name)]
     both = sum(int((first[name] & second[name]).sum()) for name in names)
     return round(both / max(1, sum(int(first[name].sum()) for name in names)), 4)
 
 
 def search_digits(run: Run, kind: str) -> dict[str, Any]:
-    """Validation accuracy of every method and learning rate on seed 0, and the best rate of each."""
+    """Return the validation accuracy of every method and learning rate on seed 0, and the best rate of each."""
     task = Adaptation(run.config, kind, 0)
     found = {m: {r: task.adapted(m, r, task.validation) for r in run.config["rates"]} for m in METHODS}
     best = {method: max(by_rate, key=lambda rate: (by_rate[rate], -rate)) for method, by_rate in found.items()}
@@ -40,7 +40,7 @@ def search_digits(run: Run, kind: str) -> dict[str, Any]:
 
 
 def digits(run: Run, kind: str, seed: int) -> dict[str, Any]:
-    """All methods on one seed."""
+    """Run all methods on one seed."""
     task = Adaptation(run.config, kind, seed)
     rates = run.result(f"search/{kind}")["rates"]
     rows = [{"case": kind, "method": m, "score": task.adapted(m, rates[m], task.test)} for m in METHODS]
@@ -78,13 +78,13 @@ class Adaptation:
         self._masks: dict[str, Any] = {}
 
     def _at(self, rows: Labelled, place: int) -> Labelled:
-        """The digits on a canvas that is empty elsewhere."""
+        """Return the digits on a canvas that is empty elsewhere."""
         canvas = torch.zeros(len(rows), self.config["places"], rows.inputs.shape[1])
         canvas[:, place] = rows.inputs
         return Labelled(canvas.flatten(1), rows.labels)
 
     def mask(self, method: str) -> Any:
-        """The mask of one method."""
+        """Return the mask of one method."""
         if method not in self._masks:
             self.model.load_state_dict(self.start)
             examples = self.config["examples"]
@@ -103,7 +103,7 @@ class Adaptation:
         return self._masks[method]
 
     def adapted(self, method: str, rate: float, rows: Labelled) -> float:
-        """Accuracy on some rows after training under a mask, in percent."""
+        """Return accuracy on some rows after training under a mask, in percent."""
         mask = self.mask(method)
         self.model.load_state_dict(self.start)
         optimizer = squisher.mask.compact(self.model, mask, torch.optim.AdamW, lr=rate, weight_decay=0.0)

@@ -30,7 +30,7 @@ SECOND = {"mnli": "mismatched"}
 
 
 def measured(model: nn.Module, rows: Any, task: str) -> float:
-    """Matthews' correlation on CoLA, Pearson's where labels are numbers, accuracy elsewhere; in percent."""
+    """Return Matthews' correlation on CoLA, Pearson's where labels are numbers, accuracy elsewhere; in percent."""
     found, labels = outputs(model, rows)
     if labels.is_floating_point():
         pairs = torch.stack([found.flatten(), labels.flatten()]).double()
@@ -42,7 +42,7 @@ def measured(model: nn.Module, rows: Any, task: str) -> float:
 
 
 def matthews(predicted: Tensor, true: Tensor) -> float:
-    """The correlation of two binary labels; 0 where one of them is constant."""
+    """Return the correlation of two binary labels; 0 where one of them is constant."""
     table = [int(((predicted == p) & (true == t)).sum()) for p in (0, 1) for t in (0, 1)]
     product = (table[0] + table[1]) * (table[2] + table[3]) * (table[0] + table[2]) * (table[1] + table[3])
     return (table[0] * table[3] - table[1] * table[2]) / math.sqrt(product) if product else 0.0

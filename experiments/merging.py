@@ -194,7 +194,7 @@ CHECKPOINTS = {"final": "", "best": ", best checkpoint", "short": ", short train
 
 
 def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
-    """First every model with its importances, then every merge."""
+    """Return the stages: every model with its importances, then every merge."""
     each = [(name, seed) for name, part in config["benchmarks"].items() for seed in list(seeds)[: part["seeds"]]]
     fits = [
         Unit(f"{name}/{seed}/{task}", "fit", {"benchmark": name, "task": task, "seed": seed})
@@ -210,7 +210,7 @@ def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
 
 
 def fit(run: Run, benchmark: str, task: str, seed: int) -> dict[str, Any]:
-    """Fine-tunes one model, measures its Fishers, and says how good it is by itself."""
+    """Fine-tune one model, measure its Fishers, and say how good it is by itself."""
     config = run.config["benchmarks"][benchmark]
     kept = _tuned(run, config, task, seed)
     fishers = _fishers(run, config, task, seed)
@@ -232,7 +232,7 @@ def fit(run: Run, benchmark: str, task: str, seed: int) -> dict[str, Any]:
 
 
 def merge(run: Run, benchmark: str, checkpoint: str, seed: int) -> dict[str, Any]:
-    """Merges the bodies of all tasks in every way, and tests them with each task's own head."""
+    """Merge the bodies of all tasks in every way, and test them with each task's own head."""
     config = run.config["benchmarks"][benchmark]
     tasks = list(config["tasks"])
     snapshots = [_tuned(run, config, task, seed)["snapshots"][checkpoint] for task in tasks]
@@ -257,7 +257,7 @@ def merge(run: Run, benchmark: str, checkpoint: str, seed: int) -> dict[str, Any
 def merged(
     snapshots: Sequence[Mapping[str, Any]], fishers: Sequence[Mapping[str, Mapping[str, Tensor]]], beta2: float
 ) -> dict[str, Mapping[str, Tensor]]:
-    """The merged body by method; a method that was not measured for this checkpoint is not there."""
+    """Return the merged body by method, without methods that were not measured for this checkpoint."""
     bodies = [{n: w for n, w in s["weights"].items() if n.startswith("body.")} for s in snapshots]
     recycled = [importance(s, BODY) for s in snapshots]
     out = {"linear": squisher.merge.average(bodies), "squisher": squisher.merge.fisher(bodies, recycled)}
@@ -279,14 +279,14 @@ def merged(
 
 
 def chance(config: Mapping[str, Any]) -> dict[str, float]:
-    """What guessing gives, by how the name of a case begins."""
+    """Return the score of guessing by the beginning of a case's name."""
     tasks = config["benchmarks"].get("text", {"tasks": {}})["tasks"]
     average = {"average": _mean(_GUESSED[task] for task in tasks)} if set(tasks) & set(_GUESSED) else {}
     return {**_GUESSED, **average, "MNIST rotations": 10.0, "rotated digits": 10.0}
 
 
 def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """Averages over tasks for each checkpoint, absolute and normalised, and single tasks for the final one."""
+    """Return averages over tasks for each checkpoint, absolute and normalised, and single tasks for the final one."""
     found = {key.split("/")[0] for key in results}
     main = "text" if "text" in found else min(found)
     out: list[Score] = []
@@ -308,7 +308,7 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
 
 
 def right(results: Mapping[str, Mapping[str, Any]]) -> Right:
-    """Which test rows of the text tasks were right, where it was kept."""
+    """Return which test rows of the text tasks were classified correctly, if it was recorded."""
     out: Right = {}
     for key, result in results.items():
         benchmark, seed, what = key.split("/")
@@ -327,7 +327,7 @@ def _recipe(config: Mapping[str, Any], task: str) -> dict[str, Any]:
 
 
 def _rows(config: Mapping[str, Any], task: str) -> int | None:
-    """How many training rows: so many that the steps are `epochs`, if these are given."""
+    """Return the number of training rows: such that the steps make `epochs`, if these are given."""
     return config["tasks"][task] * config["batch"] // config["epochs"] if "epochs" in config else config["train"]
 
 
@@ -352,7 +352,7 @@ def _loaded(config: Mapping[str, Any], data: Splits, weights: Mapping[str, Tenso
 
 
 def _fishers(run: Run, config: Mapping[str, Any], task: str, seed: int) -> dict[str, Any]:
-    """By checkpoint and method, on training rows; "seconds" by method for the final one."""
+    """Return the importances by checkpoint and method, on training rows; "seconds" by method for the final checkpoint."""
 
     def make() -> dict[str, Any]:
         data = _splits(run, config, task)

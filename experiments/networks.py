@@ -14,7 +14,7 @@ __all__ = ["Headed", "Sliced", "accuracy", "perceptron", "right_rows", "vgg"]
 
 
 def perceptron(widths: Sequence[int], dropout: float | None = None) -> nn.Sequential:
-    """Linear layers with ReLU between them, and dropout behind each where a rate is given."""
+    """Return linear layers with ReLU between them, and dropout behind each where a rate is given."""
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(widths):
         layers += [nn.Linear(inputs, outputs), nn.ReLU(), *([] if dropout is None else [nn.Dropout(dropout)])]
@@ -22,7 +22,7 @@ def perceptron(widths: Sequence[int], dropout: float | None = None) -> nn.Sequen
 
 
 def vgg(plan: Sequence[int], classes: int) -> nn.Sequential:
-    """A VGG as OrthoReg has it: convolution, ReLU, normalization; 0 in the plan is pooling; one linear layer at the end."""
+    """Return OrthoReg's VGG: convolution, ReLU, normalization; a 0 in the plan is pooling; one linear layer at the end."""
     layers: list[nn.Module] = []
     channels = 3
     for width in plan:
@@ -43,7 +43,7 @@ class Headed(nn.Module):
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits."""
         return self.head(self.body(inputs))
 
 
@@ -55,18 +55,18 @@ class Sliced(nn.Module):
         self.network, self.head = network, head
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Logits of the classes in use."""
+        """Return logits of the classes in use."""
         return self.network(inputs)[:, self.head]
 
 
 def accuracy(model: nn.Module, data: Labelled, size: int = 500) -> float:
-    """The share of examples that are recognised, in percent, in evaluation mode."""
+    """Return the accuracy in percent, in evaluation mode."""
     return round(100.0 * right_rows(model, data, size).count("1") / len(data), 4)
 
 
 @torch.no_grad()
 def right_rows(model: nn.Module, data: Labelled, size: int = 500) -> str:
-    """A 1 for every example that is recognised, a 0 for the others, in evaluation mode."""
+    """Return a 1 for every example that is classified correctly, a 0 for the others, in evaluation mode."""
     training = model.training
     model.eval()
     right = torch.cat([model(inputs).argmax(-1) == labels for inputs, labels in data.batches(size)])

@@ -35,12 +35,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
-    """Everything of one seed is a unit."""
+    """Return the stages: a unit for each seed."""
     return [[Unit(str(seed), "merge", {"seed": seed}) for seed in seeds]]
 
 
 def merge(run: Run, seed: int) -> dict[str, Any]:
-    """Fine-tunes every task, merges in every way, and tests with each task's own head."""
+    """Fine-tune every task, merge in every way, and test with each task's own head."""
     config = {key: value for key, value in run.config.items() if key != "keeps"}
     base = rotated.pretrained(run, seed, config)
     bodies, data, heads = [], [], []
@@ -93,7 +93,7 @@ def _merged(
 def _scored(
     weights: Mapping[str, Tensor], models: Sequence[nn.Module], data: Sequence[Splits]
 ) -> tuple[list[float], list[float]]:
-    """Accuracy on held-out and on test rows by task."""
+    """Return accuracy on held-out and on test rows by task."""
     body = dict(weights)
     out: tuple[list[float], list[float]] = ([], [])
     for model, part in zip(models, data, strict=True):
@@ -104,7 +104,7 @@ def _scored(
 
 
 def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """Means over tasks; `ota, KIND` is the fraction that is best on held-out rows."""
+    """Return means over tasks; `ota, KIND` is the fraction that is best on held-out rows."""
     out = []
     for seed, result in results.items():
         means = {method: statistics.fmean(tasks.values()) for method, tasks in result["accuracy"].items()}
@@ -117,7 +117,7 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
 
 
 def parts(folder: Path, images: Path) -> Parts:
-    """The table and the figure of the section on OTA in docs/merging.md."""
+    """Return the table and the figure of the section on OTA in docs/merging.md."""
     found = document("ota", "cpu", folder)
     values: dict[str, dict[int, float]] = {}
     for score in found["scores"]:

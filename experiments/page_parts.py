@@ -31,13 +31,13 @@ class Parts:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
 
 
 def fill(text: str, parts: Parts) -> str:
-    """The text with every block and every number in it made anew.
+    """Return the text with all its blocks and numbers replaced by those made from JSON.
 
     A block stands between `<!-- NAME -->` and `<!-- end -->`; a number inside a sentence is `<!--=KEY-->…<!---->`.
 
@@ -64,7 +64,7 @@ def fill(text: str, parts: Parts) -> str:
 
 
 def subplots(count: int, size: tuple[float, float], rows: int = 1) -> tuple[Any, list[Any]]:
-    """A figure with so many panels, in one row or in several."""
+    """Return a figure with this many panels, in one row or in several."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -80,7 +80,7 @@ def subplots(count: int, size: tuple[float, float], rows: int = 1) -> tuple[Any,
 
 
 def save(figure: Any, path: Path) -> None:
-    """Writes a figure, the same bytes every time."""
+    """Write a figure, the same bytes every time."""
     from matplotlib import pyplot
 
     figure.tight_layout()

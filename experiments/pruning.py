@@ -153,7 +153,7 @@ def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
 
 
 def scores(results: Mapping[str, dict[str, Any]]) -> list[Score]:
-    """Accuracy in percent by case, method and seed; "unpruned" is the network that a case starts from."""
+    """Return accuracy in percent by case, method and seed; "unpruned" is the network that a case starts from."""
     out = []
     whole = {r["seed"]: r["unpruned"] for r in results.values() if "unpruned" in r}
     longest = max((r["epochs"] for r in results.values() if "ratio" in r), default=None)
@@ -177,13 +177,13 @@ def scores(results: Mapping[str, dict[str, Any]]) -> list[Score]:
 
 
 def right(results: Mapping[str, dict[str, Any]]) -> Right:
-    """Which test images were right, where there are few and it was kept."""
+    """Return which test images were classified correctly, if there are few and it was recorded."""
     longest = max((r["epochs"] for r in results.values() if "ratio" in r), default=None)
     return {(_case(r, longest), r["method"], r["seed"]): [r["right"]] for r in results.values() if "right" in r}
 
 
 def chance(config: Mapping[str, Any]) -> dict[str, float]:
-    """What guessing gives, whatever the case."""
+    """Return the score of guessing, the same in all cases."""
     return {"": 100.0 / _classes(config)}
 
 
@@ -193,17 +193,17 @@ def _case(result: Mapping[str, Any], longest: int | None) -> str:
 
 
 def perceptron(run: Run, seed: int) -> dict[str, Any]:
-    """Single weights of a perceptron on the digits of scikit-learn."""
+    """Run the pruning of single weights of a perceptron on the digits of scikit-learn."""
     return pruning_weights.pruned_in_every_way(run.config["perceptron"], *data.digits(), seed)
 
 
 def vgg(divide_width: int, classes: int) -> nn.Sequential:
-    """VGG-13 at a fraction of its width."""
+    """Run VGG-13 at a fraction of its width."""
     return networks.vgg([width // divide_width for width in CHANNELS], classes)
 
 
 def parts(run: Run) -> tuple[Labelled, Labelled, Labelled]:
-    """Images to train on, to choose the learning rate by, and to test on.
+    """Return images to train on, to choose the learning rate by, and to test on.
 
     The first two are disjoint where the images suffice; where all are trained on, `search` leaves the second out.
     """
@@ -226,7 +226,7 @@ def _parts(folder: Path, classes: int, images: int, validation: int) -> tuple[La
 
 
 def search(run: Run, rate: float) -> dict[str, Any]:
-    """Accuracy on validation images after a few epochs, on a seed of its own."""
+    """Return the accuracy on validation images after a few epochs, with a seed of its own."""
     train, validation, _ = parts(run)
     if torch.equal(train.inputs[-1], validation.inputs[-1]):  # all images are trained on, but not in the search
         train = train[: len(train) - len(validation)]
@@ -238,13 +238,13 @@ def search(run: Run, rate: float) -> dict[str, Any]:
 
 
 def chosen_rate(run: Run) -> float:
-    """The learning rate that was best on validation images."""
+    """Return the learning rate that was best on validation images."""
     found = [run.result(f"search/{rate:g}") for rate in run.config["filters"]["rates"]]
     return max(found, key=lambda result: result["validation"])["rate"]
 
 
 def base(run: Run, seed: int) -> dict[str, Any]:
-    """Trains one network; prunes copies of it in every way, without retraining."""
+    """Train one network; prune copies of it in every way, without retraining."""
     f = run.config["filters"]
     train, _, test = parts(run)
     out: dict[str, Any] = {"seed": seed, "unpruned": {}, "rows": [], "times": {}, "spearman": {}, "overlap": {}}
@@ -283,7 +283,7 @@ def base(run: Run, seed: int) -> dict[str, Any]:
 
 
 def retrain(run: Run, seed: int, method: str, ratio: float, epochs: int) -> dict[str, Any]:
-    """Prunes the network of this seed in one way and trains what is left; the rate falls linearly to zero."""
+    """Prune the network of this seed in one way and train what is left; the rate falls linearly to zero."""
     f = run.config["filters"]
     train, _, test = parts(run)
     kept = _trained(run, seed, epochs, train)
@@ -302,7 +302,7 @@ def retrain(run: Run, seed: int, method: str, ratio: float, epochs: int) -> dict
 def pruned(
     model: nn.Sequential, importances: Mapping[str, Any], method: str, ratio: float, minimum: float, seed: int
 ) -> nn.Sequential:
-    """A smaller copy."""
+    """Return a smaller copy of the network."""
     score = {"fisher (OrthoReg)": "orthoreg", "squisher (sqrt)": "sqrt", "random": "random", "magnitude": "magnitude"}
     orthoreg = method == "fisher (OrthoReg)"
     return squisher.prune.channels(
@@ -318,7 +318,7 @@ def pruned(
 
 
 def gone(model: nn.Sequential, smaller: nn.Sequential) -> set[tuple[int, int]]:
-    """The filters that were removed, as (layer, index). Filters keep their biases, and no two of these are equal."""
+    """Return the filters that were removed, as (layer, index). Filters keep their biases, and no two of these are equal."""
     pairs = zip(model, smaller, strict=True)
     return {
         (layer, index)
@@ -329,7 +329,7 @@ def gone(model: nn.Sequential, smaller: nn.Sequential) -> set[tuple[int, int]]:
 
 
 def _trained(run: Run, seed: int, epochs: int, train: Labelled) -> dict[str, Any]:
-    """Weights, and the importances of these very weights, after so many epochs of one run."""
+    """Return weights and their importances after this many epochs of one run."""
     f = run.config["filters"]
 
     def make() -> dict[str, Any]:
@@ -366,7 +366,7 @@ def _importances(
 
 
 def mean_gradient(model: nn.Module, train: Labelled, size: int) -> dict[str, Tensor]:
-    """The gradient of the mean loss over all images, in evaluation mode."""
+    """Return the gradient of the mean loss over all images, in evaluation mode."""
     training = model.training
     model.eval()
     model.zero_grad()
@@ -385,7 +385,7 @@ def _network(run: Run, train: Labelled) -> nn.Sequential:
 def _epochs(
     run: Run, model: nn.Module, train: Labelled, rate: float, epochs: int, seed: int, decay: bool = False
 ) -> Iterator[torch.optim.Optimizer]:
-    """Trains; gives the optimizer after each epoch. The last, smaller batch of an epoch is left out."""
+    """Train, and yield the optimizer after each epoch, without the smaller last batch of an epoch."""
     f = run.config["filters"]
     model.to(memory_format=torch.channels_last)  # a third faster
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=f["decay"])

@@ -51,12 +51,12 @@ CONFIGS: dict[str, dict[str, Any]] = {"cpu": {"seeds": 10, "perceptron": PERCEPT
 
 
 def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
-    """One unit a network. Nothing is searched for, so 0 is a seed like any other."""
+    """Return the stages: a unit for each network. Nothing is searched for, so 0 is a seed like any other."""
     return [[Unit(f"seed-{seed - 1}", "perceptron", {"seed": seed - 1}) for seed in seeds]]
 
 
 def scores(results: Mapping[str, dict[str, Any]]) -> list[Score]:
-    """Accuracy in percent by case, method and seed."""
+    """Return accuracy in percent by case, method and seed."""
     out = []
     for result in results.values():
         for row in result["rows"]:
@@ -67,14 +67,14 @@ def scores(results: Mapping[str, dict[str, Any]]) -> list[Score]:
 
 
 def perceptron(run: Run, seed: int) -> dict[str, Any]:
-    """One network on images with mean 0 and variance 1."""
+    """Run one network on images with mean 0 and variance 1."""
     train, test = data.mnist(run.data_folder("mnist"))
     train, test = (Labelled((part.inputs - 0.1307) / 0.3081, part.labels) for part in (train, test))
     return pruned_in_every_way(run.config["perceptron"], train, test, seed)
 
 
 def pruned_in_every_way(p: dict[str, Any], train: Labelled, test: Labelled, seed: int) -> dict[str, Any]:
-    """Trains one perceptron and prunes copies of it in every way; accuracies before and after retraining."""
+    """Train one perceptron, prune copies of it in every way, and return accuracies before and after retraining."""
     train = train[: p["train"]]
     torch.manual_seed(seed)
     model = networks.perceptron(p["widths"])
@@ -124,7 +124,7 @@ def pruned_in_every_way(p: dict[str, Any], train: Labelled, test: Labelled, seed
 
 
 def _fit(model: nn.Module, train: Labelled, p: dict[str, Any], epochs: int, seed: int) -> torch.optim.Optimizer:
-    """AdamW over shuffled epochs at a constant rate; the last, smaller batch of an epoch is left out."""
+    """Train with AdamW over shuffled epochs at a constant rate, without the smaller last batch of an epoch."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=p["rate"], weight_decay=p["decay"])
     generator = torch.Generator().manual_seed(seed)
     for _ in range(epochs):
@@ -145,7 +145,7 @@ PAIRS = (
 
 
 def parts(folder: Path, images: Path) -> Parts:
-    """The table of docs/pruning.md: means, and differences paired by seed with their intervals."""
+    """Return the table of docs/pruning.md: means, and differences paired by seed with their intervals."""
     found = document("pruning_weights", "cpu", folder)
     seeds = [unit["result"] for unit in found["units"].values()]
     p = found["config"]["perceptron"]

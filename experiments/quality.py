@@ -101,7 +101,7 @@ LINKS = (("live", "frozen"), ("frozen", "clean"), ("clean", "empirical"), ("empi
 
 
 def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
-    """One unit a network, variant and seed; all may run side by side."""
+    """Return the stages: a unit for each network, variant and seed; all may run at the same time."""
     return [
         [
             Unit(f"seed-{seed}/{network}/{variant}", "measure", {"network": network, "variant": variant, "seed": seed})
@@ -113,7 +113,7 @@ def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
 
 
 def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
-    """Spearman with the exact Fisher at the end of training."""
+    """Return Spearman's correlation with the exact Fisher at the end of training."""
     names = {
         "live": "squisher",
         "tracker": "squisher (tracker)",
@@ -132,7 +132,7 @@ def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
 
 
 def build(network: dict[str, Any], dropout: float) -> nn.Sequential:
-    """A perceptron, or a small conv net on images halved in size; dropout behind every hidden layer."""
+    """Return a perceptron, or a small conv net on images halved in size; dropout behind every hidden layer."""
     if "widths" in network:
         return perceptron(network["widths"], dropout)
     first, second = network["channels"]
@@ -145,7 +145,7 @@ def build(network: dict[str, Any], dropout: float) -> nn.Sequential:
 
 
 def load(run: Run) -> Labelled:
-    """The training examples, with mean 0 and variance 1 as most people's pipelines have them."""
+    """Return the training examples, with mean 0 and variance 1."""
     train = digits()[0] if run.config["data"] == "digits" else mnist(run.data_folder("mnist"))[0]
     return Labelled((train.inputs - train.inputs.mean()) / train.inputs.std(), train.labels)
 
@@ -171,7 +171,7 @@ class Training:
         self.rate, self.done = rate, 0
 
     def advance(self, steps: int) -> None:
-        """Takes this many more steps."""
+        """Train for this many more steps."""
         for _ in range(steps):
             if not self.order:
                 self.order = list(shuffled(len(self.data), self.recipe["batch"], self.generator))
@@ -189,14 +189,14 @@ class Training:
             self.done += 1
 
     def squisher(self) -> squisher.Importance:
-        """B·v̂."""
+        """Return B·v̂."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", squisher.SquisherWarning)  # L2 in the gradient: that is what is measured
             return squisher.extract(self.optimizer, self.model, batch_size=self.recipe["batch"]).as_fisher()
 
 
 def measure(run: Run, network: str, variant: str, seed: int) -> dict[str, Any]:
-    """Trains one network, and compares what its optimizer holds with the Fisher along the way and at the end."""
+    """Train one network, and compare what its optimizer holds with the Fisher along the way and at the end."""
     config = run.config
     shape = config["networks"][network]
     recipe = {**config["recipe"], **config["variants"][network][variant]}
@@ -234,7 +234,7 @@ def measure(run: Run, network: str, variant: str, seed: int) -> dict[str, Any]:
 def frozen(
     run: Run, model: nn.Module, data: Labelled, recipe: dict[str, Any], seed: int
 ) -> dict[str, squisher.Importance]:
-    """What a fresh optimizer collects while the weights stand still: as trained, and clean in evaluation mode."""
+    """Return the averages of a fresh optimizer at fixed weights: in training mode, and clean in evaluation mode."""
     clean = {**recipe, "dropout": 0.0, "clip": None, "l2": None, "schedule": "constant"}
     as_trained = {**recipe, "schedule": "constant"}
     out = {}
@@ -251,7 +251,7 @@ def frozen(
 
 
 def fisher(model: nn.Module, data: Labelled, labels: str) -> squisher.Importance:
-    """The Fisher of these examples, in evaluation mode."""
+    """Return the Fisher of these examples, in evaluation mode."""
     return squisher.fisher(model, data.batches(500), labels=labels)
 
 
@@ -265,7 +265,7 @@ def _outputs(model: nn.Module, data: Labelled) -> Tensor:
 
 
 def fit(model: nn.Module, data: Labelled, batch: int, empirical: squisher.Importance) -> dict[str, float]:
-    """How well the examples are fitted, and what the mean gradient μ adds to B·v̂ at these weights.
+    """Return how well the examples are fitted, and by how much the mean gradient μ raises B·v̂ at these weights.
 
     `mean_gradient` is Σμ²/ΣF over all weights; `predicted_scale` is 1 + (B − 1)·that, the expected scale of B·v̂ against the
     empirical Fisher were every gradient taken at these very weights.

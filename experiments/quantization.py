@@ -53,7 +53,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
-    """Everything of one seed of one benchmark is a unit."""
+    """Return the stages: a unit for each benchmark and seed."""
     units = []
     for name, part in config["benchmarks"].items():
         for seed in list(seeds)[: part.get("seeds", len(seeds))]:
@@ -62,7 +62,7 @@ def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
 
 
 def quantize(run: Run, benchmark: str, seed: int) -> dict[str, Any]:
-    """Trains, chooses widths in every way, and measures the rounded model."""
+    """Train, choose widths in every way, and measure the rounded model."""
     config = run.config["benchmarks"][benchmark]
     model, importances, measure = (_characters if config["kind"] == "characters" else _minilm)(run, config, seed)
     weights = {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
@@ -86,7 +86,7 @@ def quantize(run: Run, benchmark: str, seed: int) -> dict[str, Any]:
 
 
 def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """Perplexity or accuracy by budget."""
+    """Return perplexity or accuracy by budget."""
     out = []
     for key, result in results.items():
         benchmark, seed = key.split("/")
@@ -99,7 +99,7 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
 
 
 def parts(folder: Path, images: Path) -> Parts:
-    """The table and the figure of docs/quantize.md."""
+    """Return the table and the figure of docs/quantize.md."""
     found = document("quantization", "cpu", folder)
     values: dict[tuple[str, str], dict[int, float]] = {}
     for score in found["scores"]:
@@ -156,7 +156,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """States to states."""
+        """Map states to states."""
         n, t, d = x.shape
         q, k, v = (y.view(n, t, self.heads, -1).transpose(1, 2) for y in self.qkv(self.before(x)).split(d, -1))
         mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -174,13 +174,13 @@ class Characters(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 128)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next character at every place."""
+        """Return logits of the next character at every place."""
         places = torch.arange(tokens.shape[1]).expand_as(tokens)
         return self.head(self.norm(self.blocks(self.tokens(tokens) + self.places(places))))
 
 
 def _losses(model: nn.Module, batch: Tensor) -> Tensor:
-    """The summed loss of each sequence."""
+    """Return the summed loss of each sequence."""
     logits = model(batch[:, :-1]).transpose(1, 2)
     return nn.functional.cross_entropy(logits, batch[:, 1:], reduction="none").sum(1)
 
@@ -211,7 +211,7 @@ def _characters(run: Run, config: Mapping[str, Any], seed: int) -> tuple[nn.Modu
 
 
 def _sequences(run: Run, config: Mapping[str, Any], part: str) -> Tensor:
-    """Text in rows of one character more than the context."""
+    """Return text as rows that are one character longer than the context."""
     if config["task"] is None:
         text = "the quick brown fox jumps over the lazy dog. " * 400
     else:

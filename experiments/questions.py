@@ -21,12 +21,12 @@ PAIRS = {
 
 
 def is_choice(rows: list[dict[str, Any]]) -> bool:
-    """Whether rows have choices, or can be given some."""
+    """Return whether rows have choices, or can get some."""
     return "choices" in rows[0] or "situation" in rows[0]
 
 
 def as_choices(task: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every row with a context, a question, choices and the place of the right one; rows that have no choice are left out."""
+    """Return every row with a context, a question, choices and the place of the right one, without rows that have no choice."""
     if "choices" in rows[0]:
         return rows
     if "situation" in rows[0]:
@@ -44,7 +44,7 @@ def as_choices(task: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _between_two(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The answer, and the next different one to a question about the same situation, in an order that is drawn once."""
+    """Return the answer and the next different one to a question about the same situation, in a random order drawn once."""
     answers = defaultdict(list)
     for row in rows:
         answers[row["situation"]].append(row["answer"])
@@ -67,6 +67,6 @@ def _between_two(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def prompt(row: dict[str, Any]) -> tuple[str, str]:
-    """A row of choices as text: the context, which may be cut, and the rest, which may not."""
+    """Return a row of choices as text: the context, which may be truncated, and the rest, which may not."""
     choices = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, row["choices"], strict=False))
     return row["context"], f"\n{row['question']}\n{choices}\nAnswer:"

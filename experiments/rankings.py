@@ -20,7 +20,7 @@ Orders = Mapping[str, Sequence[str]]
 
 
 def matrices(importances: Mapping[str, Mapping[str, Mapping[str, Tensor]]], by: str) -> dict[str, np.ndarray]:
-    """Distances between tasks by method.
+    """Return distances between tasks by method.
 
     Args:
         importances: By task and estimator.
@@ -41,35 +41,35 @@ def matrices(importances: Mapping[str, Mapping[str, Mapping[str, Tensor]]], by: 
 
 
 def total(vector: Mapping[str, Tensor]) -> float:
-    """The sum of all entries."""
+    """Return the sum of all entries."""
     return sum(float(vector[name].double().sum()) for name in vector)
 
 
 def nearest(tasks: Sequence[str], matrix: np.ndarray) -> dict[str, list[str]]:
-    """For each task the others, nearest first."""
+    """Return the other tasks of each task, nearest first."""
     return {
         task: [tasks[k] for k in np.argsort(matrix[row], kind="stable") if k != row] for row, task in enumerate(tasks)
     }
 
 
 def by_size(sizes: Mapping[str, int]) -> dict[str, list[str]]:
-    """For each task the others, those with most data first."""
+    """Return the other tasks of each task, those with most data first."""
     return {task: sorted((t for t in sizes if t != task), key=lambda t: (-sizes[t], t)) for task in sizes}
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman, without ties in mind: distances are real numbers."""
+    """Return Spearman's correlation of distances, which have no ties."""
     return float(np.corrcoef(a.argsort().argsort(), b.argsort().argsort())[0, 1])
 
 
 def measured(orders: Orders, gains: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Rho, MRR and NDCG of an order, mean over targets."""
+    """Return ρ, MRR and NDCG of an order, as means over targets."""
     found: Any = squisher.embed.evaluate(orders, gains)
     return {metric: found[name] * (100 if metric == "NDCG" else 1) for metric, name in METRICS.items()}
 
 
 def by_chance(gains: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """What a random order gives on average, metric by metric."""
+    """Return the mean of each metric for a random order."""
     found = []
     for by_source in gains.values():
         places = np.arange(1, len(by_source) + 1)

@@ -32,15 +32,15 @@ class Images(Labelled):
     """Images and labels in batches as `experiments.tuning` takes them."""
 
     def take(self, rows: Any) -> Images:
-        """The rows asked for."""
+        """Return the rows asked for."""
         return Images(self.inputs[rows], self.labels[rows])
 
     def batch(self, rows: Any) -> dict[str, Tensor]:
-        """Rows as the network takes them, with "labels"."""
+        """Return a batch of the network's inputs with "labels"."""
         return {"inputs": self.inputs[rows], "labels": self.labels[rows]}
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:  # type: ignore[override]
-        """All rows in order."""
+        """Return all rows in order."""
         return [self.batch(rows) for rows in torch.arange(len(self)).split(size)]
 
 
@@ -54,7 +54,7 @@ def rotated(images: Tensor, angle: float) -> Tensor:
 
 
 def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
-    """The images of one task: no image of a task is in two parts of it, nor was it pretrained on."""
+    """Return the images of one task; its parts have no image in common with each other or with pretraining."""
     whole, test = _images(run, config)
     order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
     order = order[_pretraining_rows(whole, config) :]
@@ -64,7 +64,7 @@ def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
 
 
 def network(config: Mapping[str, Any], seed: int) -> Headed:
-    """A new network."""
+    """Return a new network."""
     torch.manual_seed(seed)
     inputs = 64 if config["source"] == "digits" else 784
     return Headed([inputs, *config["widths"]], 2 if config["parity"] else 10).eval()
@@ -73,7 +73,7 @@ def network(config: Mapping[str, Any], seed: int) -> Headed:
 def fine_tune(
     run: Run, task: str, seed: int, config: Mapping[str, Any], start: Mapping[str, Tensor] | None = None, name: str = ""
 ) -> dict[str, Any]:
-    """Fine-tunes on one task from the pretrained network or from `start`, once; see `tuning.tuned`."""
+    """Fine-tune on one task from the pretrained network or from `start`, once; see `tuning.tuned`."""
 
     def make() -> dict[str, Any]:
         model = network(config, seed)
@@ -84,7 +84,7 @@ def fine_tune(
 
 
 def pretrained(run: Run, seed: int, config: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The network that all tasks of a seed start from, trained once."""
+    """Return the network that all tasks of a seed start from, trained once."""
 
     def make() -> dict[str, Tensor]:
         whole, _ = _images(run, config)

@@ -84,17 +84,17 @@ class Run:
     out: Path
 
     def result(self, key: str) -> dict[str, Any]:
-        """The result of a unit of an earlier stage."""
+        """Return the result of a unit of an earlier stage."""
         return _read(self._file(key))["result"]
 
     def data_folder(self, name: str) -> Path:
-        """A folder of data, or one sentence that says what is missing."""
+        """Return a folder of data; exit with a message if there is none."""
         if self.data is None:
             raise SystemExit(f"{self.setting} at scale {self.scale} needs --data, the folder that holds {name}/.")
         return self.data / name
 
     def cached(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` returns (tensors, state dicts, lists, numbers), made once and kept in the output folder."""
+        """Return the result of `make` (tensors, state dicts, lists, numbers), which is kept in the output folder."""
         path = self.out / "cache" / f"{name}.pt"
         kept = _kept(path)
         if kept:
@@ -114,12 +114,12 @@ class Run:
 
 
 def seed_of(key: str) -> int:
-    """The seed of a unit whose key begins with "seed-N"."""
+    """Return the seed of a unit whose key begins with "seed-N"."""
     return int(key.partition("/")[0].removeprefix("seed-"))
 
 
 def environment() -> dict[str, Any]:
-    """What the numbers depend on; no host, path or date."""
+    """Return the environment that numbers depend on, without host, path or date."""
     return {
         "squisher": squisher.__version__,
         "torch": torch.__version__,
@@ -144,7 +144,7 @@ def execute(
     only: str | None = None,
     again: str | None = None,
 ) -> Path:
-    """Does what is missing of a setting, and writes its document after every unit.
+    """Run the missing units of a setting, and write its document after every unit.
 
     Args:
         setting: The module's name.
@@ -189,7 +189,7 @@ def execute(
 def _document(
     run: Run, module: Any, seeds: int, results: dict[str, dict[str, Any]], missing: list[str]
 ) -> dict[str, Any]:
-    """What is known of a setting: its protocol, scores and units, and the keys of what was not run."""
+    """Return the document of a setting: its protocol, scores and units, and the keys of units that were not run."""
     return {
         "setting": run.setting,
         "scale": run.scale,
@@ -206,7 +206,7 @@ def _document(
 
 
 def _take_over(run: Run, module: Any, document: dict[str, Any], stages: list[list[Unit]], again: str | None) -> None:
-    """Keeps the units of a document as if they had been run here, if it was made by the same protocol."""
+    """Keep the units of a document as if they had been run here, if it was made by the same protocol."""
     if _protocol(module, document["config"]) != _protocol(module, run.config):
         return
     for unit in (unit for stage in stages for unit in stage):
@@ -219,7 +219,7 @@ def _take_over(run: Run, module: Any, document: dict[str, Any], stages: list[lis
 
 
 def _protocol(module: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """What of a configuration a unit's result depends on."""
+    """Return the part of a configuration that a unit's result depends on."""
     what = getattr(module, "WHAT", ())
 
     def how(part: Any) -> Any:
@@ -300,7 +300,7 @@ def _do(run: Run, unit: Unit) -> None:
 
 
 def _kept(path: Path) -> list[Any]:
-    """What is kept there, in a list; nothing if it is not there or was cut off."""
+    """Return the file's content in a list; an empty list if it is missing or truncated."""
     with contextlib.suppress(FileNotFoundError, EOFError, RuntimeError, pickle.UnpicklingError):
         return [torch.load(path, weights_only=True)]
     return []
@@ -319,7 +319,7 @@ def _write(path: Path, document: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _only_one(path: Path) -> Iterator[None]:
-    """Lets one process at a time make a cached file; the lock of a killed one is taken over."""
+    """Let one process at a time make a cached file; the lock of a killed one is taken over."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.with_name(f"{path.name}.lock")
     while True:

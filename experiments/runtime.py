@@ -123,7 +123,7 @@ WAYS = {
 
 
 def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
-    """One unit a case and repetition, each in a stage of its own: nothing else may run beside a clock."""
+    """Return the stages: a unit for each case and repetition, each alone in its stage, because it is timed."""
     return [
         [Unit(f"seed-{seed}/{case}", "measure", {"case": case, "seed": seed})]
         for seed in seeds
@@ -132,7 +132,7 @@ def stages(config: dict[str, Any], seeds: range) -> list[list[Unit]]:
 
 
 def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
-    """Seconds for the whole setting: all tasks or contexts."""
+    """Return the seconds for the whole setting: all tasks or contexts."""
     return [
         Score(key.partition("/")[2], method, seed_of(key), result["setting_seconds"][way], METRIC)
         for key, result in results.items()
@@ -141,7 +141,7 @@ def scores(results: dict[str, dict[str, Any]]) -> list[Score]:
 
 
 def build(network: dict[str, Any]) -> nn.Module:
-    """A perceptron, a VGG (conv, ReLU, batch norm) or a BERT-type encoder with a head."""
+    """Return a perceptron, a VGG (conv, ReLU, batch norm) or a BERT-type encoder with a head."""
     if network["kind"] == "mlp":
         return Sliced(perceptron(network["widths"]), slice(network.get("active")))
     if network["kind"] == "vgg":
@@ -165,7 +165,7 @@ def _encoder(network: dict[str, Any]) -> nn.Module:
 
 
 def examples(case: dict[str, Any], count: int, generator: torch.Generator) -> list[Any]:
-    """Random batches of the shape that the network takes: pairs, or Hugging Face's mappings."""
+    """Return random batches of the shape that the network takes: pairs, or Hugging Face's mappings."""
     network, out = case["network"], []
     for start in range(0, count, case["batch"]):
         size = min(case["batch"], count - start)
@@ -184,14 +184,14 @@ def examples(case: dict[str, Any], count: int, generator: torch.Generator) -> li
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """The mean loss of a batch."""
+    """Return the mean loss of a batch."""
     if isinstance(batch, dict):
         return model(**batch).loss
     return nn.functional.cross_entropy(model(batch[0]), batch[1])
 
 
 def measure(run: Run, case: str, seed: int) -> dict[str, Any]:
-    """Times every way in turn, round after round, and scales to the setting."""
+    """Time every way in turn, round after round, and scale the times to the setting."""
     plan = run.config["cases"][case]
     torch.manual_seed(seed)
     generator = torch.Generator().manual_seed(seed)
@@ -232,7 +232,7 @@ def measure(run: Run, case: str, seed: int) -> dict[str, Any]:
 
 
 def summary(plan: dict[str, Any], seconds: dict[str, list[float]], parameters: int) -> dict[str, Any]:
-    """Medians, scaled to the setting's examples and tasks, and their ratios."""
+    """Return medians, scaled to the setting's examples and tasks, and their ratios."""
     middle = {way: statistics.median(values) for way, values in seconds.items()}
     loop, engine, first = plan["measured"]["loop"], plan["measured"]["engine"], plan["batch"]
     per_example = {

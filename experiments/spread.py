@@ -69,14 +69,14 @@ class Difference(NamedTuple):
         return self.low > 0 or self.high < 0
 
     def p(self, against: float = 0.0) -> float:
-        """The two-sided p of the t test that the true difference is `against`; 1 for one seed."""
+        """Return the two-sided p of the t test that the true difference is `against`; 1 for one seed."""
         gap = abs(self.value - against)
         if self.count < 2 or gap == 0:
             return 1.0
         return float(2 * stats.t.sf(gap / self.error, self.count - 1)) if self.error else 0.0
 
     def sign_flip(self, against: float = 0.0) -> float:
-        """The exact two-sided p of the same: the share of all sign patterns whose mean is at least as far from `against`."""
+        """Return the exact two-sided p of a sign test: the share of all sign patterns whose mean is at least as far from `against`."""
         away = np.asarray(self.gaps) - against
         signs = np.array(list(itertools.product((-1, 1), repeat=self.count)))
         rounding = 1e-12 * float(
@@ -91,12 +91,12 @@ class Difference(NamedTuple):
 
 
 def mean(values: Sequence[float]) -> Mean:
-    """Mean and standard deviation."""
+    """Return mean and standard deviation."""
     return Mean(statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else 0.0, len(values))
 
 
 def paired(first: Mapping[int, float], second: Mapping[int, float], row_error: float = 0.0) -> Difference:
-    """First − second over the seeds that both have.
+    """Return first − second over the seeds that both have.
 
     Args:
         first: Values by seed.
@@ -109,7 +109,7 @@ def paired(first: Mapping[int, float], second: Mapping[int, float], row_error: f
 
 
 def row_error(first: Mapping[int, Sequence[str]], second: Mapping[int, Sequence[str]]) -> float:
-    """The standard error of a difference in mean accuracy over tasks, in points, from the choice of each task's test rows.
+    """Return the standard error of a difference in mean accuracy over tasks, in points, from the choice of each task's test rows.
 
     Args:
         first: By seed, for every task a 1 or a 0 for each row; the same rows for every seed.
@@ -125,7 +125,7 @@ def row_error(first: Mapping[int, Sequence[str]], second: Mapping[int, Sequence[
 
 
 def holm(values: Sequence[float]) -> list[float]:
-    """P values after Holm's correction: any of them below a level is so at that level over the whole family."""
+    """Return p values after Holm's correction, which hold over the whole family of tests."""
     order = sorted(range(len(values)), key=values.__getitem__)
     out, largest = [1.0] * len(values), 0.0
     for place, index in enumerate(order):

@@ -44,7 +44,7 @@ WHAT = ("exponents",)
 
 
 def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
-    """One unit a seed, method and λ."""
+    """Return the stages: a unit for each seed, method and λ."""
     return [
         [
             Unit(f"seed-{seed}/{method}/1e{e}", "curve", {"method": method, "exponent": e, "seed": seed})
@@ -56,12 +56,12 @@ def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
 
 
 def curve(run: Run, method: str, exponent: int, seed: int) -> dict[str, Any]:
-    """One method with one λ on one seed."""
+    """Run one method with one λ on one seed."""
     return learn_all(ewc.dealt(run, seed), METHODS[method], 10.0**exponent, run.config, seed)
 
 
 def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """Mean accuracy over contexts; a case is a λ."""
+    """Return mean accuracy over contexts; a case is a λ."""
     out = []
     for key, result in results.items():
         _, method, strength = key.split("/")
@@ -74,7 +74,7 @@ Curves = Mapping[str, Mapping[int, Sequence[Mapping[str, Any]]]]
 
 
 def parts(folder: Path, images: Path) -> Parts:
-    """The section of docs/continual-learning.md: the curves, of one seed from the search and of all seeds where they were run."""
+    """Return the section of docs/continual-learning.md: the curves of one seed from the search, and of all seeds that were run."""
     panels = {"one seed, 2,000 iterations, held-out images": _curves(document("ewc", "split-task", folder), "search")}
     made = document("strengths", "cpu", folder)
     if made is not None:

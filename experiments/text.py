@@ -83,11 +83,11 @@ class Texts(NamedTuple):
         return len(self.labels)
 
     def take(self, rows: Any) -> Texts:
-        """The rows asked for; a tensor or a slice."""
+        """Return the rows asked for; a tensor or a slice."""
         return Texts(self.tokens[rows], self.mask[rows], self.types[rows], self.labels[rows])
 
     def batch(self, rows: Any) -> dict[str, Tensor]:
-        """Rows as a model takes them, with "labels", cut to the longest text in the batch."""
+        """Return a batch of a model's inputs with "labels", cut to its longest text."""
         part = self.take(rows)
         longest = min(part.tokens.shape[-1], max(8, -(-int(part.mask.sum(-1).max()) // 8) * 8))
         out = {"input_ids": part.tokens[..., :longest].long(), "attention_mask": part.mask[..., :longest].long()}
@@ -96,12 +96,12 @@ class Texts(NamedTuple):
         return {**out, "labels": part.labels}
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
-        """All rows, for `squisher.fisher` and for evaluation: texts of similar length together, in a fixed order."""
+        """Return all rows, for `squisher.fisher` and for evaluation: texts of similar length together, in a fixed order."""
         return [self.batch(rows) for rows in by_length(self.mask).split(size)]
 
 
 def by_length(mask: Tensor) -> Tensor:
-    """Rows in the order of their number of tokens."""
+    """Return rows in the order of their number of tokens."""
     return mask.flatten(1).sum(1).argsort(stable=True)
 
 
@@ -117,7 +117,7 @@ class Pooled(nn.Module):
         nn.init.zeros_(self.head.bias)
 
     def pooled(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits by the last states."""
+        """Return the logits from the last states."""
         weight = attention_mask.unsqueeze(-1).to(states.dtype)
         return self.head(self.dropout((states * weight).sum(1) / weight.sum(1)))
 
@@ -129,7 +129,7 @@ class Classifier(Pooled):
         super().__init__(body, body.config.hidden_dropout_prob, body.config.hidden_size, classes)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, **inputs: Tensor) -> Tensor:
-        """Logits; of choices, if every row has several texts."""
+        """Return logits; of choices, if every row has several texts."""
         if input_ids.dim() == 3:
             flat = {name: value.flatten(0, 1) for name, value in inputs.items()}
             return self(input_ids.flatten(0, 1), attention_mask.flatten(0, 1), **flat).view(input_ids.shape[:2])
@@ -138,7 +138,7 @@ class Classifier(Pooled):
 
 
 def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
-    """The pretrained model with a new head, which the seed decides; frozen parameters require no gradient."""
+    """Return the pretrained model with a new head drawn by the seed; frozen parameters require no gradient."""
     torch.manual_seed(seed)
     with _quiet() as transformers:
         if config["pooling"] == "letters":
@@ -157,7 +157,7 @@ def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
 
 
 def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
-    """A task, tokenised once: training rows, rows held out of them, and rows of the evaluation file."""
+    """Return a task, tokenised once: training rows, held-out rows, and rows of the evaluation file."""
     shape = {key: config[key] for key in ("model", "pooling", "length", "validation", "test", "train")}
     made = run.cached(f"tokens/{task}-{fingerprint(shape)}", lambda: _tokenised(run, task, config))
     parts = {name: Texts(*made[name]) for name in ("train", "validation", "test")}
@@ -165,7 +165,7 @@ def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
 
 
 def second_test(run: Run, task: str, part: str, config: Mapping[str, Any]) -> Texts:
-    """All rows of another evaluation file of a task, tokenised once."""
+    """Return all rows of another evaluation file of a task, tokenised once."""
     shape = {key: config[key] for key in ("model", "pooling", "length")}
 
     def make() -> tuple[Tensor, ...]:
@@ -183,7 +183,7 @@ def fine_tune(
     name: str = "",
     kind: Any = None,
 ) -> dict[str, Any]:
-    """Fine-tunes on one task, once; what was kept is read again.
+    """Fine-tune on one task, or read the cached result.
 
     Args:
         run: Where it is kept.
@@ -237,7 +237,7 @@ def _tokenizer(config: Mapping[str, Any]) -> Any:
 
 
 def _outputs(rows: list[dict[str, Any]], lettered: bool) -> int:
-    """How many outputs a task needs: a letter a choice, one that scores a choice or is a number, or one a class."""
+    """Return the number of outputs of a task: one for each letter of a choice, one score or number, or one for each class."""
     if "choices" in rows[0]:
         return max(len(row["choices"]) for row in rows) if lettered else 1
     return 1 if _is_number(rows) else 1 + max(int(row["label"]) for row in rows)
@@ -255,7 +255,7 @@ def _tokens(tokenizer: Any, rows: list[dict[str, Any]], length: int) -> tuple[Te
 
 
 def _asked(tokenizer: Any, rows: list[dict[str, Any]], length: int) -> tuple[Tensor, ...]:
-    """The context beside the question with each choice."""
+    """Return the context with the question and each choice."""
     count = len(rows[0]["choices"]) if rows else 1
     texts = [
         [row["context"] for row in rows for _ in row["choices"]],
@@ -266,7 +266,7 @@ def _asked(tokenizer: Any, rows: list[dict[str, Any]], length: int) -> tuple[Ten
 
 
 def _prompts(tokenizer: Any, rows: list[dict[str, Any]], length: int) -> tuple[Tensor, ...]:
-    """The context, cut so that the question and its choices fit, and these; padding behind."""
+    """Return the truncated context with the question and its choices, padded on the right."""
     tokens = torch.zeros(len(rows), length, dtype=torch.int32)
     mask = torch.zeros(len(rows), length, dtype=torch.int8)
     for number, row in enumerate(rows):
@@ -293,7 +293,7 @@ def _labels(rows: list[dict[str, Any]]) -> Tensor:
 
 
 def _read(run: Run, task: str, part: str) -> list[dict[str, Any]]:
-    """From the data folder, or, where none is given, the paper's sentiment tasks from the Hub."""
+    """Return tasks from the data folder, or without one the paper's sentiment tasks from the Hub."""
     if run.data is not None or task not in HUB:
         return text_task(run.data_folder("text"), task, part)
     from datasets import load_dataset
@@ -318,7 +318,7 @@ def _without_pooler(transformers: Any, source: str) -> nn.Module:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[Any]:
-    """Transformers without bars and reports; offline where the model is in a folder."""
+    """Yield transformers, silenced; offline if the model is a folder."""
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         import transformers

@@ -34,11 +34,11 @@ class Results:
             self.by.setdefault((network, variant), []).append(document["units"][key]["result"])
 
     def variants(self, network: str) -> list[str]:
-        """In the order of the configuration."""
+        """Return the values in the order of the configuration."""
         return list(self.document["config"]["variants"].get(network, {}))
 
     def values(self, network: str, variant: str, *path: Any) -> list[float]:
-        """One value a seed."""
+        """Return one value for each seed."""
         out = []
         for result in self.by[network, variant]:
             value: Any = result
@@ -48,7 +48,7 @@ class Results:
         return out
 
     def has(self, network: str, variant: str, *path: Any) -> bool:
-        """Whether that was measured."""
+        """Return whether that was measured."""
         try:
             self.values(network, variant, *path)
         except (KeyError, IndexError):
@@ -56,26 +56,26 @@ class Results:
         return True
 
     def mean(self, network: str, variant: str, *path: Any) -> float:
-        """The mean over seeds; of ratios the geometric one."""
+        """Return the mean over seeds, for ratios the geometric mean."""
         values = self.values(network, variant, *path)
         return statistics.geometric_mean(values) if path[-1] in RATIOS else statistics.fmean(values)
 
 
 def number(value: float) -> str:
-    """Two digits that count, without exponents."""
+    """Format two significant digits, without exponents."""
     if value >= 100:
         return f"{value:,.0f}"
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
 def spread(values: Sequence[float], show: Callable[[float], str] = number) -> str:
-    """From the lowest to the highest seed; one value if they look the same."""
+    """Return the range over seeds as text; one value if the ends look the same."""
     low, high = show(min(values)), show(max(values))
     return low if low == high else f"{low}–{high}"
 
 
 def variants(results: Results) -> str:
-    """How far B·v̂ agrees, by variant, at the end of training."""
+    """Return how far B·v̂ agrees, by variant, at the end of training."""
     parts = []
     for network, title in NETWORKS.items():
         rows = []
@@ -105,7 +105,7 @@ def variants(results: Results) -> str:
 
 
 def references(results: Results) -> str:
-    """What else agrees with the exact Fisher, in the base recipe."""
+    """Return the table of other quantities that agree with the exact Fisher, in the base recipe."""
     names = {
         "other": "exact Fisher of as many other examples",
         "empirical": "empirical Fisher of the same examples",
@@ -131,7 +131,7 @@ def references(results: Results) -> str:
 
 
 def along(results: Results) -> str:
-    """The agreement step by step."""
+    """Return the table of the agreement step by step."""
     rows = []
     for network in NETWORKS:
         for variant in results.variants(network):
@@ -160,7 +160,7 @@ def _moment(results: Results, network: str, variant: str, place: int, step: int)
 
 
 def causes(results: Results) -> str:
-    """Every step of the chain: its factor and its rank correlation."""
+    """Return the table of the steps of the chain: factors and rank correlations."""
     rows = []
     for network in NETWORKS:
         for variant in results.variants(network):
@@ -176,7 +176,7 @@ def causes(results: Results) -> str:
 
 
 def remedies(results: Results) -> str:
-    """What the tracker saw where the optimizer's average is polluted."""
+    """Return the table of the tracker's agreement where the optimizer's average is polluted."""
     rows = []
     for network in NETWORKS:
         for variant in results.variants(network):
@@ -191,7 +191,7 @@ def remedies(results: Results) -> str:
 
 
 def setup(results: Results) -> str:
-    """What was run."""
+    """Return the table of what was run."""
     config, seeds = results.document["config"], results.document["seeds"]
     recipe = config["recipe"]
     widths = "-".join(str(w) for w in config["networks"]["mlp"]["widths"])
@@ -205,7 +205,7 @@ def setup(results: Results) -> str:
 
 
 def words(results: Results) -> dict[str, str]:
-    """Numbers that stand inside sentences."""
+    """Return the numbers for sentences."""
     runs = [(n, v) for n in NETWORKS for v in results.variants(n)]
     plain = [(n, v) for n, v in runs if not v.startswith(("clip", "L2"))]
     rank = [x for run in plain for x in results.values(*run, "against_exact", "live", "spearman")]
@@ -236,6 +236,6 @@ BLOCKS: dict[str, Callable[[Results], str]] = {
 
 
 def parts(folder: Path, images: Path) -> Parts:
-    """Every table and number of docs/when-to-trust-it.md."""
+    """Return every table and number of docs/when-to-trust-it.md."""
     results = Results(document("quality", "cpu", folder))
     return Parts({name: make(results) for name, make in BLOCKS.items()}, words(results))

@@ -61,7 +61,7 @@ def train(
     before_step: Callable[[], None] | None = None,
     after_step: Callable[[int, torch.optim.Optimizer], bool | None] | None = None,
 ) -> torch.optim.Optimizer:
-    """Fine-tunes over shuffled epochs whose last, smaller batch is left out.
+    """Fine-tune over shuffled epochs without their smaller last batch.
 
     Args:
         model: Changed in place; left in evaluation mode.
@@ -108,26 +108,26 @@ def train(
 
 
 def loss(outputs: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy of classes; half the squared error of labels that are numbers."""
+    """Return the cross-entropy of classes, or half the squared error of labels that are numbers."""
     if labels.is_floating_point():
         return nn.functional.mse_loss(outputs, labels) / 2
     return nn.functional.cross_entropy(outputs, labels)
 
 
 def accuracy(model: nn.Module, data: Any) -> float:
-    """The share of rows whose label is found, in percent."""
+    """Return the accuracy in percent."""
     return share(right_rows(model, data))
 
 
 def right_rows(model: nn.Module, data: Any) -> str:
-    """A 1 for every row whose label is found, a 0 for the others."""
+    """Return a 1 for every row that is classified correctly, a 0 for the others."""
     found, labels = outputs(model, data)
     return "".join(map(str, (found.argmax(-1) == labels).int().tolist()))
 
 
 @torch.no_grad()
 def outputs(model: nn.Module, data: Any) -> tuple[Tensor, Tensor]:
-    """What the model gives for all rows, in evaluation mode, and their labels, both in the order of `data.batches`."""
+    """Return the model's outputs for all rows, in evaluation mode, and their labels, in the order of `data.batches`."""
     was = model.training
     model.eval()
     found, labels = [], []
@@ -139,28 +139,28 @@ def outputs(model: nn.Module, data: Any) -> tuple[Tensor, Tensor]:
 
 
 def share(right: str) -> float:
-    """How many of such rows are right, in percent."""
+    """Return the accuracy in percent."""
     return 100.0 * right.count("1") / len(right)
 
 
 def importance(snapshot: Mapping[str, Any], part: str | None = None, *, what: str = "squares") -> squisher.Importance:
-    """The Squisher of a snapshot, or of the parameters that `part` finds."""
+    """Return the Squisher of a snapshot, or of the parameters that `part` matches."""
     found = squisher.Importance(snapshot[what], **snapshot["provenance" if what == "squares" else f"{what}_provenance"])
     return found if part is None else found.restrict(part)
 
 
 def fingerprint(config: Mapping[str, Any]) -> str:
-    """A few digits that tell configurations apart, for the names of cached files."""
+    """Return a short hash of a configuration, for the names of cached files."""
     return hashlib.sha256(json.dumps(dict(config), sort_keys=True).encode()).hexdigest()[:10]
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
-    """A copy of what is trained, by name."""
+    """Return a copy of the trained parameters by name."""
     return {name: p.detach().cpu().clone() for name, p in model.named_parameters() if p.requires_grad}
 
 
 def tuned(model: nn.Module, data: Splits, config: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Fine-tunes a model, and says what came of it as plain values and tensors.
+    """Fine-tune a model, and say what came of it as plain values and tensors.
 
     Returns:
         `history` ({step, validation} each), `seconds` (training), `best_step`, and `snapshots`: by "final", "best"
@@ -230,7 +230,7 @@ def _rows(count: int, size: int, steps: int, seed: int) -> Iterator[Tensor]:
 
 
 def _rate(config: Mapping[str, Any], step: int) -> float:
-    """The factor of the learning rate for a step counted from 0."""
+    """Return the factor of the learning rate for a step counted from 0."""
     if step < config["warmup"]:
         return (step + 1) / config["warmup"]
     if config["schedule"] == "constant":

@@ -168,7 +168,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
-    """The bases, then what starts from them, then the merges."""
+    """Return the stages: the bases, the models that start from them, the merges."""
     tasks = [task for task in config["steps"] if task != config["base"]]
     return [
         [Unit(f"{seed}/{config['base']}", "fit", {"task": config["base"], "seed": seed}) for seed in seeds],
@@ -178,7 +178,7 @@ def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
 
 
 def fit(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """Fine-tunes one model, measures its Fishers, and says how good it is by itself on its own task."""
+    """Fine-tune one model, measure its Fishers, and say how good it is by itself on its own task."""
     kept = _tuned(run, task, seed)
     fishers = _fishers(run, task, seed)
     data = _splits(run, task)
@@ -191,7 +191,7 @@ def fit(run: Run, task: str, seed: int) -> dict[str, Any]:
 
 
 def merge(run: Run, seed: int) -> dict[str, Any]:
-    """Merges in every way, and tests the one model on all tasks."""
+    """Merge in every way, and test each merged model on all tasks."""
     config = run.config
     tasks = list(config["steps"])
     right: dict[str, dict[str, str]] = {}
@@ -219,7 +219,7 @@ def merged(
     beta2: float,
     delta: float | str,
 ) -> dict[str, Mapping[str, Tensor]]:
-    """The merged weights by method."""
+    """Return the merged weights by method."""
     tasks = [task for task in snapshots if task != base]
     weights = {task: snapshot["weights"] for task, snapshot in snapshots.items()}
     start, models = weights[base], [weights[task] for task in tasks]
@@ -258,7 +258,7 @@ def merged(
 
 
 def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """Averages over all tasks, the base's too, and single tasks."""
+    """Return averages over all tasks, the base's too, and single tasks."""
     out: list[Score] = []
     for key, result in results.items():
         if not key.endswith("/merged"):
@@ -275,7 +275,7 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
 
 
 def right(results: Mapping[str, Mapping[str, Any]]) -> Right:
-    """Which test rows were right, where it was kept."""
+    """Return which test rows were classified correctly, if it was recorded."""
     return {
         ("average", method, int(key.split("/")[0])): list(by_task.values())
         for key, result in results.items()
@@ -284,7 +284,7 @@ def right(results: Mapping[str, Mapping[str, Any]]) -> Right:
 
 
 def _tuned(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """The final snapshot of a model; that of the base is what the others start from."""
+    """Return the final snapshot of a model; the others start from the base's."""
     config = run.config
     start = None if task == config["base"] else _tuned(run, config["base"], seed)["weights"]
     tune = KINDS[config["kind"]].fine_tune
@@ -313,7 +313,7 @@ def _loaded(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> nn.Modu
 
 
 def _fishers(run: Run, task: str, seed: int) -> dict[str, Any]:
-    """By method, on training rows, and "seconds" by method."""
+    """Return the importances by method, on training rows, and "seconds" by method."""
     config = run.config
     examples = config["fisher_examples"].get(task)
 

@@ -53,12 +53,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def stages(config: Mapping[str, Any], seeds: Sequence[int]) -> list[list[Unit]]:
-    """Everything of one seed of one benchmark is a unit."""
+    """Return the stages: a unit for each benchmark and seed."""
     return [[Unit(f"{b}/{s}", "forget", {"benchmark": b, "seed": s}) for b in config["benchmarks"] for s in seeds]]
 
 
 def forget(run: Run, benchmark: str, seed: int) -> dict[str, Any]:
-    """Trains, forgets in every way, and measures."""
+    """Train, forget in every way, and measure."""
     config = run.config["benchmarks"][benchmark]
     training, held, test = _splits(run, benchmark, config)
     lost = seed % 10
@@ -86,7 +86,7 @@ def forget(run: Run, benchmark: str, seed: int) -> dict[str, Any]:
 
 
 def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
-    """Every measure of every method."""
+    """Return every measure of every method."""
     out = []
     for key, result in results.items():
         benchmark, seed = key.split("/")
@@ -96,7 +96,7 @@ def scores(results: Mapping[str, Mapping[str, Any]]) -> list[Score]:
 
 
 def parts(folder: Path, images: Path) -> Parts:
-    """The table and the figure of docs/unlearn.md."""
+    """Return the table and the figure of docs/unlearn.md."""
     found = document("unlearning", "cpu", folder)
     values: dict[tuple[str, str], list[float]] = {}
     for score in found["scores"]:
@@ -186,7 +186,7 @@ def _best(
     lost: int,
     pairs: Sequence[tuple[float, float]],
 ) -> tuple[dict[str, float], nn.Module, float]:
-    """The `select` and `strength` that are best on held-out rows, the network that they give, and the share of weights dampened."""
+    """Return the `select` and `strength` that are best on held-out rows, the resulting network, and the share of weights dampened."""
     best: tuple[float, dict[str, float], nn.Module, float] | None = None
     for select, strength in pairs:
         weights = squisher.unlearn.dampen(model.state_dict(), whole, forgotten, select, strength)

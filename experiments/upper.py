@@ -34,18 +34,18 @@ class States(NamedTuple):
         return len(self.labels)
 
     def take(self, rows: Any) -> States:
-        """The rows asked for; a tensor or a slice."""
+        """Return the rows asked for; a tensor or a slice."""
         return States(self.states[rows], self.mask[rows], self.labels[rows])
 
     def batch(self, rows: Any) -> dict[str, Tensor]:
-        """Rows as `Upper` takes them, with "labels", cut to the longest text in the batch."""
+        """Return a batch of `Upper`'s inputs with "labels", cut to its longest text."""
         part = self.take(rows)
         longest = int(part.mask.sum(-1).max())
         states = part.states[..., :longest, :].float()
         return {"states": states, "attention_mask": part.mask[..., :longest].long(), "labels": part.labels}
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
-        """All rows: texts of similar length together, in a fixed order."""
+        """Return all rows: texts of similar length together, in a fixed order."""
         return [self.batch(rows) for rows in text.by_length(self.mask).split(size)]
 
 
@@ -53,7 +53,7 @@ class Upper(text.Pooled):
     """Layers of an encoder as the body."""
 
     def forward(self, states: Tensor, attention_mask: Tensor) -> Tensor:
-        """Logits; of choices, if every row has several texts."""
+        """Return logits; of choices, if every row has several texts."""
         if states.dim() == 4:
             return self(states.flatten(0, 1), attention_mask.flatten(0, 1)).view(states.shape[:2])
         seen = (1.0 - attention_mask[:, None, None, :].to(states.dtype)) * torch.finfo(states.dtype).min
@@ -64,7 +64,7 @@ class Upper(text.Pooled):
 
 
 def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
-    """The pretrained upper layers with a new head, which the seed decides."""
+    """Return the pretrained upper layers with a new head drawn by the seed."""
     body = text.load({**config, "frozen": None}, classes, 0).body
     torch.manual_seed(seed)
     layers = body.encoder.layer[-config["layers"] :]
@@ -72,7 +72,7 @@ def load(config: Mapping[str, Any], classes: int, seed: int) -> nn.Module:
 
 
 def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
-    """A task behind the lower layers, computed once."""
+    """Return the lower layers' outputs for a task, computed once."""
     read = text.splits(run, task, config)
     parts = {part: getattr(read, part) for part in ("train", "validation", "test")}
     shape = {key: config[key] for key in ("model", "length", "validation", "test", "train", "layers")}
@@ -82,7 +82,7 @@ def splits(run: Run, task: str, config: Mapping[str, Any]) -> Splits:
 
 
 def second_test(run: Run, task: str, part: str, config: Mapping[str, Any]) -> States:
-    """All rows of another evaluation file of a task behind the lower layers, computed once."""
+    """Return the lower layers' outputs for all rows of another evaluation file of a task, computed once."""
     rows = text.second_test(run, task, part, config)
     shape = {key: config[key] for key in ("model", "length", "layers")}
     made = run.cached(f"states/{task}-{part}-{fingerprint(shape)}", lambda: _below(rows, config))
@@ -90,13 +90,13 @@ def second_test(run: Run, task: str, part: str, config: Mapping[str, Any]) -> St
 
 
 def fine_tune(*arguments: Any, **options: Any) -> dict[str, Any]:
-    """Fine-tunes on one task, once. Arguments and result as `text.fine_tune`."""
+    """Fine-tune on one task, once. Arguments and result as `text.fine_tune`."""
     return text.fine_tune(*arguments, **options, kind=sys.modules[__name__])
 
 
 @torch.no_grad()
 def _below(rows: text.Texts, config: Mapping[str, Any]) -> Tensor:
-    """What the layer below the trained ones gives for every token; 0 for padding."""
+    """Return the output of the layer below the trained ones for every token; 0 for padding."""
     body = text.load(config, 2, 0).body
     found = torch.zeros(*rows.tokens.shape, body.config.hidden_size, dtype=torch.float16)
     for place in text.by_length(rows.mask).split(32):

@@ -49,7 +49,7 @@ class Work:
         self.done: dict[str, Any] = json.loads(path.read_text()) if path.exists() and not fresh else {}
 
     def result(self, python: str, model: str, method: str, options: list[str]) -> dict[str, Any]:
-        """One method on one model: as it was found before, or in a process of its own now."""
+        """Measure one method on one model in a process of its own, or return the known result."""
         key = " ".join([model, method, *options])
         if key not in self.done:
             self.done[key] = _worker(python, model, method, options)
@@ -71,7 +71,7 @@ def _worker(python: str, model: str, method: str, options: list[str]) -> dict[st
 
 
 def show(result: dict[str, Any]) -> None:
-    """One line on the terminal."""
+    """Print one line on the terminal."""
     name = f"{result['model']:8} {result['method']:24}"
     if "failed" in result:
         print(f"{name} fails: {result['failed'][:90]}", flush=True)

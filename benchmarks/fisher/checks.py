@@ -24,7 +24,7 @@ FILES = ("measure/examples.py", "measure/placements.py", "measure/indexing.py", 
 
 
 def share(name: str) -> dict[str, Any]:
-    """The share of the check in one case, batches after the first included."""
+    """Return the share of the time that the check takes in one case, later batches included."""
     case = cases()[name]
     model, batches = case.model(), case.batches()[:BATCHES]
     found = []

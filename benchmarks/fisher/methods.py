@@ -23,7 +23,7 @@ Run = Callable[[Batches], Mapping[str, Tensor] | None]
 
 
 def plain(case: Case, model: nn.Module) -> Run:
-    """What a training step costs: forward, loss, backward."""
+    """Return the training pass: forward, loss, backward."""
 
     def run(batches: Batches) -> None:
         for x, y in batches:
@@ -37,7 +37,7 @@ def plain(case: Case, model: nn.Module) -> Run:
 
 
 def reference(case: Case, model: nn.Module, batches: Batches, exact: bool = False) -> dict[str, Tensor]:
-    """The definition in double precision, one example at a time, written without any library."""
+    """Return the Fisher by its definition, in double precision, one example at a time, without any library."""
     model = model.double()
     parameters = dict(model.named_parameters())
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -61,7 +61,7 @@ def reference(case: Case, model: nn.Module, batches: Batches, exact: bool = Fals
 
 
 def loop(case: Case, model: nn.Module) -> Run:
-    """Batches of one, as papers do it."""
+    """Return the pass over batches of one, as in papers."""
 
     def run(batches: Batches) -> dict[str, Tensor]:
         total = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
@@ -79,7 +79,7 @@ def loop(case: Case, model: nn.Module) -> Run:
 
 
 def vmap(case: Case, model: nn.Module) -> Run:
-    """torch.func: vmap over grad, in chunks of eight examples."""
+    """Return the pass of torch.func: vmap over grad, in chunks of eight examples."""
     parameters = {name: p.detach() for name, p in model.named_parameters()}
     buffers = dict(model.named_buffers())
 
@@ -101,7 +101,7 @@ def vmap(case: Case, model: nn.Module) -> Run:
 
 
 def ours(again: bool = False, **settings: Any) -> Callable[[Case, nn.Module], Run]:
-    """`squisher.fisher` with these settings; without `again` every call is the first one on its weights, and proves itself."""
+    """Return the pass of `squisher.fisher` with these settings; without `again` every call is a first one, with its proof."""
 
     def prepare(case: Case, model: nn.Module) -> Run:
         import squisher
@@ -128,7 +128,7 @@ def _mean(total: Mapping[str, Tensor], batches: Batches) -> dict[str, Tensor]:
 
 
 def backpack(case: Case, model: nn.Module) -> Run:
-    """BackPACK, SumGradSquared."""
+    """Return the pass of BackPACK: SumGradSquared."""
     from backpack import backpack as extension
     from backpack import extend
     from backpack.extensions import SumGradSquared
@@ -151,7 +151,7 @@ def backpack(case: Case, model: nn.Module) -> Run:
 
 
 def nngeometry(case: Case, model: nn.Module) -> Run:
-    """NNGeometry, a diagonal matrix of the loss's gradients."""
+    """Return the pass of NNGeometry: a diagonal matrix of the loss's gradients."""
     from nngeometry.backend import TorchHooksJacobianBackend
     from nngeometry.object import PMatDiag
 
@@ -170,7 +170,7 @@ def nngeometry(case: Case, model: nn.Module) -> Run:
 
 
 def _unflatten(flat: Tensor, model: nn.Module) -> dict[str, Tensor]:
-    """By name, from one vector in the order of layers, the weight before the bias."""
+    """Return tensors by name, from one vector in the order of layers, the weight before the bias."""
     out, at = {}, 0
     for name, p in model.named_parameters():
         out[name] = flat[at : at + p.numel()].view_as(p)
@@ -179,7 +179,7 @@ def _unflatten(flat: Tensor, model: nn.Module) -> dict[str, Tensor]:
 
 
 def opacus(case: Case, model: nn.Module) -> Run:
-    """Opacus, grad_sample squared."""
+    """Return the pass of Opacus: grad_sample squared."""
     from opacus.grad_sample import GradSampleModule
 
     # It looks at layers in training mode only; these models have no dropout.
@@ -199,7 +199,7 @@ def opacus(case: Case, model: nn.Module) -> Run:
 
 
 def laplace(backend: str) -> Callable[[Case, nn.Module], Run]:
-    """laplace-torch with one of its back ends for the empirical Fisher."""
+    """Return the pass of laplace-torch with one of its back ends for the empirical Fisher."""
 
     def prepare(case: Case, model: nn.Module) -> Run:
         import laplace.curvature as curvature
@@ -218,7 +218,7 @@ def laplace(backend: str) -> Callable[[Case, nn.Module], Run]:
 
 
 def asdl(case: Case, model: nn.Module) -> Run:
-    """ASDL (`asdfghjkl` on PyPI)."""
+    """Return the pass of ASDL (`asdfghjkl` on PyPI)."""
     from asdl.fisher import FisherConfig, get_fisher_maker
     from asdl.grad_maker import LOSS_CROSS_ENTROPY
     from asdl.matrices import FISHER_EMP, SHAPE_DIAG
@@ -247,7 +247,7 @@ def asdl(case: Case, model: nn.Module) -> Run:
 
 
 def curvlinops(case: Case, model: nn.Module) -> Run:
-    """curvlinops: one Hutchinson probe of the empirical Fisher."""
+    """Return the pass of curvlinops: one Hutchinson probe of the empirical Fisher."""
     from curvlinops import EFLinearOperator, hutchinson_diag
 
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -25,13 +25,13 @@ class Block(nn.Module):
             self.shortcut = nn.Sequential(nn.Conv2d(inside, outside, 1, stride, bias=False), nn.BatchNorm2d(outside))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Two convolutions and a shortcut."""
+        """Apply two convolutions and a shortcut."""
         y = self.bn2(self.conv2(self.relu1(self.bn1(self.conv1(x)))))
         return self.relu2(y + self.shortcut(x))
 
 
 def resnet(width: int = 64, blocks: tuple[int, ...] = (2, 2, 2, 2)) -> nn.Module:
-    """ResNet-18 for 32×32 images (11.2M parameters), or a narrower one."""
+    """Return ResNet-18 for 32×32 images (11.2M parameters), or a narrower one."""
     layers: list[nn.Module] = [nn.Conv2d(3, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
     inside = width
     for stage, count in enumerate(blocks):
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.o, self.heads, self.causal = nn.Linear(width, width), heads, causal
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention within each sequence."""
+        """Apply attention within each sequence."""
         q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
         return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2))
 
@@ -66,7 +66,7 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Attention and a two-layer network, each with a residual."""
+        """Apply attention and a two-layer network, each with a residual."""
         if self.causal:
             x = x + self.attention(self.norm1(x))
             return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -90,7 +90,7 @@ class Transformer(nn.Module):
             self.head.weight = self.tokens.weight
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Logits of the class, or of the token at every position."""
+        """Return logits of the class, or of the token at every position."""
         x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device)[None])
         for layer in self.layers:
             x = layer(x)
@@ -110,7 +110,7 @@ class Vision(nn.Module):
         self.head = nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the class."""
+        """Return logits of the class."""
         x = self.patches(images).flatten(2).transpose(1, 2)
         x = torch.cat([self.first.expand(len(x), -1, -1), x], 1) + self.positions
         for layer in self.layers:
@@ -139,19 +139,19 @@ class Case:
     batch: int
 
     def batches(self, examples: int | None = None, batch: int | None = None) -> list[tuple[Tensor, Tensor]]:
-        """The data in batches."""
+        """Return the data in batches."""
         torch.manual_seed(1)
         x, y = self.data(examples or self.examples)
         size = batch or self.batch
         return list(zip(x.split(size), y.split(size), strict=True))
 
     def model(self) -> nn.Module:
-        """The model, in evaluation mode."""
+        """Return the model, in evaluation mode."""
         torch.manual_seed(0)
         return self.build().eval()
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """What plain training would minimise, summed over examples and positions."""
+        """Return the loss of plain training, summed over examples and positions."""
         logits = model(x)
         return F.cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum")
 
@@ -177,7 +177,7 @@ def _text(length: int, classes: int | None, vocabulary: int) -> Callable[[int], 
 
 
 def cases(small: bool = False, **changes: int) -> dict[str, Case]:
-    """The models; `small` for a quick look at whether everything runs; `length`, `width`, `classes` of the encoder."""
+    """Return the models; `small` ones only show whether everything runs; `length`, `width` and `classes` are the encoder's."""
     vocabulary, width, layers = (500, 48, 2) if small else (30522, 384, 6)
     length, width, classes = changes.get("length", 64), changes.get("width", width), changes.get("classes", 10)
     picture = lambda n: (torch.randn(n, 3, 32, 32), torch.randint(0, 10, (n,)))  # noqa: E731

@@ -22,7 +22,7 @@ FEWEST_ROUNDS = 3
 
 
 def check(method: str, model_name: str, small: bool) -> dict[str, Any]:
-    """Error relative to the largest entry of each parameter, against the definition in double precision."""
+    """Return the error relative to the largest entry of each parameter, against the definition in double precision."""
     case = cases(small)[model_name]
     batches = case.batches(CHECKED, CHECKED - 2)
     found = METHODS[method](case, case.model())(batches)
@@ -42,7 +42,7 @@ def check(method: str, model_name: str, small: bool) -> dict[str, Any]:
 def measure(
     method: str, model_name: str, small: bool, rounds: int, seconds: float, settings: dict[str, int]
 ) -> dict[str, Any]:
-    """Seconds of the method and of a plain step over the same batches, in turns; peak memory over one batch.
+    """Return the seconds of the method and of a plain step over the same batches, in turns, and the peak memory over one batch.
 
     What would take longer than `seconds` gets three rounds, then fewer batches; the plain step gets the same ones.
     """
@@ -91,7 +91,7 @@ def measure(
 
 
 def clock(work: Run, batches: Batches) -> float:
-    """Seconds that the work takes."""
+    """Return the seconds that a function takes."""
     start = time.perf_counter()
     work(batches)
     return time.perf_counter() - start

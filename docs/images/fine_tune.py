@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def fine_tune(model_folder: Path, data: Path, out: Path, steps: int) -> None:
-    """AdamW on the first examples; the model and its Squisher go into `out`."""
+    """Train with AdamW on the first examples, and write the model and its Squisher into `out`."""
     with gzip.open(data, "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     torch.manual_seed(0)

@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def reports(browser: Browser, runs: Path) -> None:
-    """Two reports and five pictures of them."""
+    """Make two reports and five pictures of them."""
     command = Path(sys.executable).with_name("squisher")
     sst2, trec6 = (runs / task for task in ("sst2", "trec6"))
     with tempfile.TemporaryDirectory() as folder:
@@ -51,7 +51,7 @@ def photograph(
     width: int = 1280,
     scheme: str = "light",
 ) -> None:
-    """One picture, from an element of the page on."""
+    """Take one picture, from an element of the page on."""
     browser.resize(width, 900, mobile=width < 500)
     browser.prefer(scheme)
     browser.open(page)
