@@ -189,6 +189,8 @@ def _damage(what, tensors, metadata):
         metadata["tensors"]["a"] = "whole"
     elif what == "names":
         metadata["names"].append("ghost")
+    elif what == "a list among the names":
+        metadata["names"].append(["a"])
     elif what == "a name left out":
         metadata["names"].remove("a")
     else:
@@ -197,7 +199,8 @@ def _damage(what, tensors, metadata):
 
 DAMAGES = [
     "beyond the end", "negative", "out of order", "twice", "differences overflow", "unsigned", "other values", "narrow values", "fewer",
-    "not described", "not held", "another shape", "whole of another shape", "a description that is none", "names", "a name left out", "base",
+    "not described", "not held", "another shape", "whole of another shape", "a description that is none", "names", "a list among the names", "a name left out",
+    "base",
 ]  # fmt: skip
 
 

@@ -114,36 +114,33 @@ class Encoded(Computed):
         return self._sample.pairs()
 
     def _whole(self, name: str) -> Iterator[Tensor]:
-        total, squares = [0.0], [0.0]
+        sums = [(0.0, 0.0)]
         for start, chunk in _placed(chunks_of(self._tensors, name)):
-            for into, one in zip((total, squares), sums_of(chunk), strict=True):
-                into.append(one)
+            sums.append(sums_of(chunk))
             kept = self._sample.of(name, start, chunk)
             self._sample.add(kept, kept)
             yield chunk
-        self.sums[name] = math.fsum(total), math.fsum(squares)
-        self.totals[name] = math.fsum(total)
+        total, squares = map(math.fsum, zip(*sums, strict=True))
+        self.sums[name], self.totals[name] = (total, squares), total
 
     def _log8(self, name: str) -> Iterator[Tensor]:
-        before, total, squares = [0.0], [0.0], [0.0]
-        blocks: list[list[Array]] = [[np.empty(0, np.int32)], [np.empty(0, np.int32)], [np.empty(0, np.float32)]]
+        before, sums = [0.0], [(0.0, 0.0)]
+        blocks = [(np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.float32))]  # base, step and scale
         for start, chunk in _placed(recut(chunks_of(self._tensors, name), CHUNK)):  # of whole blocks
             values = _float32(chunk, name)
             code, base, step, scale = _log8_codes(values.numpy())
             before.append(float(values.numpy().sum(dtype=np.float64)))
             back = torch.from_numpy(_log8_values(code, base, step, scale, 0, np.empty(code.size, np.float32)))
-            for into, one in zip((total, squares), sums_of(back), strict=True):
-                into.append(one)
-            if not math.isfinite(total[-1]):
+            sums.append(sums_of(back))
+            if not math.isfinite(sums[-1][0]):
                 raise _too_large(name)
             self._sample.add(self._sample.of(name, start, values), self._sample.of(name, start, back))
-            for into_blocks, array in zip(blocks, (base, step, scale), strict=True):
-                into_blocks.append(array)
+            blocks.append((base, step, scale))
             yield torch.from_numpy(code)
-        for part, arrays in zip(("base", "step", "scale"), blocks, strict=True):
+        for part, arrays in zip(("base", "step", "scale"), zip(*blocks, strict=True), strict=True):
             self._ready[f"{name}.log8.{part}"] = torch.from_numpy(np.concatenate(arrays))
-        self.sums[name] = math.fsum(total), math.fsum(squares)
-        self.totals[name] = math.fsum(before)
+        total, squares = map(math.fsum, zip(*sums, strict=True))
+        self.sums[name], self.totals[name] = (total, squares), math.fsum(before)
 
     def _rank1(self, name: str) -> Iterator[Tensor]:
         shape = tuple(shape_of(self._tensors, name))

@@ -377,12 +377,7 @@ def save(
         layout[name] = (dtype or dtype_of(tensors, name), tuple(shape_of(tensors, name)))
     shards = list(_shards(layout, shard_bytes))
     total = sum(_bytes(spec) for spec in layout.values())
-    bound = dict(metadata or {})
-    if statistics:
-        widest = dict.fromkeys(layout, WIDEST)
-        bound |= {"sum": widest, "sum_of_squares": widest}
-    if measured is not None:
-        bound |= measured[0]
+    longest, measure = measured or ({}, dict)
     alone, count = len(shards) == 1, len(shards)
     files = [path.with_name(f"{path.stem}-{k + 1:05d}-of-{count:05d}.safetensors") for k in range(count)]
     files = [path] if alone else files
@@ -390,23 +385,18 @@ def save(
     squares: dict[str, float] = {}
     done = 0
 
-    def texts(values: dict[str, Any]) -> dict[str, str]:
-        return {} if metadata is None else {KEY: _dumps(values)}
-
-    def final_metadata() -> dict[str, str]:
-        known = dict(metadata or {})
-        if statistics:
-            known |= {"sum": sums, "sum_of_squares": squares}
-        return texts(known if measured is None else {**known, **measured[1]()})
+    def described(sums: Mapping[str, float], squares: Mapping[str, float], more: Mapping[str, Any]) -> dict[str, str]:
+        known = {**(metadata or {}), **({"sum": sums, "sum_of_squares": squares} if statistics else {}), **more}
+        return {} if metadata is None else {KEY: _dumps(known)}
 
     for target in {*files, *_old_files(path)}:
         check_not_read(target)
     with ExitStack() as stack:
         writers = []
+        widest = dict.fromkeys(layout, WIDEST)
+        bound = {"format": "pt", **(described(widest, widest, longest) if alone else {})}
         for file, shard in zip(files, shards, strict=True):
-            writer = stack.enter_context(
-                SafetensorsWriter(file, shard, {"format": "pt", **(texts(bound) if alone else {})})
-            )
+            writer = stack.enter_context(SafetensorsWriter(file, shard, bound))
             for name, (target_dtype, _) in shard.items():
                 parts = []
                 for chunk in chunks_of(tensors, name, CHUNK):
@@ -419,12 +409,13 @@ def save(
                         progress(done, total)
                 if statistics:
                     sums[name], squares[name] = (rounded(name, [pair[k] for pair in parts]) for k in (0, 1))
-            writer.finish({"format": "pt", **(final_metadata() if alone else {})})
+            writer.finish({"format": "pt", **(described(sums, squares, measure()) if alone else {})})
             writers.append(writer)
         index = None
         if not alone:
             weight_map = {name: file.name for file, shard in zip(files, shards, strict=True) for name in shard}
-            index = _dumps({"metadata": {"total_size": total, **final_metadata()}, "weight_map": weight_map}, indent=2)
+            found = described(sums, squares, measure())
+            index = _dumps({"metadata": {"total_size": total, **found}, "weight_map": weight_map}, indent=2)
         _publish(path, writers, index)
 
 
