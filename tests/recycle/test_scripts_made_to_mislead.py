@@ -588,17 +588,79 @@ def test_saying_so_does_not_silence_the_values(tmp_path):
         squisher.extract(saved(tmp_path / "c.pt", model, optimizer), in_order=True)
 
 
-@pytest.mark.parametrize("kind", ["AdamW", "RMSprop"])
-def test_a_module_that_was_replaced_after_the_optimizer_was_made(tmp_path, kind):
+def residual():
+    layers = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(WIDTH), "fc": nn.Linear(WIDTH, 64), "back": nn.Linear(64, WIDTH)}) for _ in range(3))  # fmt: skip
+    return Net(residual_loss, layers=layers, head=nn.Linear(WIDTH, 20))
+
+
+def residual_loss(m):
+    x, _ = batch()
+    label = x[:, :20].argmax(1)
+    for layer in m.layers:
+        x = x + layer["back"](torch.relu(layer["fc"](layer["norm"](x))))
+    return functional.cross_entropy(m.head(x), label)
+
+
+def stale(model, optimizer, steps, clear):
+    """The gradient of a parameter that is no longer in the model: none, zero, or never cleared."""
+    for _ in range(steps):
+        (model if clear == "never" else optimizer).zero_grad(set_to_none=clear == "none")
+        model.loss().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("where", ["fc", "norm", "head"])
+@pytest.mark.parametrize(
+    ("kind", "clear"), [("AdamW", "none"), ("AdamW", "zero"), ("AdamW", "never"), ("RMSprop", "none"), ("RMSprop", "never")]
+)  # fmt: skip
+@pytest.mark.parametrize("make", [stack, residual])
+def test_a_module_that_was_replaced_after_the_optimizer_was_made(tmp_path, make, kind, clear, where):
     """The state of the old layer stays behind, and no weight in the file is its."""
     torch.manual_seed(0)
-    model = stack()
+    model = make()
     optimizer = OPTIMIZERS[kind](model.parameters())
-    trained(model, optimizer, 30)
-    model.layers[1] = nn.Linear(WIDTH, WIDTH)
-    trained(model, optimizer, 30)
+    stale(model, optimizer, 40, clear)
+    if where == "head":
+        model.head = nn.Linear(WIDTH, model.head.out_features)
+    elif make is stack:
+        model.layers[1] = nn.Linear(WIDTH, WIDTH)
+    else:
+        model.layers[1][where] = nn.Linear(WIDTH, 64) if where == "fc" else nn.LayerNorm(WIDTH)
+    stale(model, optimizer, 40, clear)
     with pytest.raises(NamingError):
         squisher.extract(saved(tmp_path / "c.pt", model, optimizer))
+
+
+@pytest.mark.parametrize(("clear", "where"), [("never", "fc"), ("zero", "fc"), ("zero", "head")])
+def test_a_replaced_module_that_began_otherwise_than_torch_does(tmp_path, clear, where):
+    torch.manual_seed(0)
+    model = residual()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters())
+    stale(model, optimizer, 40, clear)
+    new = nn.Linear(WIDTH, 64 if where == "fc" else 20)
+    nn.init.normal_(new.weight, 0, 0.02)
+    owner = model.layers[1] if where == "fc" else model
+    owner.__setitem__("fc", new) if where == "fc" else setattr(owner, "head", new)
+    stale(model, optimizer, 30, clear)
+    with pytest.raises(NamingError, match="was the module replaced"):
+        squisher.extract(saved(tmp_path / "c.pt", model, optimizer))
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("steps", [1, 40])
+def test_a_layer_as_it_was_begun_is_no_doubt_where_all_are(tmp_path, kind, steps):
+    """Weights that were saved before training: what they are says nothing of the state, and the shapes decide."""
+    torch.manual_seed(0)
+    model = mlp(16, 24, 40, 5)
+    content = {"model": {name: value.clone() for name, value in model.state_dict().items()}}
+    optimizer = OPTIMIZERS[kind](model.parameters())
+    for _ in range(steps):
+        optimizer.zero_grad()
+        x = torch.randn(32, 16)
+        functional.cross_entropy(model(x), x[:, :5].argmax(1)).backward()
+        optimizer.step()
+    torch.save({**content, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
+    assert right(squisher.extract(tmp_path / "c.pt", bias_correction=False), model, optimizer)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

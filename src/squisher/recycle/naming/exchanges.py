@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 from ..optimizers import step_of
 from .terms import NEAR, NORM, OF_V, Assignment, Term, terms
-from .values import Shape, Values
+from .values import CROSSED, Shape, Values
 
 __all__ = ["AGAINST", "BEYOND_DOUBT", "CLEARLY", "Exchange", "Parts", "compared_parts"]
 
@@ -32,6 +33,8 @@ CLEARLY = 10.0  # the same for given names, which v of small networks may prefer
 VECTORS = 8.0  # the price of exchanging vectors alone
 PAIRS = 10_000  # of parts of one shape that are exchanged
 STACK = 8  # layers beyond which only neighbours are exchanged
+SILENT = 0.1  # square of the first moment relative to v, and to what it usually is in the group: there was no gradient of late
+STEADY = 1.5  # and so many times that of any other: the gradient was the same all the time
 ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
 
@@ -47,12 +50,14 @@ class Exchange(NamedTuple):
         other: Whose it is by the values.
         gain: The logarithm of how much likelier that is.
         beyond_doubt: Whether it contradicts an order that somebody vouches for, too.
+        why: What is strange about its state, if that belongs to no part.
     """
 
     name: str
     other: str
     gain: float
     beyond_doubt: bool = False
+    why: str = ""
 
 
 class Parts(NamedTuple):
@@ -137,10 +142,7 @@ def compared_parts(
             a, b = next(iter(to.items()))
             untold.append(Exchange(values.candidates[a].name, values.candidates[b].name, change))
     if not untold and not given:
-        for c in _stopped(values, usable):
-            support = search.support(usable, c)
-            if support < FOR:
-                untold.append(Exchange(values.candidates[c].name, "", support))
+        untold += _strange(values, usable, search)
     return Parts(None, untold)
 
 
@@ -162,19 +164,47 @@ def _uncompared(
         yield from (_swap([c], [next(d for d in own if d != c)]) for c in own if c not in tried and len(own) > 1)
 
 
-def _stopped(values: Values, usable: Assignment) -> Iterator[int]:
-    """Yield the matrices whose state took fewer steps than others of its group: their module may have been replaced."""
-    steps: dict[int, int] = {}
-    for e in usable.values():
-        if e >= 0:
-            steps[e] = step_of(values.entries[e].state, values.entries[e].group) or 0
-    last: dict[int, int] = defaultdict(int)
-    for e, count in steps.items():
-        last[values.entries[e].group_number] = max(last[values.entries[e].group_number], count)
-    for c, e in usable.items():
-        shape = values.candidates[c].shape
-        if e >= 0 and len(shape) > 1 and steps[e] < last[values.entries[e].group_number]:
-            yield c
+def _strange(values: Values, usable: Assignment, search: _Search) -> Iterator[Exchange]:
+    """Yield the parameters whose state is hardly theirs: their module was replaced after the optimizer was made.
+
+    A state that stopped before the rest of its group, by its steps or its gradients, is doubted unless the laws are clear. So is
+    one that obeys no law where those of all layers of its kind do. A weight that is as an initialiser leaves it was never stepped;
+    if most of them are, the weights are those of the start.
+    """
+    own = {c: e for c, e in usable.items() if e >= 0}
+    name = lambda c: values.candidates[c].name  # noqa: E731
+    steps = {c: step_of(values.entries[e].state, values.entries[e].group) or 0 for c, e in own.items()}
+    groups, roles = defaultdict(list), defaultdict(list)
+    for c in (c for c in own if len(values.candidates[c].shape) > 1):
+        groups[values.entries[own[c]].group_number].append(c)
+        roles[re.sub(r"\d+", "#", name(c)), values.candidates[c].shape].append(c)
+    for members in groups.values():
+        lively = {c: values.liveliness(own[c]) for c in members}
+        usual, last = statistics.median(lively.values()), max(steps[c] for c in members)
+        for c in members:
+            others = [lively[d] for d in members if d != c]
+            why = "took fewer steps than the rest of its group" if steps[c] < last else ""
+            why = why or ("had no gradient of late, unlike the rest of its group" if lively[c] < SILENT * usual else "")
+            why = why or (
+                "had one gradient all the time, unlike the rest of its group"
+                if lively[c] > STEADY * max(others, default=math.inf)
+                else ""
+            )
+            if why and (support := search.support(usable, c)) < CLEARLY:
+                yield Exchange(name(c), "", support, why=f"{why}, and does not fit that weight")
+    for members in roles.values():
+        supports = {c: search.support(usable, c) for c in members}
+        for c, support in supports.items():
+            if support < FOR and all(supports[d] > 2 * CLEARLY for d in members if d != c) and len(members) > 1:
+                yield Exchange(
+                    name(c), "", support, why="does not fit that weight, as those of the other layers fit theirs"
+                )
+    begun = {c: crossed for c, e in own.items() if (crossed := values.begun(c, e))}
+    if 2 * sum(c in begun for c in itertools.chain(*groups.values())) <= sum(map(len, groups.values())):
+        for c in (c for c, crossed in begun.items() if crossed > CROSSED):
+            yield Exchange(
+                name(c), "", 0.0, why=f"took {steps[c]} steps, but that weight is as an initialiser leaves it"
+            )
 
 
 def _exchange(values: Values, old: Assignment, new: Assignment, gain: float) -> Exchange:
@@ -217,8 +247,10 @@ class _Search:
 
     def support(self, assignment: Assignment, member: int) -> float:
         """Return by how much likelier the laws of one candidate's weight make its entry than an accident."""
-        own = {self._choice[k] for k in self._of[member] if member in self.terms[k].weights}
-        return sum(self._likeliest(terms, assignment) for terms in own)
+        choices = {self._choice[k] for k in self._of[member] if member in self.terms[k].weights}
+        best = [max(terms, key=lambda k: self._weight(k, assignment)) for terms in choices]
+        own = [k for k in best if member in self.terms[k].weights and (self.terms[k].exact or self._noisy)]
+        return sum(self._weight(k, assignment) for k in own)
 
     def change(self, old: Assignment, move: _Move) -> tuple[float, float]:
         """Return by how much likelier one exchange is, and how much of that may be accident.

@@ -349,7 +349,7 @@ def _other_parts(by: str, exchange: Exchange, settles: str) -> str:
 def _untold(by: str, exchange: Exchange, settles: str) -> str:
     if not exchange.other:
         return (
-            f"The state that is {exchange.name!r} by «{by}» took fewer steps than the rest of its group and does not fit that weight: "
+            f"The state that is {exchange.name!r} by «{by}» {exchange.why}: "
             "was the module replaced after the optimizer was made? If not, and each group of the optimizer keeps the order of "
             f"model.parameters(), say so with --in-order (in_order=True). {settles}"
         )

@@ -54,12 +54,14 @@ class Term(NamedTuple):
 
     Attributes:
         choice: Of the laws with one such number only the likeliest holds: a norm is read in one place.
+        exact: Whether other weights hardly obey it: v goes with the activity of units, whatever the weights are.
     """
 
     members: tuple[int, ...]
     weigh: Callable[[Sequence[int]], float]
     weights: tuple[int, ...]
     choice: int | None = None
+    exact: bool = False
 
 
 class _Side(NamedTuple):
@@ -299,7 +301,7 @@ def _law(values: Values, a: _Side, b: _Side, prior: float, most: float) -> Term:
 
     # What several layers read together holds without one of them nearly as well.
     readers = b.members if b.kind == "outputs" or len(b.members) == 1 else ()
-    return Term((*a.members, *b.members), weigh, (*a.members, *readers))
+    return Term((*a.members, *b.members), weigh, (*a.members, *readers), exact=True)
 
 
 def _carried_v(values: Values, a: int, b: int, prior: float, most: float) -> Iterator[Term]:
@@ -382,7 +384,7 @@ def _still(values: Values, c: int) -> Term:
         log = float(np.sum(squares / 2 - squares / (2 * STILL) - math.log(STILL) / 2))
         return min(math.log(0.8 + 0.2 * math.exp(min(max(log, -50.0), 2 * NORM))), NORM)
 
-    return Term((c,), weigh, (c,))
+    return Term((c,), weigh, (c,), exact=True)
 
 
 def _come(values: Values, c: int) -> Term:

@@ -20,6 +20,7 @@ from ..states import Candidate, Entry
 from .laws import NO_HEADS, Heads, Reading
 
 __all__ = [
+    "CROSSED",
     "FEWEST",
     "Array",
     "Shape",
@@ -36,6 +37,8 @@ __all__ = [
 _ELEMENTS = 1 << 14  # of one tensor, for movement
 _WIDTH = 128  # of a row of it
 _OPENING = 1 << 15  # elements that are read in the time it takes to open a file
+CROSSED = 6.0  # elements that should have crossed an edge, for it to matter that none did
+_EVEN = 1.6  # distance from a uniform distribution that one of a hundred samples of it reaches (Kolmogorov and Smirnov)
 FEWEST = 8  # channels; fewer cannot tell anything
 _SOON = 20_000_000  # elements of a model whose v is read beside its first moments
 _MOST = 2_000_000_000  # elements of the model beyond which a look would take minutes
@@ -239,6 +242,46 @@ class Values:
             self._steps[entry] = np.asarray(-m / (root + 1e-2 * root.mean() + 1e-30))
         return self._steps[entry]
 
+    def liveliness(self, entry: int) -> float:
+        """Return the mean square of the first moment relative to v: small where there was no gradient of late; 1 without first moments."""
+        if not (self.has_moment(entry) and self.has_square(entry)):
+            return 1.0
+        m, v = (_sample(moment).astype(np.float64) for moment in _moments(self.entries[entry]))
+        return float(np.square(m).sum() / max(v.sum(), 1e-300))
+
+    def begun(self, candidate: int, entry: int) -> float:
+        """Return how many elements of a weight that is as torch's initialisers leave it should have moved out of their range; 0 if it is not so.
+
+        Constant weights should not be constant. Over the edges of a uniform distribution a walk takes few elements, but some.
+        """
+        group, source = self.entries[entry].group, self.candidates[candidate].weight
+        rate, eps, way = group.get("lr"), group.get("eps"), self._way(entry)
+        if source is None or not isinstance(rate, float) or not isinstance(eps, float):
+            return 0.0
+        weight, v = self.weight(candidate).reshape(-1), _sample(_square(self.entries[entry])).reshape(-1)
+        size = np.sort(np.abs(weight[v > (1e3 * eps) ** 2])).astype(np.float64)
+        count, fine = len(size), torch.finfo(source.dtype).eps
+        if count < max(FEWEST, len(weight) / 2) or rate <= fine * size[-1]:
+            return 0.0
+        if len(np.unique(weight)) == 1:
+            return float(count)
+        for edge in _edges(tuple(source.shape)):
+            apart = float(np.abs(size / edge - (np.arange(count) + 0.5) / count).max())
+            if edge * (1 - CROSSED / count) <= size[-1] <= edge * (1 + fine) and apart * math.sqrt(count) < _EVEN:
+                return 0.4 * count * rate * way / edge
+        return 0.0
+
+    def _way(self, entry: int) -> float:
+        """Return how far an element has walked, in steps of the learning rate: each is g / √v, in Adam, RMSprop and Adagrad."""
+        state, group = self.entries[entry].state, self.entries[entry].group
+        count = np.arange(1, min(step_of(state, group) or 0, 10_000) + 1)
+        alpha = group.get("alpha")
+        if self.has_moment(entry):
+            return math.sqrt(len(count))
+        if "square_avg" in state and isinstance(alpha, float):
+            return math.sqrt(float((1 / (1 - alpha**count)).sum()))
+        return math.sqrt(float((1 / count).sum())) if "sum" in state else 0.0
+
     def weight(self, candidate: int) -> Array:
         """Return sampled elements of a weight."""
         if candidate not in self._weights:
@@ -298,6 +341,14 @@ def _output_axes(candidates: Sequence[Candidate]) -> list[int]:
         nearest = next((inside[above] for above in _above(candidates[k].name) if above in inside), set())
         out[k] = int(nearest == {1} and len(candidates[k].shape) == 2)
     return out
+
+
+def _edges(shape: Shape) -> list[float]:
+    """Return how far the uniform distributions reach that torch begins a weight with: that of its layers, and Xavier's."""
+    if len(shape) < 2:
+        return []
+    read, given = math.prod(shape[1:]), shape[0] * math.prod(shape[2:])
+    return [math.sqrt(1 / n) for n in (read, (read + given) / 6)]
 
 
 def _above(name: str) -> Iterator[str]:
