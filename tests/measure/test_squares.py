@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import squisher
 from squisher.measure.rules import add_squares
 from squisher.measure.rules import linear as module
 from squisher.measure.rules.linear import Outer
@@ -71,3 +72,37 @@ def test_sums_are_squared_per_example(monkeypatch, name, shape, tile, small):
     total = torch.ones(shape).double()
     add_squares(total, summands)
     assert torch.allclose(total, _expected(shape, summands) + 1, rtol=1e-12)
+
+
+LAYOUTS = {
+    "rows": lambda t: t,
+    "columns": lambda t: t.mT.contiguous().mT,
+    "every second": lambda t: t.repeat_interleave(2, 2)[:, :, ::2],
+    "one for all examples": lambda t: t[:1].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("positions", [1, 3])
+@pytest.mark.parametrize("shape", [(300, 40), (40, 300), (129, 400), (20, 300)])
+@pytest.mark.parametrize("tile", [1 << 20, 1 << 13])
+def test_products_in_single_precision_are_right_however_the_factors_lie_in_memory(
+    monkeypatch, shape, positions, layout, tile
+):
+    monkeypatch.setattr(module, "TILE", tile)
+    torch.manual_seed(0)
+    left, right = (LAYOUTS[layout](torch.randn(4, positions, size)) for size in shape)
+    total = torch.zeros(shape)
+    Outer(left, right).add_squares(total)
+    exact = torch.bmm(left.double().mT, right.double()).square().sum(0)
+    torch.testing.assert_close(total.double(), exact, rtol=1e-4, atol=1e-4)
+
+
+def test_a_product_that_is_wrong_is_noticed(monkeypatch):
+    model = torch.nn.Sequential(torch.nn.Linear(40, 200), torch.nn.ReLU(), torch.nn.Linear(200, 3))
+    batches = [(torch.randn(8, 40), torch.randint(0, 3, (8,)))]
+    monkeypatch.setattr(module, "_ONEDNN", lambda left, right, *_: 1.01 * (left @ right.T))
+    found = squisher.fisher(model, batches, likelihood="categorical")
+    expected = squisher.fisher(model, batches, likelihood="categorical", method="loop")
+    assert "differs from the loop" in found.provenance.coverage["loop"]["0.weight"]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -58,17 +58,16 @@ State = Examples | Routed | Other
 
 def tensors_in(value: Any) -> list[Tensor]:
     """Return all tensors in nested lists, tuples and mappings, in order."""
-    if isinstance(value, Tensor):
-        return [value]
-    found, left = [], [value]
+    found: list[Tensor] = []
+    left = [value]
     while left:
         item = left.pop()
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, (list, tuple)):
-            left.extend(reversed(item))
+            left += item[::-1]
         elif isinstance(item, dict):
-            left.extend(reversed(item.values()))
+            left += reversed(item.values())
     return found
 
 

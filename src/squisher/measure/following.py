@@ -68,11 +68,11 @@ def _name(func: Any) -> str:
 
 # -- what they are ---------------------------------------------------------------------------------------------------------------
 
-# What only looks at a tensor's form.
+# What only looks at a tensor's form, or at no tensor.
 _FORM = """
     size dim stride numel nelement ndimension element_size storage_offset data_ptr get_device is_contiguous is_floating_point
     is_complex is_tensor register_hook retain_grad is_same_size untyped_storage storage result_type broadcast_shapes is_signed
-    is_pinned is_shared is_inference op.len op.hash op.repr op.format op.dir has_names is_set_to set.requires_grad set.grad
+    is_pinned is_shared is_inference _set_grad_enabled op.len op.hash op.repr op.format op.dir has_names is_set_to set.requires_grad set.grad
 """
 # What draws random numbers.
 _RANDOM = """

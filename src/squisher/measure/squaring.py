@@ -15,7 +15,7 @@ from ..ranks import is_sharded
 from .batches import Batch
 from .capture import Capture, Obstacle, Use
 from .likelihood import Objective, Outputs
-from .rules import Dense, Gradients, Outer, Squares, add_squares
+from .rules import Dense, Gradients, Outer, Squares, add_product, add_squares
 from .sampling import normals
 from .sharded.parallel import local_gradient, shard_of_gradients
 
@@ -214,9 +214,9 @@ class Pass(Capture):
             for name, (summand, squares) in self._squares.items():
                 total = self.sums[name].view(summand.left.shape[2], -1)
                 if summand.gradient_on_left:
-                    total.addmm_(squares.T, summand.right[:, 0].to(total.dtype).square())
+                    add_product(total, squares, summand.right[:, 0].to(total.dtype).square())
                 else:
-                    total.addmm_(summand.left[:, 0].to(total.dtype).square().T, squares)
+                    add_product(total, summand.left[:, 0].to(total.dtype).square(), squares)
             self._squares.clear()
 
 

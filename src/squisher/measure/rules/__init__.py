@@ -15,7 +15,7 @@ from torch import Tensor
 from .attention import multi_head_attention, supports
 from .base import Gradients, Rule, Squares, Uses
 from .convolution import CONVOLUTION, ConvolutionGradients
-from .linear import LINEAR, Einsum, Grouped, Linear, Outer, einsum_terms, join_outer, outer_squares
+from .linear import LINEAR, Einsum, Grouped, Linear, Outer, add_product, einsum_terms, join_outer, outer_squares
 from .lookup import LOOKUP, Lookup, RoutedLookup, Rows, join_rows
 from .norm import BROADCAST, Broadcast, Dense
 from .recurrent import in_steps
@@ -33,6 +33,7 @@ __all__ = [
     "RoutedLookup",
     "Rule",
     "Squares",
+    "add_product",
     "add_squares",
     "einsum_terms",
     "examples_of",

@@ -11,10 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .base import Gradients, Squares, Uses
-from .linear import Outer
-from .norm import Broadcast
+from .linear import TILE, Outer
+from .norm import Broadcast, Dense
 
 __all__ = ["CONVOLUTION", "Convolution", "ConvolutionGradients", "ConvolutionSettings"]
+
+MOST_GROUPED = 3 << 16
+"""Elements of a weight up to which a convolution with a group for each example is quicker than one convolution for each."""
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,17 @@ class ConvolutionGradients:
 
     def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
         """Add Σ_n (gradient of example n)²."""
-        if self.examples > 1 and self.can_unfold() and self._unfolding_pays(total):
-            self.unfolded().add_squares(total)
-            return
-        for n in range(self.examples):
-            gradient = self.example(n, total.shape).to(total.dtype)
-            total.addcmul_(gradient, gradient)
+        unfold = self.examples > 1 and self.can_unfold() and self._unfolding_pays(total)
+        if unfold:  # no more patches than fit into the cache
+            step = TILE * self.examples // (self.g[:, 0].numel() * self.settings.weight[0].numel())
+        else:  # small weights some examples at a time, as groups of one convolution
+            step = TILE // total.numel() if total.numel() <= MOST_GROUPED else 1
+        for start in range(0, self.examples, max(1, step)):
+            some = self._some(start, min(start + max(1, step), self.examples))
+            if unfold:
+                some.unfolded().add_squares(total)
+            else:
+                Dense(some._all()).add_squares(total)
 
     def _unfolding_pays(self, total: Tensor) -> bool:
         positions, kernel = self.g[0, 0].numel(), self.settings.weight.shape[2:]
@@ -71,24 +79,33 @@ class ConvolutionGradients:
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """Return the gradient of one example, in full."""
+        return self._some(n, n + 1)._all()[0]
+
+    def _some(self, start: int, stop: int) -> ConvolutionGradients:
         images = self.a.shape[0] // self.examples
-        part = slice(n * images, (n + 1) * images)
+        part = slice(start * images, stop * images)
+        return ConvolutionGradients(self.settings, self.a[part], self.g[part], stop - start)
+
+    def _all(self) -> Tensor:
+        """Return the gradients of all examples in full, from one convolution with a group for each of them."""
         rule, dtype = self.settings, torch.promote_types(self.g.dtype, torch.float32)
+        a, g = (t.unflatten(0, (self.examples, -1)).transpose(0, 1).flatten(1, 2).to(dtype) for t in (self.a, self.g))
+        shape = rule.weight.shape
         gradients = torch.ops.aten.convolution_backward(
-            self.g[part].to(dtype),
-            self.a[part].to(dtype),
+            g,
+            a,
             # For its own gradient only its shape matters; a sharded one may not be there at this moment.
-            rule.weight.new_empty(rule.weight.shape, dtype=dtype),
+            rule.weight.new_empty((self.examples * shape[0], *shape[1:]), dtype=dtype),
             None,
             rule.stride,
             rule.padding,
             rule.dilation,
             rule.transposed,
             list(rule.output_padding) or [0] * len(rule.stride),
-            rule.groups,
+            self.examples * rule.groups,
             [False, True, False],
         )
-        return gradients[1]
+        return gradients[1].view(self.examples, *shape)
 
     def can_unfold(self) -> bool:
         """Return whether it can be written as an outer product."""
