@@ -91,6 +91,7 @@ class Spoiler(_Code):
     START = "start"
     SPARSE = "sparse"
     OTHER_WEIGHTS = "other_weights"
+    MASK = "mask"
     UNCERTAIN = "uncertain"
     OTHER = "other"
 

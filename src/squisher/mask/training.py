@@ -44,7 +44,8 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
 
     Gradients are masked as soon as they arrive, in the backward pass: clipping sees the kept entries alone, in whatever
     order it is called afterwards. After every step frozen entries are put back to what they were before it, bit by bit,
-    so that weight decay and momentum do not reach them either.
+    so that weight decay and momentum do not reach them either. The optimizer's average of frozen entries is 0, or fades to it:
+    an importance that is recycled from such a run says nothing about them, and no second mask can be chosen by it.
 
     Args:
         model: The module; parameters that the mask does not name are frozen.
@@ -70,7 +71,7 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
     frozen = [kept for kept in every if not kept.whole]
     removers: list[Callable[[], None]] = []
     for kept in frozen:
-        masked = masking_hook(kept)
+        masked = MaskingHook(kept)
         masked(kept.parameter)  # a gradient may have been accumulated before the hook was there
         hook = kept.parameter.register_post_accumulate_grad_hook(masked)
         removers.append(hook.remove)
@@ -80,17 +81,26 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
     return Handle(removers)
 
 
-def masking_hook(kept: Kept) -> Callable[[Tensor], None]:
-    """Return a hook for `register_post_accumulate_grad_hook` that sets the gradient of frozen entries to zero."""
+class MaskingHook(NamedTuple):
+    """A hook for `register_post_accumulate_grad_hook` that sets the gradient of frozen entries to zero."""
 
-    def mask(parameter: Tensor) -> None:
+    kept: Kept
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Mask the gradient of the parameter."""
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-            values = _taken(parameter.grad, kept.indices)  # not by a product, which would keep infinities and NaN
-            _put_(parameter.grad.zero_(), kept.indices, values)
+            values = _taken(parameter.grad, self.kept.indices)  # not by a product, which would keep infinities and NaN
+            _put_(parameter.grad.zero_(), self.kept.indices, values)
 
-    return mask
+
+def frozen_by_masks(model: nn.Module) -> int:
+    """Return how many entries of a model's parameters masks keep still now."""
+    hooks = [
+        hook for p in model.parameters() for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+    ]
+    return sum(h.kept.parameter.numel() - h.kept.indices.numel() for h in hooks if isinstance(h, MaskingHook))
 
 
 class _Restoring:
@@ -203,7 +213,7 @@ class _Compact:
         self._all, self._moving = every, moving
         self._hooks = []
         for kept in every:
-            masked = masking_hook(kept)
+            masked = MaskingHook(kept)
             masked(kept.parameter)  # a gradient may have been accumulated before the hook was there
             if not kept.whole:
                 self._hooks.append(kept.parameter.register_post_accumulate_grad_hook(masked))
