@@ -134,4 +134,7 @@ def test_a_model_is_not_written_into_a_folder_that_is_called_like_a_file(files, 
     assert refused.returncode == 2
     assert ".safetensors" in refused.stderr
     assert not (files / f"merged{suffix}").exists()
+    taken = run(*COMMANDS["merge"][:-1], "names.txt", "--overwrite", cwd=files)
+    assert taken.returncode == 2  # "or replace it with --overwrite", said one that had been given it
+    assert (files / "names.txt").read_text() == "w\n"
     assert run(*COMMANDS["merge"][:-1], "merged-v1.5", cwd=files).returncode == 0

@@ -169,7 +169,11 @@ def test_a_mask_keeps_frozen_entries_to_the_bit(pl, tmp_path):
     module = net(pl)
     before = {n: p.detach().clone() for n, p in module.named_parameters()}
     mask = {"0.weight": torch.rand(8, 6) < 0.3}
-    trainer(pl, tmp_path, MaskCallback(mask, submodule="model")).fit(module, loader())
+    callback = SquisherCallback(tmp_path / "squisher.safetensors", track=True)
+    trainer(pl, tmp_path, MaskCallback(mask, submodule="model"), callback).fit(module, loader())
+    frozen = sum(p.numel() for p in before.values()) - int(mask["0.weight"].sum())
+    found = squisher.load(tmp_path / "squisher.safetensors").provenance.pollution
+    assert [p.numbers for p in found if p.code == "mask"] == [{"entries": frozen}]
     for name, p in module.named_parameters():
         kept = mask.get(name.removeprefix("model."), torch.zeros_like(p, dtype=torch.bool))
         assert torch.equal(p[~kept], before[name][~kept])

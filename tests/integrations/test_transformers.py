@@ -374,8 +374,13 @@ def test_a_mask_keeps_frozen_entries_to_the_bit(tmp_path):
     g = torch.Generator().manual_seed(0)
     mask = {n: torch.rand(p.shape, generator=g) < 0.1 for n, p in before.items() if "norm" not in n}
     callback = MaskCallback(mask).attach(run)
-    SquisherCallback().attach(run)
+    recorded = SquisherCallback().attach(run)
     run.train()
+    # Frozen entries are 0 in what is recorded, and nothing said why.
+    frozen = sum(p.numel() - int(mask[n].sum() if n in mask else 0) for n, p in before.items())
+    (one,) = [p for p in recorded.importance().provenance.pollution if p.code == "mask"]
+    assert one.numbers == {"entries": frozen}
+    assert "mask" in [d.code for d in squisher.examine(recorded.importance()).diagnoses]
     for name, p in run.model.named_parameters():
         frozen = ~mask[name] if name in mask else torch.ones_like(p, dtype=torch.bool)
         assert torch.equal(p[frozen], before[name][frozen]), name

@@ -286,6 +286,8 @@ _ADVICE = {
     "clipping": "Steps with large gradients count less, and the scale is smaller than it seems; ranks hardly change. "
     "A squisher.Tracker that observes before clipping is free of it.",
     "amsgrad": "The running average is meant, not its maximum: check that the key is exp_avg_sq.",
+    "mask": "Frozen entries are 0 here, however much they matter: choose no mask by them, and prune or merge nothing that they decide. "
+    "Measure a Fisher of the trained model instead (squisher.fisher).",
     "pollution": "Keep the data's gradient apart with squisher.Tracker, if it matters.",
 }
 
@@ -294,7 +296,7 @@ def _pollution(p: Provenance) -> Iterator[Diagnosis]:
     for one in p.pollution:
         code = str(one.code) if one.code in _ADVICE else "pollution"
         numbers = {**one.numbers, **({"pollution": str(one.code)} if code == "pollution" else {})}
-        severity = "warning" if code == Spoiler.L2 else "info"
+        severity = "warning" if code in (Spoiler.L2, Spoiler.MASK) else "info"
         text = one.note or f"The squared gradient is not the data's alone: {one}."
         yield Diagnosis(code, severity, text, _ADVICE[code], list(one.parameters), numbers)
     codes = {one.code for one in p.pollution}

@@ -128,7 +128,8 @@ def _picture(path: Path | None) -> Path | None:
 
 
 def _model(path: Path) -> Path:
-    if path.suffix in (".bin", ".ckpt", ".gguf", ".json", ".pt", ".pth"):
+    called = path.suffix in (".bin", ".ckpt", ".gguf", ".json", ".pt", ".pth")
+    if called or (path.suffix != ".safetensors" and os.path.lexists(path) and not path.is_dir()):
         raise ArgumentError(f"--out {path}: a model is written as a folder, or as a file that ends in .safetensors.")
     return path
 

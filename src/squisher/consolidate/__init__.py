@@ -400,7 +400,7 @@ class EWC:
                 f"compared differ, {found.differing[0]} for example. EWC keeps parameters near their values of now: load the weights that "
                 "it belongs to first, or take the importance of these.",
                 SquisherWarning,
-                stacklevel=3,
+                stacklevel=4,  # torch.no_grad() stands between
             )
 
     def _warn_if_exploding(self, total: float) -> None:

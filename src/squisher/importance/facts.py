@@ -92,6 +92,7 @@ class Spoiler(_Code):
     START = "start"
     SPARSE = "sparse"
     OTHER_WEIGHTS = "other_weights"
+    MASK = "mask"
     UNCERTAIN = "uncertain"
     OTHER = "other"
 

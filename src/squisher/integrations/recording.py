@@ -20,6 +20,7 @@ from ..errors import SquisherError, check_choice
 from ..importance import FILE_NAME, Importance, Pollution, RunFacts, Spoiler, structure_hash
 from ..importance.facts import LOSS_REDUCTIONS
 from ..mask import train_only
+from ..mask.training import frozen_by_masks
 from ..names import live_parameters
 from ..ranks import agree, sum_in_place, world
 from ..recycle.live import from_optimizers, from_tracker, unwrapped
@@ -80,7 +81,7 @@ class Recorder(Events):
         self._model: nn.Module | None = None
         self._optimizers: list[torch.optim.Optimizer] = []
         self._candidates: Sequence[Candidate] = ()
-        self._checked = False
+        self._checked, self._frozen = False, 0
 
     def importance(self) -> Importance:
         """Return the importance so far, under the names of the model's weight file.
@@ -114,8 +115,12 @@ class Recorder(Events):
             self.tracker.observe()
 
     def _check_once(self) -> None:
-        """Refuse an optimizer that keeps no squared gradient right after its first step."""
-        if self._checked or self.tracker is not None:
+        """Refuse an optimizer that keeps no squared gradient right after its first step; look for a mask."""
+        if self._checked:
+            return
+        self._frozen = 0 if self._model is None else frozen_by_masks(self._model)
+        self._checked = self.tracker is not None
+        if self._checked:
             return
         for optimizer in self._optimizers:
             entries = [
@@ -139,6 +144,12 @@ class Recorder(Events):
         if self._model is None:
             raise SquisherError(f"There is no importance yet: call trainer.{self._first} first.")
         facts, factor = self._facts()
+        if self._frozen:
+            note = (
+                f"A mask kept {self._frozen:,} entries still: their gradients were set to 0 before they were squared."
+            )
+            masked = Pollution(Spoiler.MASK, {"entries": self._frozen}, note)
+            facts = replace(facts, pollution=(*facts.pollution, masked))
         if self.tracker is not None:
             found = from_tracker(self.tracker, self._model, facts, bias_correction=True, hash_weights=True)
         else:

@@ -36,7 +36,8 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
 
     Gradients are masked as soon as they arrive, in the backward pass: clipping sees the kept entries alone, in whatever
     order it is called afterwards. After every step frozen entries are put back to what they were before it, bit by bit,
-    so that weight decay and momentum do not reach them either.
+    so that weight decay and momentum do not reach them either. The optimizer's average of frozen entries is 0, or fades to it:
+    an importance that is recycled from such a run says nothing about them, and no second mask can be chosen by it.
 
     Args:
         model: The module; parameters that the mask does not name are frozen.
@@ -69,18 +70,33 @@ def train_only(model: nn.Module, optimizer: torch.optim.Optimizer, mask: Mapping
     return handle
 
 
-def _mask_gradient(kept: Kept) -> Any:
-    """Set the gradient of frozen entries to zero, now and whenever one arrives; return the hook's handle."""
+class MaskingHook(NamedTuple):
+    """A hook for `register_post_accumulate_grad_hook` that sets the gradient of frozen entries to zero."""
 
-    def mask(parameter: Tensor) -> None:
+    kept: Kept
+
+    def __call__(self, parameter: Tensor) -> None:
+        """Mask the gradient of the parameter."""
         if parameter.grad is not None:
             if parameter.grad.is_sparse:
                 parameter.grad = parameter.grad.to_dense()
-            values = _taken(parameter.grad, kept.indices)  # not by a product, which would keep infinities and NaN
-            _put_(parameter.grad.zero_(), kept.indices, values)
+            values = _taken(parameter.grad, self.kept.indices)  # not by a product, which would keep infinities and NaN
+            _put_(parameter.grad.zero_(), self.kept.indices, values)
 
+
+def _mask_gradient(kept: Kept) -> Any:
+    """Set the gradient of frozen entries to zero, now and whenever one arrives; return the hook's handle."""
+    mask = MaskingHook(kept)
     mask(kept.parameter)  # a gradient may have arrived before the hook was there
     return kept.parameter.register_post_accumulate_grad_hook(mask)
+
+
+def frozen_by_masks(model: nn.Module) -> int:
+    """Return how many entries of a model's parameters masks keep still now."""
+    hooks = [
+        hook for p in model.parameters() for hook in (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+    ]
+    return sum(h.kept.parameter.numel() - h.kept.indices.numel() for h in hooks if isinstance(h, MaskingHook))
 
 
 class _Restoring:
