@@ -22,6 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 _BUCKET = 1 << 24  # elements sent in one message: small tensors travel together
+_PATIENCE = 5.0  # seconds to wait for the errors of other processes
 
 
 def is_alone() -> bool:
@@ -67,7 +68,7 @@ def agree(error: BaseException | None, group: Any = None) -> None:
             raise SquisherError(f"Process {where} of {len(messages)} failed, so this one stops too. There: {message}")
 
 
-def break_off(error: BaseException, run: str, patience: float = 5.0) -> BaseException:
+def break_off(error: BaseException, run: str) -> BaseException:
     """Leave a collective operation that other processes may still be in, and write the reason into the process group's store.
 
     The others notice when the connection breaks, at the latest when this process ends. Unless all fail alike, the process group
@@ -76,7 +77,6 @@ def break_off(error: BaseException, run: str, patience: float = 5.0) -> BaseExce
     Args:
         error: What happened here. If it says that another process is gone, that one's error is looked up.
         run: A name for this operation: the same on all processes, and used once.
-        patience: Seconds to wait for the others.
 
     Returns:
         What to raise.
@@ -87,7 +87,7 @@ def break_off(error: BaseException, run: str, patience: float = 5.0) -> BaseExce
     if not lost:
         store.set(keys[rank()], f"{type(error).__name__}: {error}")
     failed: list[int] = []
-    until = time.monotonic() + patience
+    until = time.monotonic() + _PATIENCE
     while time.monotonic() < until and not (failed and lost) and len(failed) < len(keys):
         failed = [k for k, key in enumerate(keys) if store.check([key])]
         time.sleep(0.05)

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -113,20 +112,13 @@ def why_not_together(adapters: Sequence[Adapter]) -> str | None:
             if first.weights.shape(name) != other.weights.shape(name):
                 return f"{name!r} has another shape in {name_of_other} than in {names[0]}"
             if "lora_A" in name or "lora_embedding_A" in name:
-                cosine = _cosine(first.weights, other.weights, name)
+                a, b = (adapter.weights[name].double().flatten() for adapter in (first, other))
+                cosine = float(torch.cosine_similarity(a, b, dim=0))
                 if cosine < _ALIKE:
                     return (
                         f"{names[0]} and {name_of_other} did not start from the same A ({name!r}: cosine {cosine:.2f})"
                     )
     return None
-
-
-def _cosine(a: LazyTensors, b: LazyTensors, name: str) -> float:
-    dots = np.zeros(3)
-    for x, y in zip(a.chunks(name, 1 << 15), b.chunks(name, 1 << 15), strict=True):
-        u, v = x.double().numpy(), y.double().numpy()
-        dots += (u @ v, u @ u, v @ v)
-    return float(dots[0] / math.sqrt(dots[1] * dots[2])) if dots[1] and dots[2] else 0.0
 
 
 class Folded(Computed):

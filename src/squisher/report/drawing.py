@@ -25,14 +25,14 @@ MISSING = "–"
 _SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
-def number(value: float | None, digits: int = 3) -> str:
+def number(value: float | None) -> str:
     """Write three significant digits: `0.0123`, `12.3`, `1.23e-7`."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value == 0:
         return "0"
     exact = Decimal(value)
-    rounded = exact.quantize(Decimal((0, (1,), exact.adjusted() - digits + 1)), ROUND_HALF_UP)
+    rounded = exact.quantize(Decimal((0, (1,), exact.adjusted() - 2)), ROUND_HALF_UP)
     exponent = rounded.adjusted()
     if -4 <= exponent < 6:
         text = f"{rounded:f}"
@@ -41,11 +41,11 @@ def number(value: float | None, digits: int = 3) -> str:
     return f"{mantissa.rstrip('0').rstrip('.') if '.' in mantissa else mantissa}e{exponent}"
 
 
-def fixed(value: float | None, places: int = 3) -> str:
+def fixed(value: float | None) -> str:
     """Write three places after the point."""
     if value is None or not math.isfinite(value):
         return MISSING
-    rounded = Decimal(value).quantize(Decimal((0, (1,), -places)), ROUND_HALF_UP)
+    rounded = Decimal(value).quantize(Decimal((0, (1,), -3)), ROUND_HALF_UP)
     return f"{abs(rounded):f}" if rounded == 0 else f"{rounded:f}"
 
 

@@ -66,15 +66,14 @@ def read(source: str | os.PathLike[str] | ByteRange, nesting: int = 0) -> Any:
     raise FileError(f"{byte_range.label} {_mistaken(byte_range, head)}")
 
 
-def unpickle(data: bytes, persistent_load: Callable[[Any], Any] | None = None, name: str = "the pickle") -> Any:
+def unpickle(data: bytes, name: str = "the pickle") -> Any:
     """Read one plain pickle in memory; nothing in it is executed.
 
     Args:
         data: The pickle.
-        persistent_load: Returns the object for a reference to something outside of the pickle.
         name: What to call it in messages.
     """
-    return Machine(data, name, persistent_load=persistent_load, nested_load=_nested(name, 0)).run()
+    return Machine(data, name, nested_load=_nested(name, 0)).run()
 
 
 def zip_entries(source: str | os.PathLike[str] | ByteRange) -> Mapping[str, ByteRange]:
