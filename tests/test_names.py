@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -168,3 +169,46 @@ def test_a_pattern_that_excludes_nothing_is_told(name):
 def test_an_empty_mapping_is_told_as_such():
     with pytest.raises(NamingError, match="it holds no tensors"):
         align({}, {"w": torch.ones(2)}, ("the importance", "the model"))
+
+
+SMALL = {"w": torch.ones(2, 4)}
+USES = {
+    "average": lambda x: squisher.merge.average([x, x]),
+    "base": lambda x: squisher.merge.task_arithmetic(x, [SMALL]),
+    "prune": lambda x: squisher.prune.weights(x, SMALL, 0.5),
+    "prune without importance": lambda x: squisher.prune.weights(x, None, 0.5, score="magnitude"),
+    "importance": lambda x: squisher.prune.weights(SMALL, x, 0.5),
+    "scores": lambda x: squisher.prune.scores(x, SMALL),
+    "reset": lambda x: squisher.mask.reset_outside(x, SMALL, {"w": torch.ones(2, 4).bool()}),
+    "unlearn": lambda x: squisher.unlearn.dampen(x, SMALL, SMALL),
+    "quantize": lambda x: squisher.quantize.sensitivity(x, SMALL),
+    "simulate": lambda x: squisher.quantize.simulate(x, {"w": 4}),
+    "patch": lambda x: squisher.patch.make(SMALL, x, "p.safetensors"),
+    "patch base": lambda x: squisher.patch.make(x, SMALL, "p.safetensors"),
+}
+
+
+@pytest.mark.parametrize("wrong", [[SMALL], {0: torch.ones(2, 4)}, torch.ones(2, 4)], ids=["list", "key", "tensor"])
+@pytest.mark.parametrize("use", USES)
+def test_what_is_no_mapping_of_names_is_refused_in_words(use, wrong):
+    """Half of them ended with a TypeError of Python."""
+    with pytest.raises(SquisherError, match="mapping|names"):
+        USES[use](wrong)
+
+
+@pytest.mark.parametrize("use", [use for use in USES if not use.startswith("prune")])
+def test_a_module_is_refused_where_its_weights_are_meant(use):
+    with pytest.raises(SquisherError, match="Linear"):
+        USES[use](nn.Linear(4, 2))
+
+
+def test_fractions_and_factors_may_be_numbers_of_numpy():
+    half = np.float32(0.5)
+    assert squisher.mask.top_k(SMALL, half).kept == 4
+    assert squisher.merge.ota(SMALL, [SMALL], [SMALL], keep=half)["w"].equal(SMALL["w"])
+    assert squisher.unlearn.dampen(SMALL, SMALL, SMALL, half).counts() == {"w": (0, 8)}
+
+
+def test_combine_says_that_a_plain_mapping_says_nothing():
+    with pytest.raises(SquisherError, match=r"squisher\.Importance"):
+        squisher.Importance.combine([SMALL, SMALL])

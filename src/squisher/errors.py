@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import importlib
 from collections.abc import Collection, Iterable
+from numbers import Real
 from typing import Any
 
 __all__ = [
@@ -107,7 +108,7 @@ def check_positive(what: str, value: Any) -> None:
     Raises:
         ArgumentError: The message says what was given.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < float("inf"):
         raise ArgumentError(f"is a positive number, not {value!r}.", what)
 
 
@@ -122,5 +123,5 @@ def check_fraction(what: str, value: Any, of: str) -> None:
     Raises:
         ArgumentError: The message says what was given.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise ArgumentError(f"is the fraction {of}, from 0 to 1, not {value!r}.", what)

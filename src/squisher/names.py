@@ -19,7 +19,7 @@ from .errors import NamingError, SquisherError, SquisherWarning, near
 from .storage.tensors import Computed, chunks_of, dtype_of, name_pattern, shape_of, tied_names
 
 __all__ = [
-    "LiveParameter", "adapter_file_name", "align", "align_mask", "align_tied", "check_boolean", "check_known", "check_like", "check_unquantized", "equal", "excluded", "find",
+    "LiveParameter", "adapter_file_name", "align", "align_mask", "align_tied", "check_boolean", "check_known", "check_like", "check_named", "check_unquantized", "equal", "excluded", "find",
     "live_parameters", "live_tensors", "pattern_of", "shared",
 ]  # fmt: skip
 
@@ -58,6 +58,8 @@ def align(
     Raises:
         NamingError: A name, a shape or a type does not fit, two names are one tensor, or nothing is left.
     """
+    check_named(tensors, called[0])
+    check_named(others, called[1])
     left_out = excluded(exclude, [*tensors, *others], tied)
     names, other_names = ([name for name in m if name not in left_out] for m in (tensors, others))
     known = set(other_names)
@@ -107,6 +109,7 @@ def align_tied(
     Raises:
         NamingError: As for `align`; or two names of one tensor have different values.
     """
+    check_named(weights, called[1])
     aliases = tied_names(weights) if aliases is None else aliases
     found: dict[str, str] = {}
     for match, name in align(tensors, weights, called, tied={**(tied or {}), **aliases}, exclude=exclude).items():
@@ -129,6 +132,21 @@ def align_mask(mask: Mapping[str, Tensor], weights: Mapping[str, Tensor], called
     check_boolean(mask)
     names, aliases = align_tied(mask, weights, ("the mask", called)) if mask else ({}, {})
     return Computed(mask, names | {alias: names[first] for alias, first in aliases.items()})
+
+
+def check_named(tensors: object, called: str) -> None:
+    """Refuse what is no mapping from names to tensors; reads no data.
+
+    Raises:
+        SquisherError: It is something else, such as a module or a list.
+    """
+    found = f"is a {type(tensors).__name__}"
+    if isinstance(tensors, Mapping):
+        found = next((f"has the key {key!r}" for key in tensors if not isinstance(key, str)), "")
+    if found:
+        raise SquisherError(
+            f"{_first(called)} {found}; a mapping from names to tensors is expected, such as model.state_dict()."
+        )
 
 
 def check_boolean(mask: Mapping[str, Tensor]) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import __version__
 from .errors import FileError, NamingError, SquisherError, near
-from .names import align_mask, check_known, check_like, shared
+from .names import align_mask, check_known, check_like, check_named, shared
 from .storage import safetensors
 from .storage.tensors import CHUNK, Computed, LazyTensors, Progress, chunks_of, dtype_of, numel_of, shape_of
 
@@ -125,6 +125,8 @@ def _matched(
     base: Mapping[str, Tensor], tuned: Mapping[str, Tensor], mask: Mapping[str, Tensor] | None
 ) -> tuple[set[str], Mapping[str, Tensor] | None]:
     """Return the tensors to compare entry by entry (others are stored whole), and the mask under all names."""
+    check_named(base, "the base")
+    check_named(tuned, "the tuned model")
     if not any(name in base for name in tuned):
         example = next(iter(tuned), "")
         raise NamingError(f"No tensor of the tuned model is in the base, for example {example!r}.{near(example, base)}")
@@ -283,6 +285,7 @@ def apply(base: Mapping[str, Tensor], path: str | os.PathLike[str]) -> Mapping[s
         NamingError: The base lacks a tensor of the patch's base. Other values are refused when they are read.
     """
     path = Path(path)
+    check_named(base, "the base")
     make = "squisher patch make BASE TUNED --out PATCH"
     data, metadata = safetensors.open_kind(path, "patch", FORMAT_VERSION, make)
     hashes, entries, names = (metadata.get(key) for key in ("base", "tensors", "names"))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .errors import ArgumentError, SquisherError, check_choice, check_positive
 from .importance import checked, tied_in
-from .names import align_tied, check_known, check_unquantized, excluded
+from .names import align_tied, check_known, check_named, check_unquantized, excluded
 from .storage.tensors import (
     CHUNK,
     Computed,
@@ -254,6 +254,7 @@ def simulate(
     """
     if not isinstance(bits, Mapping):
         raise ArgumentError(f"are widths by tensor, such as plan.bits, not {bits!r}.", "bits")
+    check_named(weights, "the model")
     check_known(bits, weights, ("the plan", "the model"))
     check_unquantized(weights, bits)
     for name in bits:

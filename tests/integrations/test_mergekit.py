@@ -113,6 +113,8 @@ def test_it_gives_what_merge_fisher_gives(models, tmp_path, shared, options):
         (lambda t: t.replace("importance-of-c", "nothing"), "There is no file"),
         (lambda t: t.replace("parameters: {}", "parameters: {normalize: l1}"), "normalize is mean, l2 or none"),
         (lambda t: t.replace("parameters: {}", "parameters: {floor: '+1.0'}"), "floor is relative or a number, not '+1.0'"),
+        (lambda t: t.replace("parameters: {}", "parameters: {flor: 1.0}"), "has 'flor', which squisher_fisher does not have"),
+        (lambda t: t.replace("weight: 1.0", "wieght: 1.0"), "Did you mean 'weight'"),
         (lambda t: t.replace("merge_method", "method"), "is not a mergekit configuration"),
         (lambda t: "merge_method: squisher_fisher\nslices:\n  - sources:\n      - model: x\n        layer_range: [0, 1]\n",
          "does not take slices"),

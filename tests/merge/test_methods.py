@@ -301,7 +301,7 @@ def test_batch_sizes_are_brought_to_one_scale_and_never_mixed_silently(tmp_path)
         (lambda m, f: merge.ubgm(m[0], m, torch.ones(3), f), "maps names to tensors"),
         (lambda m, f: merge.fisher(m, f, floor=None), "floor is relative or a number"),
         (lambda m, f: merge.fisher(m, [f[0], torch.ones(3)]), "maps names to tensors"),
-        (lambda m, f: merge.ota(m[0], m, f, None), "keep is a fraction"),
+        (lambda m, f: merge.ota(m[0], m, f, None), "keep is the fraction"),
         (
             lambda m, f: merge.fisher(m, [f[0], {n: t * 1e-41 for n, t in f[1].items()}], normalize="l2")["body.bias"],
             "0 everywhere",

@@ -101,7 +101,7 @@ def test_each_model_has_its_own_fraction_and_zero_importance_gives_the_mean():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"keep": 1.5}, "keep is a fraction"),
+        ({"keep": 1.5}, "keep is the fraction"),
         ({"keep": [0.5]}, "3 models"),
         ({"importances": [{"body.weight": torch.ones(13, 5)}] * 3}, "no importance"),
         ({"scale": "fisher"}, "auto"),

@@ -87,6 +87,7 @@ def merge(
         as_json,
         {"out": str(out), **report.to_dict()},
         f"{out}: {report.merged} tensors of {count} model{'s' * (count != 1)} merged ({method}).",
+        report.adapters or "",
         "; ".join(f"{model}: {used}" for model, used in zip(report.models, report.importances, strict=False)),
         shell.with_reasons("Kept as in the first model", report.kept),
         shell.with_reasons("No importance, averaged", report.averaged),

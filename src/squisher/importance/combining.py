@@ -183,6 +183,11 @@ def with_shares(importances: Sequence[Importance], weights: str | Sequence[float
     """Return each importance with its share of the mean; refuse those that cannot be averaged."""
     if not importances:
         raise SquisherError("combine needs at least one importance, but got none.")
+    for importance in importances:
+        if not isinstance(importance, Importance):
+            raise SquisherError(
+                f"combine takes importances, and a {type(importance).__name__} does not say what it is: wrap it in squisher.Importance(...)."
+            )
     first = importances[0]
     for other in importances[1:]:
         align(first, other, ("one importance", "the other"), both=True)

@@ -27,6 +27,7 @@ from ..importance import FILE_NAME, Importance, load, tied_in
 from ..importance.weights import check_weights
 from ..merge import average, fisher
 from ..merge.inputs import graded, matched
+from ..names import check_known
 from ..storage.atomic import new_folder
 from ..storage.byte_range import ByteRange
 from ..storage.folders import open_model
@@ -37,6 +38,9 @@ __all__ = ["METHOD", "register", "run"]
 METHOD = "squisher_fisher"
 _LONGEST = 1_000_000  # characters of a configuration
 _LARGEST = 100_000  # values in it, with every alias written out
+
+
+_PARAMETERS = ("importance", "weight", "floor", "normalize", "scale", "missing")
 
 
 class _Settings(NamedTuple):
@@ -183,6 +187,13 @@ def _check(config: Any) -> None:
     ):
         if getattr(config, key, None):
             raise SquisherError(f"{METHOD} does not take {key} in a mergekit configuration: {why}.")
+    given = [config.parameters, *(model.parameters for model in config.models or ())]
+    check_known(
+        [name for parameters in given for name in parameters or {}],
+        _PARAMETERS,
+        ("the configuration", METHOD),
+        "mergekit would leave such a parameter out without a word.",
+    )
 
 
 def register() -> None:

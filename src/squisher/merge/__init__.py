@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..errors import ArgumentError, SquisherError, check_choice
+from ..errors import ArgumentError, SquisherError, check_choice, check_fraction
 from ..importance import checked
+from ..names import check_named
 from .formulas import Fisher, Grafting, Matching, Mean
 from .inputs import prepared
 from .lazy import Merged
@@ -231,16 +232,17 @@ def ota(
     """
     importances = one_each(importances, models)
     floors, adds = as_floors(floor, len(models))
-    each: Any = keep if isinstance(keep, Sequence) else [keep] * len(models)
-    keeps = [float(k) if isinstance(k, Real) else math.nan for k in each]
-    if len(keeps) != len(models) or not all(0 <= k <= 1 for k in keeps):
-        raise ArgumentError(
-            f"is a fraction from 0 to 1, one for all or one for each of {len(models)} models, not {keep!r}.", "keep"
-        )
+    keeps: Any = keep if isinstance(keep, Sequence) else [keep] * len(models)
+    if len(keeps) != len(models):
+        raise ArgumentError(f"is one fraction for all or one for each of {len(models)} models, not {keep!r}.", "keep")
+    for k in keeps:
+        check_fraction("keep", k, "of a model's changes that count")
     used, _ = taking_part(models, None, [base])
     everyone = [*models, base]
     layout, averaged, ready = prepared(everyone, used, exclude, importances, missing, scale)
-    formula = Grafting(base, list(models), ready, keeps, floors, adds, frozenset(averaged), as_work(precision))
+    formula = Grafting(
+        base, list(models), ready, list(map(float, keeps)), floors, adds, frozenset(averaged), as_work(precision)
+    )
     return Merged(everyone, layout, formula, averaged=averaged, dtype=as_dtype(dtype))
 
 
@@ -262,9 +264,9 @@ def taking_part(
         raise SquisherError("models is a list of mappings from names to tensors, one per model.")
     everyone = [(f"Model {k + 1}", model) for k, model in enumerate(models)]
     for who, model in [*everyone, *(("The base", one) for one in base)]:
-        if not isinstance(model, Mapping) or not model:
-            what = "empty" if isinstance(model, Mapping) else f"a {type(model).__name__}"
-            raise SquisherError(f"{who} is {what}; a mapping from names to tensors is expected, such as state_dict().")
+        check_named(model, who)
+        if not model:
+            raise SquisherError(f"{who} is empty: it holds no tensors.")
     numbers = as_numbers("coefficient", coefficients, len(models), least=-math.inf if negative else 0.0)
     used = [k for k, number in enumerate(numbers) if number]
     if not used:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..errors import ArgumentError, SquisherError, check_choice, check_fraction
 from ..importance import checked, tied_in
-from ..names import align, align_tied, check_unquantized, excluded, live_parameters
+from ..names import align, align_tied, check_named, check_unquantized, excluded, live_parameters
 from ..order import Source, choose, per_source
 from ..storage.tensors import (
     CHUNK,
@@ -96,6 +96,7 @@ def weights(
     if isinstance(model_or_weights, nn.Module):
         stored, owners, aliases = _of_module(model_or_weights)
     else:
+        check_named(model_or_weights, "the model")
         stored = model_or_weights
         aliases = tied_names(stored)
     fitted = _fitted(stored, importance, aliases, exclude, set(owners) or None)
@@ -288,6 +289,7 @@ def scores(
         SquisherError: The score does not exist or needs an importance; on reading: ½θ²F is more than the type holds.
     """
     check_score(score, importance)
+    check_named(weights, "the model")
     if importance is None:
         return Scores(weights, None, score, seed, list(weights))
     align(importance, weights, ("the importance", "the model"))
