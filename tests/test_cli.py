@@ -64,6 +64,28 @@ def test_a_checkpoint_is_extracted_on_the_fly(checkpoint):
     assert json.loads(run("inspect", checkpoint[0], "--json").stdout)["provenance"]["kind"] == "squisher"
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "scale of a Fisher needs --batch-size"),
+        (["--batch-size", 16, "--loss-reduction", "token_mean"], "--batch-tokens"),
+        (["--batch-tokens", 100], "--loss-reduction"),
+        (["--batch-size", 16, "--raw"], "without bias correction"),
+        (["--batch-size", 16], None),
+    ],
+)
+def test_extract_says_what_the_scale_of_a_fisher_lacks(checkpoint, tmp_path, options, words):
+    said = run("extract", checkpoint[0], "--out", tmp_path, *options).stdout
+    assert ("scale of a Fisher" in said) == (words is not None)
+    assert words is None or words in said.splitlines()[-1]
+    imp = squisher.load(tmp_path)
+    if words is None:
+        assert imp.as_fisher().provenance.per_unit
+    else:
+        with pytest.raises(squisher.SquisherError):
+            imp.as_fisher()
+
+
 def test_pictures(checkpoint, tmp_path):
     for command in (["inspect", checkpoint[0]], ["compare", checkpoint[0], checkpoint[0]]):
         picture = tmp_path / f"{command[0]}.png"

@@ -284,3 +284,8 @@ def test_sparse_adam_is_known_by_its_group():
 @pytest.mark.parametrize("step", [2.5, float("nan"), float("inf")])
 def test_a_count_that_is_no_whole_number_is_none(step):
     assert step_of({"step": step}, {}) is None
+
+
+def test_a_state_with_both_moments_is_not_called_lion():
+    with pytest.raises(NoAccumulatorError, match="not one that is known: its state has the keys exp_avg, exp_avg_sq"):
+        identify(["exp_avg", "exp_avg_sq"], ["lr"])

@@ -63,6 +63,10 @@ WRAPPINGS = {
     "timm, with a namespace": lambda m, o: {"state_dict": m.state_dict(), "optimizer": o.state_dict(), "args": argparse.Namespace(lr=1)},
     "a list of optimizers": lambda m, o: {"state_dict": m.state_dict(), "optimizers": [o.state_dict()]},
     "deep inside": lambda m, o: {"x": [{"y": ({"net": m.state_dict()}, {"opt": {"inner": o.state_dict()}})}]},
+    "a module's own state among its weights": lambda m, o: {
+        "model": {**m.state_dict(), "conv._extra_state": {"amax": torch.ones(2), "scale": torch.ones(2)}, "_extra_state": None},
+        "optimizer": o.state_dict(),
+    },
     "compiled and parallel": lambda m, o: {
         "model": {f"module._orig_mod.{k}": v for k, v in m.state_dict().items()}, "optimizer": o.state_dict(),
     },
@@ -87,6 +91,8 @@ def test_a_bare_state_needs_names_and_takes_them_from_a_list_a_file_or_the_model
     names = [name for name, _ in run[0].named_parameters()]
     assert check(path, *run, names=names).provenance.naming.level == "given"
     (tmp_path / "names.txt").write_text("\n".join(names))
+    check(path, *run, names=tmp_path / "names.txt")
+    (tmp_path / "names.txt").write_bytes("\r\n".join(names).encode("utf-8-sig"))  # as Windows writes it
     check(path, *run, names=tmp_path / "names.txt")
     imp = check(path, *run, model=run[0])
     assert str(imp.provenance.naming) == "convention: the model, registration order in one group"
@@ -132,6 +138,16 @@ def test_frozen_parameters_are_listed_and_equal_shapes_refused(tmp_path):
         squisher.extract(path)
     imp = check(path, *run, trainable="embed|norm|head")
     assert str(imp.provenance.naming).endswith("registration order in one group")
+
+
+def test_a_pattern_that_finds_nothing_and_weights_of_another_model_are_told(tmp_path, run):
+    path, wide = tmp_path / "c.pt", tmp_path / "wide.pt"
+    torch.save({"model": run[0].state_dict(), "optimizer": run[1].state_dict()}, path)
+    with pytest.raises(ArgumentError, match="trainable is 'encoder', which finds no parameter.*scale"):
+        squisher.extract(path, trainable="encoder")
+    torch.save({name: torch.cat([t, t], -1) if t.ndim else t for name, t in run[0].state_dict().items()}, wide)
+    with pytest.warns(squisher.SquisherWarning, match="wide.pt lacks most parameters"):
+        squisher.extract(path, base_model=wide)
 
 
 def test_a_pickled_optimizer_and_model_are_never_executed(tmp_path, run):

@@ -123,6 +123,9 @@ def _has_earlier(source: str) -> bool:
 
 def _extracted(importance: Importance, target: Path, unused: list[str]) -> str:
     """Describe the result; `unused` names sources that could have proven names."""
+    from ..errors import ScaleError
+    from ..importance.provenance import fisher_factor
+
     p = importance.provenance
     optimizer = p.optimizer or {}
     names = list({g.get("class"): None for g in optimizer.get("groups", [])} or {optimizer.get("class"): None})
@@ -137,10 +140,18 @@ def _extracted(importance: Importance, target: Path, unused: list[str]) -> str:
     lines = [f"{target}: {len(importance)} tensors of {classes}{after}.", *_named(importance, unused)]
     if p.absent:
         example, why = next(iter(p.absent.items()))
-        lines.append(f"{len(p.absent)} parameters have no importance, for example {example!r} ({why}).")
+        have = "parameter has" if len(p.absent) == 1 else "parameters have"
+        lines.append(f"{len(p.absent)} {have} no importance, for example {example!r} ({why}).")
     lines += [f"Note: {one}" for one in p.pollution]
-    if p.batch_size is None and p.batch_tokens is None:
-        lines.append("The batch size is not known: rankings are right, the scale of a Fisher needs --batch-size.")
+    try:
+        fisher_factor(p)
+    except ScaleError as error:
+        plain = p.bias_corrected and p.batch_size is None and p.loss_reduction != "token_mean"
+        lines.append(
+            "The batch size is not known: rankings are right, the scale of a Fisher needs --batch-size."
+            if plain and p.batch_tokens is None
+            else f"It cannot be brought to the scale of a Fisher: {error}"
+        )
     return "\n".join(lines)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -116,6 +116,7 @@ def extract(
         read = read_source(path, options)
         given = None if names is None else given_names(names)
         found = _with_what_is_known(read, live, given, options)
+        _check_earlier(found.models, path, options)
         states, unusable = _usable(found.optimizers, options)
         named, naming, own = _named(states, found, given, options)
         importance = _assembled(named, naming, replace(found, parameters=own), known, unusable, bias_correction)
@@ -164,16 +165,47 @@ def _with_what_is_known(found: Found, model: nn.Module | None, given: Sequence[s
             raise FileError(f"{options.base_model} holds no weights to compare with.")
         found = replace(found, models=[(label, with_earlier(listed, before)) for label, listed in found.models])
     if options.trainable is not None:
-        pattern = options.trainable
-        found = replace(
-            found,
-            models=[(label, matching(listed, pattern)) for label, listed in found.models],
-            later=([(label, matching(listed, pattern)) for label, listed in tier] for tier in found.later),
-        )
+        found = _only_trained(found, options.trainable)
     shapes = {name: c.shape for c in found.parameters for name in (c.live_name, c.name) if name}
     blocks = [[unblocked(e, shapes.get(e.name or "")) for e in one.entries] for one in found.optimizers]
     joined = [replace(one, entries=entries) for one, entries in zip(found.optimizers, blocks, strict=True)]
     return replace(found, optimizers=joined)
+
+
+def _check_earlier(models: Sequence[Source], path: Path, options: Options) -> None:
+    """Warn of weights that training cannot have started from; the base model of an adapter has none of its weights."""
+    if options.base_model is None or (path / "adapter_config.json").is_file():
+        return
+    known = {label: sum(c.before is not None for c in listed) / len(listed) for label, listed in models if listed}
+    if known and max(known.values()) < 0.5:
+        label, listed = next((label, listed) for label, listed in models if label == max(known, key=known.__getitem__))
+        unlike = next(c for c in listed if c.before is None)
+        warnings.warn(
+            f"{options.base_model} lacks most parameters of {label}, such as {unlike.name!r} of shape {unlike.shape}: is it what training "
+            "started from?",
+            SquisherWarning,
+            stacklevel=3,
+        )
+
+
+def _only_trained(found: Found, pattern: str) -> Found:
+    """Return the evidence with the parameters whose names a regular expression finds.
+
+    Raises:
+        ArgumentError: It finds none.
+    """
+    models = [(label, matching(listed, pattern)) for label, listed in found.models]
+    later: Iterable[list[Source]] = (
+        [(label, matching(listed, pattern)) for label, listed in tier] for tier in found.later
+    )
+    first = next((c.name for _, listed in found.models for c in listed), None)
+    if first is not None and not any(listed for _, listed in models):
+        later = list(later)  # several networks together are called by their keys
+        if not any(listed for tier in later for _, listed in tier):
+            raise ArgumentError(
+                f"is {pattern!r}, which finds no parameter: they are called {first!r} and so on.", "trainable"
+            )
+    return replace(found, models=models, later=later)
 
 
 def _knowing(models: Sequence[Source], names: Sequence[str]) -> list[Source]:

@@ -348,7 +348,7 @@ def given_names(names: Sequence[str] | str | os.PathLike[str]) -> list[str]:
         return list(names)
     path = Path(names)
     try:
-        text = path.read_text("utf-8")
+        text = path.read_text("utf-8-sig")  # editors on Windows write a mark in front
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise FileError(f"Cannot read the names in {path}: {reason}.") from error

@@ -323,5 +323,5 @@ TABLE: tuple[Accumulator, ...] = (
     row("SGD", "", group="momentum dampening", refusal="keeps nothing of the gradient"),
     row("ZeroRedundancyOptimizer", "", class_only=True, refusal="keeps the state of a parameter on one rank alone",
          advice="Call consolidate_state_dict() on every rank, save state_dict() on the first, and extract from that file."),
-    row("Lion", "exp_avg", refusal=MOMENTUM, classes="Lion DistributedLion"),
+    row("Lion", "exp_avg", without="exp_avg_sq", refusal=MOMENTUM, classes="Lion DistributedLion"),
 )  # fmt: skip

@@ -351,6 +351,9 @@ def shortened(text: object, length: int = 80) -> str:
 _DEPTH = 8  # deeper than any training script nests; the walk stays short on hostile files
 
 
+_EXTRA = "_extra_state"  # where a module's get_extra_state stands among its weights: anything at all
+
+
 def find_weights(tree: Any, least: int = 2) -> Iterator[tuple[str, dict[str, StoredTensor]]]:
     """Yield every dictionary of named tensors outside what optimizers save, and every pickled module, with its place.
 
@@ -359,10 +362,10 @@ def find_weights(tree: Any, least: int = 2) -> Iterator[tuple[str, dict[str, Sto
     for place, value in walk(tree):
         if _is_module(value):
             yield place, dict(_of_module(value))
-        elif isinstance(value, dict) and len(value) >= least and not is_optimizer(value):
-            tensors = {k: v for k, v in value.items() if isinstance(v, StoredTensor)}
-            if len(tensors) == len(value) and all(isinstance(name, str) for name in tensors):
-                yield place, tensors
+        elif isinstance(value, dict) and not is_optimizer(value) and all(isinstance(name, str) for name in value):
+            named = {name: v for name, v in value.items() if not name.endswith(_EXTRA)}
+            if len(named) >= least and all(isinstance(v, StoredTensor) for v in named.values()):
+                yield place, named
 
 
 def is_optimizer(value: Any) -> bool:
@@ -415,7 +418,7 @@ def _inside(place: str, value: Any) -> Iterator[tuple[str, Any]]:
         whole = ("_parameters", "_modules", "_buffers") if _is_module(value) else ()  # these are read as one
         value = {**{k: v for k, v in value.attributes.items() if k not in whole}, **value.mapping}
     if isinstance(value, dict):
-        items = [(str(key), item) for key, item in value.items()]
+        items = [(str(key), item) for key, item in value.items() if not str(key).endswith(_EXTRA)]
     elif isinstance(value, (list, tuple)):
         items = [(str(k), item) for k, item in enumerate(value)]
     else:
