@@ -106,3 +106,39 @@ def test_a_product_that_is_wrong_is_noticed(monkeypatch):
     expected = squisher.fisher(model, batches, likelihood="categorical", method="loop")
     assert "differs from the loop" in found.provenance.coverage["loop"]["0.weight"]
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("used", [[0], [2], [1, 3], []])
+@pytest.mark.parametrize("on_left", [True, False])
+@pytest.mark.parametrize("shape", [(5, 7), (200, 100)])
+def test_positions_without_a_gradient_are_left_out(shape, on_left, used):
+    torch.manual_seed(0)
+    left, right = (torch.randn(4, 6, size) for size in shape)
+    gradient = left if on_left else right
+    gradient[:, [n for n in range(6) if n not in used]] = 0.0
+    outer, total = Outer(left, right, on_left), torch.zeros(shape)
+    outer.add_squares(total)
+    torch.testing.assert_close(total, torch.bmm(left.mT, right).square().sum(0), rtol=1e-4, atol=1e-5)
+    (right if on_left else left)[0, 5, 0] = torch.inf  # zero times infinity is not a number, as in the loop
+    outer.add_squares(total)
+    assert total.isnan().any() == torch.bmm(left.mT, right).isnan().any()
+
+
+class _ClassToken(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.below, self.mix, self.above = (torch.nn.Linear(*form) for form in ((8, 8), (5, 5), (8, 200)))
+        self.head = torch.nn.Linear(200, 4)
+
+    def forward(self, x):
+        return self.head(self.above(self.mix(self.below(x).tanh().mT).mT)[:, 2].tanh())
+
+
+@pytest.mark.parametrize("labels", ["data", "exact"])
+def test_a_class_tokens_layers(labels):
+    torch.manual_seed(0)
+    model, batches = _ClassToken(), [(torch.randn(6, 5, 8), torch.randint(0, 4, (6,)))]
+    found = squisher.fisher(model, batches, likelihood="categorical", labels=labels, method="fast")
+    expected = squisher.fisher(model, batches, likelihood="categorical", labels=labels, method="loop")
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-4, atol=1e-7)

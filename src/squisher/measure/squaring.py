@@ -15,7 +15,7 @@ from ..ranks import is_sharded
 from .batches import Batch
 from .capture import Capture, Obstacle, Use
 from .likelihood import Objective, Outputs
-from .rules import Dense, Gradients, Outer, Squares, add_product, add_squares
+from .rules import Dense, Gradients, Outer, add_outer, add_squares
 from .sampling import normals
 from .sharded.parallel import local_gradient, shard_of_gradients
 
@@ -122,18 +122,17 @@ class Pass(Capture):
             return
         self.types.add(g.dtype)
         with _full_precision(g.device.type), torch._C.DisableTorchFunction():
-            squares = None if is_sharded(g) else Squares(g)  # a bias and its weight need the same ones
             for use in uses:
                 gradients = partial(shard_of_gradients, use.source, use.rule) if is_sharded(g) else use.rule.gradients
                 if self.bounds is not None:
                     for name in self._names_behind(use.source) if id(use.source) in self._names else ():
                         bound = gradients(g.square(), use.dim, self.examples, squared=True)
                         self.bounds.setdefault(name, []).append(bound)
-                self._take(use.source, gradients(g, use.dim, self.examples), squares)
+                self._take(use.source, gradients(g, use.dim, self.examples))
         if not self.many:
             uses.clear()  # no other column comes: the inputs that the rules hold are free
 
-    def _take(self, source: Tensor, summand: Gradients, squares: Squares | None) -> None:
+    def _take(self, source: Tensor, summand: Gradients) -> None:
         key = id(source)
         name = self._names.get(key)
         self._arrivals[key] = self._arrivals.get(key, 0) + 1
@@ -156,7 +155,7 @@ class Pass(Capture):
         if self.many and not self._sharded and isinstance(summand, Outer) and summand.left.shape[1] == 1:
             self._aggregate(name, summand)
         else:
-            summand.add_squares(self.sums[name], squares)
+            summand.add_squares(self.sums[name])
 
     def _aggregate(self, name: str, summand: Outer) -> None:
         """Sum the squares over columns first: Σ_columns (g²)ᵀ(a²) = (Σ_columns g²)ᵀ(a²) takes one matrix product."""
@@ -214,9 +213,9 @@ class Pass(Capture):
             for name, (summand, squares) in self._squares.items():
                 total = self.sums[name].view(summand.left.shape[2], -1)
                 if summand.gradient_on_left:
-                    add_product(total, squares, summand.right[:, 0].to(total.dtype).square())
+                    add_outer(total, squares, summand.right[:, 0].to(total.dtype).square())
                 else:
-                    add_product(total, summand.left[:, 0].to(total.dtype).square(), squares)
+                    add_outer(total, summand.left[:, 0].to(total.dtype).square(), squares)
             self._squares.clear()
 
 

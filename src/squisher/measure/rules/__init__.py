@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from .attention import multi_head_attention, supports
-from .base import Gradients, Rule, Squares, Uses
+from .base import Gradients, Rule, Uses
 from .convolution import CONVOLUTION, ConvolutionGradients
-from .linear import LINEAR, Einsum, Grouped, Linear, Outer, add_product, einsum_terms, join_outer, outer_squares
+from .linear import LINEAR, Einsum, Grouped, Linear, Outer, add_outer, einsum_terms, join_outer, outer_squares
 from .lookup import LOOKUP, Lookup, RoutedLookup, Rows, join_rows
 from .norm import BROADCAST, Broadcast, Dense
 from .recurrent import in_steps
@@ -32,8 +32,7 @@ __all__ = [
     "Outer",
     "RoutedLookup",
     "Rule",
-    "Squares",
-    "add_product",
+    "add_outer",
     "add_squares",
     "einsum_terms",
     "examples_of",

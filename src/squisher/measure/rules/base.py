@@ -15,31 +15,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["Gradients", "Rule", "Squares", "Uses", "square_of", "to_examples"]
-
-
-class Squares:
-    """The squares of one gradient of an output, computed once for all uses."""
-
-    def __init__(self, gradient: Tensor):
-        self.gradient = gradient
-        self.value: Tensor | None = None
-
-    def of(self, t: Tensor) -> Tensor:
-        """Return the square of a tensor, kept if it is all of the gradient as it lies in memory."""
-        g = self.gradient
-        if t.data_ptr() != g.data_ptr() or t.numel() != g.numel() or t.dtype != g.dtype or not t.is_contiguous():
-            return t.square()
-        if self.value is None:
-            self.value = t.square()
-        return self.value.view(t.shape)
+__all__ = ["Gradients", "Rule", "Uses", "to_examples"]
 
 
 class Gradients(Protocol):
     """The gradients of one use of a parameter, for all examples."""
 
-    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
-        """Add Σ_n (gradient of example n)² to `total`, which has the parameter's shape; `squares` may know some already."""
+    def add_squares(self, total: Tensor) -> None:
+        """Add Σ_n (gradient of example n)² to `total`, which has the parameter's shape."""
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """Return the gradient of one example, in full."""
@@ -72,8 +55,3 @@ def to_examples(t: Tensor, dim: int, examples: int) -> Tensor:
     if t.shape[0] == examples:
         return t.unsqueeze(1)
     return t.unflatten(0, (examples, t.shape[0] // examples))
-
-
-def square_of(t: Tensor, squares: Squares | None) -> Tensor:
-    """Return the square of a tensor, computed before if `squares` has it."""
-    return t.square() if squares is None else squares.of(t)

@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Gradients, Squares, Uses
+from .base import Gradients, Uses
 from .linear import TILE, Outer
-from .norm import Broadcast, Dense
+from .norm import Broadcast
 
 __all__ = ["CONVOLUTION", "Convolution", "ConvolutionGradients", "ConvolutionSettings"]
 
-MOST_GROUPED = 3 << 16
-"""Elements of a weight up to which a convolution with a group for each example is quicker than one convolution for each."""
+MOST_GROUPED = (
+    3 << 16
+)  # elements of a weight up to which a group for each example is quicker than a convolution for each
 
 
 @dataclass(frozen=True)
@@ -58,19 +59,20 @@ class ConvolutionGradients:
     g: Tensor
     examples: int
 
-    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
+    def add_squares(self, total: Tensor) -> None:
         """Add Σ_n (gradient of example n)²."""
         unfold = self.examples > 1 and self.can_unfold() and self._unfolding_pays(total)
-        if unfold:  # no more patches than fit into the cache
-            step = TILE * self.examples // (self.g[:, 0].numel() * self.settings.weight[0].numel())
-        else:  # small weights some examples at a time, as groups of one convolution
-            step = TILE // total.numel() if total.numel() <= MOST_GROUPED else 1
-        for start in range(0, self.examples, max(1, step)):
-            some = self._some(start, min(start + max(1, step), self.examples))
+        # As many examples as patches fit into the cache; of small weights some as groups of one convolution.
+        patches = self.g[:, 0].numel() // self.examples * self.settings.weight[0].numel()
+        size = patches if unfold else total.numel() if total.numel() <= MOST_GROUPED else TILE
+        step = max(1, TILE // size)
+        for start in range(0, self.examples, step):
+            some = self._some(start, min(start + step, self.examples))
             if unfold:
                 some.unfolded().add_squares(total)
-            else:
-                Dense(some._all()).add_squares(total)
+                continue
+            for gradient in some._all().to(total.dtype):
+                total.addcmul_(gradient, gradient)
 
     def _unfolding_pays(self, total: Tensor) -> bool:
         positions, kernel = self.g[0, 0].numel(), self.settings.weight.shape[2:]
@@ -91,21 +93,12 @@ class ConvolutionGradients:
         rule, dtype = self.settings, torch.promote_types(self.g.dtype, torch.float32)
         a, g = (t.unflatten(0, (self.examples, -1)).transpose(0, 1).flatten(1, 2).to(dtype) for t in (self.a, self.g))
         shape = rule.weight.shape
-        gradients = torch.ops.aten.convolution_backward(
-            g,
-            a,
-            # For its own gradient only its shape matters; a sharded one may not be there at this moment.
-            rule.weight.new_empty((self.examples * shape[0], *shape[1:]), dtype=dtype),
-            None,
-            rule.stride,
-            rule.padding,
-            rule.dilation,
-            rule.transposed,
-            list(rule.output_padding) or [0] * len(rule.stride),
-            self.examples * rule.groups,
-            [False, True, False],
-        )
-        return gradients[1].view(self.examples, *shape)
+        # For its own gradient only its shape matters; a sharded one may not be there at this moment.
+        weight = rule.weight.new_empty((self.examples * shape[0], *shape[1:]), dtype=dtype)
+        more = list(rule.output_padding) or [0] * len(rule.stride)
+        settings = (rule.stride, rule.padding, rule.dilation, rule.transposed, more, self.examples * rule.groups)
+        found = torch.ops.aten.convolution_backward(g, a, weight, None, *settings, [False, True, False])[1]
+        return found.view(self.examples, *shape)
 
     def can_unfold(self) -> bool:
         """Return whether it can be written as an outer product."""
@@ -121,13 +114,8 @@ class ConvolutionGradients:
             patches = F.unfold(a, tuple(kernel), tuple(rule.dilation), tuple(rule.padding), tuple(rule.stride))
         g = self.g.flatten(2)
         if a.shape[0] != self.examples:
-            patches, g = (_merge_images(t, self.examples) for t in (patches, g))
+            patches, g = (t.unflatten(0, (self.examples, -1)).transpose(1, 2).flatten(2) for t in (patches, g))
         return Outer(g.mT, patches.mT)
-
-
-def _merge_images(t: Tensor, examples: int) -> Tensor:
-    """(images, channels, positions) to (examples, channels, images per example · positions)."""
-    return t.unflatten(0, (examples, -1)).transpose(1, 2).flatten(2)
 
 
 def _convolution(

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Gradients, Squares, Uses, to_examples
+from .base import Gradients, Uses, to_examples
 
 __all__ = ["LOOKUP", "Lookup", "RoutedLookup", "Rows", "join_rows"]
 
@@ -64,7 +64,7 @@ class Rows:
     keys: Tensor
     values: Tensor
 
-    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
+    def add_squares(self, total: Tensor) -> None:
         """Add Σ_n (gradient of example n)²."""
         examples = self.keys.shape[0]
         height = total.shape[0]

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .base import Gradients, Squares, Uses, square_of, to_examples
+from .base import Gradients, Uses, to_examples
 
 __all__ = ["BROADCAST", "Broadcast", "Dense"]
 
@@ -90,13 +90,13 @@ class Dense:
 
     values: Tensor
 
-    def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
+    def add_squares(self, total: Tensor) -> None:
         """Add Σ_n (gradient of example n)²."""
         values = self.values.to(total.dtype)
         if values.shape[0] == 1:
             total.addcmul_(values[0], values[0])
         else:
-            total += square_of(values, squares).sum(0)
+            total += values.square().sum(0)
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """Return the gradient of one example, in full."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ... import ranks
 from ...ranks import local_of
 from ..batches import Batch
-from ..rules import Gradients, Squares, add_squares
+from ..rules import Gradients, add_squares
 from ..sharded.meshes import is_spread
 from ..sharded.shards import Group, Shards, WholeSums
 from ..sums import Sums
@@ -194,14 +194,11 @@ class _ShardedPass(StepPass):
             total = self._proof["arrived"][name]
             total.add_(gradient.to_dense().to(total.dtype))
 
-    def _add(self, name: str, summands: list[Gradients], squares: Squares | None) -> None:
+    def _add(self, name: str, summands: list[Gradients]) -> None:
         if name in self.refused:
             return
         total = self.whole[name]
-        if squares is not None and len(summands) == 1:
-            summands[0].add_squares(total, squares)
-        else:
-            add_squares(total, summands)
+        add_squares(total, summands)
         if name not in self.present and bool(total.any()):
             self.present.add(name)
         if not self._proof or self.weights is None:

@@ -21,7 +21,7 @@ from ..examples import SHARED, UNKNOWN, Call, Examples, Look, Other, State, repl
 from ..following import is_custom, is_random, nodes_behind
 from ..likelihood import Objective
 from ..proof import distance, tolerance_of, total_of
-from ..rules import Dense, Gradients, Rule, Squares, add_squares
+from ..rules import Dense, Gradients, Rule, add_squares
 from ..squaring import Pass
 from ..sums import Sums
 from .reductions import BY_CLASS, BY_ENTRY, REDUCTIONS, counted_in, factor_of
@@ -258,13 +258,13 @@ class StepPass(Pass):
         self._uses.clear()
         self._in_backward = True
 
-    def _take(self, source: Tensor, summand: Gradients, squares: Squares | None) -> None:
+    def _take(self, source: Tensor, summand: Gradients) -> None:
         key = id(source)
         self._arrivals[key] = self._arrivals.get(key, 0) + 1
         self._pending.setdefault(key, []).append(summand)
         name = self._names.get(key)
         if name is not None and name not in self._parts and self._arrivals[key] == self._expected[key]:
-            self._add(name, self._pending.pop(key), squares)
+            self._add(name, self._pending.pop(key))
 
     @torch.no_grad()
     def _pass_on(self, key: int, _: Tensor) -> None:
@@ -304,7 +304,7 @@ class StepPass(Pass):
         self.finite = self.finite and all(bool(g.isfinite().all()) for r in self.reductions for g in r.arrived)
         for key, summands in self._pending.items():
             if key in self._names:
-                self._add(self._names[key], summands, None)
+                self._add(self._names[key], summands)
         self._pending.clear()
 
     def release(self) -> None:
@@ -325,13 +325,11 @@ class StepPass(Pass):
             held.clear()
         self.sums, self.bounds = {}, None
 
-    def _add(self, name: str, summands: list[Gradients], squares: Squares | None) -> None:
+    def _add(self, name: str, summands: list[Gradients]) -> None:
         if name in self.refused:
             self._wanted.pop(name, None)
         elif self.weights is not None:
             self._compare(name, summands, self.weights)
-        elif len(summands) == 1:
-            summands[0].add_squares(self.sums[name], squares)
         else:
             add_squares(self.sums[name], summands)
 
