@@ -67,7 +67,7 @@ class Outer:
 
     def add_squares(self, total: Tensor, squares: Squares | None = None) -> None:
         """Add Σ_n (gradient of example n)²."""
-        outer_squares(total.view(self.left.shape[2], -1), self, squares=squares)
+        outer_squares(total.view(self.left.shape[2], self.right.shape[2]), self, squares=squares)
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """Return the gradient of one example, in full."""
