@@ -147,11 +147,11 @@ class Walk:
         engine: _Engine
         if self.method == "loop":
             engine = Loop(model, self.objective, parameters)
-            if self.objective.per == "example":
-                check_repeats(model, self.objective, batch.take(0, 1))
             if self.objective.per == "example" and batch.several_inputs():
                 whole = self.objective.outputs(model, batch).values.detach()
                 check_alone(model, self.objective, batch, whole, interacting=False)
+            if self.objective.per == "example":
+                check_repeats(model, self.objective, batch.take(0, 1))
         elif self.objective.per == "batch":
             engine = Joint(model, self.objective, parameters)
         else:
