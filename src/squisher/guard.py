@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import operator
+import pickle
+import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .errors import SquisherError
 
-__all__ = ["as_it_was", "begin_pass", "eager_original", "eagerly", "only_requiring", "refuse_batch_statistics"]
+__all__ = [
+    "as_it_was",
+    "begin_pass",
+    "eager_original",
+    "eagerly",
+    "only_requiring",
+    "random_states",
+    "refuse_batch_statistics",
+    "same_random_numbers",
+]
 
 _WRAPPERS = {"DistributedDataParallel": "module", "DataParallel": "module", "OptimizedModule": "_orig_mod"}
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -70,7 +84,7 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
     what a forward pass changes.
 
     Raises:
-        SquisherError: A parameter was changed inside.
+        SquisherError: A parameter was changed inside, or the model has no evaluation mode.
     """
     modules = list(model.modules())
     parameters = list(model.parameters())
@@ -78,8 +92,7 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
     flags = [(p, p.requires_grad, p.grad) for p in parameters]
     tables = [table for p in parameters for name in _HOOKS if (table := getattr(p, name, None))]
     hooks = [(table, dict(table)) for table in tables]
-    versions = [(name, p, p._version) for name, p in model.named_parameters()]
-    kept = _Kept(modules)
+    versions = [(name, p, _place(p)) for name, p in model.named_parameters()]
     fast_path = torch.backends.mha.get_fastpath_enabled()
     devices = sorted({p.device.index or 0 for p in parameters if p.device.type == "cuda"})
     with ExitStack() as stack:
@@ -94,11 +107,13 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
             for table in tables:
                 table.clear()
             if eval_mode:
-                model.eval()
-            _KEPT[model] = kept
+                _evaluate(model)
+            _KEPT[model] = _Kept(modules)
             yield
         finally:
-            _KEPT.pop(model, None)
+            kept = _KEPT.pop(model, None)
+            if kept is not None:
+                kept.restore()
             torch.backends.mha.set_fastpath_enabled(fast_path)
             for module, mode in training:
                 module.training = mode
@@ -107,13 +122,22 @@ def as_it_was(model: nn.Module, eval_mode: bool = True) -> Iterator[None]:
                 parameter.grad = grad
             for table, before in hooks:
                 table.update(before)
-            kept.restore()
-    changed = [name for name, p, version in versions if p._version != version]
+    changed = [name for name, p, place in versions if _place(p) != place]
     if changed:
         raise SquisherError(
             f"The model changes its parameter {changed[0]!r} while it runs (a renormalised embedding, an optimizer in a hook): what "
             "was measured belongs to no one set of weights. Freeze it, or switch off what changes it."
         )
+
+
+def _evaluate(model: nn.Module) -> None:
+    try:
+        model.eval()
+    except NotImplementedError as error:
+        raise SquisherError(
+            f"The model cannot be put into evaluation mode ({error}), as one from torch.export cannot: its mode is part of its program. "
+            "Use eval_mode=False, if it was exported in evaluation mode, or the module that it was exported from."
+        ) from error
 
 
 @contextmanager
@@ -144,54 +168,88 @@ def only_requiring(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[N
 
 
 class _Kept:
-    """What modules hold beside their parameters: buffers, unregistered tensors, numbers.
+    """What the modules keep beside their parameters: buffers, attributes, hooks, submodules, and what is in their lists and dictionaries.
 
-    Tensors that require a gradient are left out: every pass makes them anew.
+    Generators of random numbers go on from pass to pass, and are brought back at the end.
     """
 
     def __init__(self, modules: Iterable[nn.Module]):
-        self.tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self.tables: list[tuple[Any, Any]] = []  # containers, and what was in them
+        self.copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self.given: dict[int, tuple[Tensor, int]] = {}
+        self.generators = [*_GLOBAL]
+        seen: set[int] = set()
         for module in modules:
+            seen.add(id(module._parameters))  # sharded ones are gathered and given back in every pass
             for table in (module._buffers, vars(module)):
-                named = {n: v for n, v in table.items() if n != "training" and _is_kept(v)}
-                if named:
-                    self.tables.append((table, named))
-        tensors = [v for _, named in self.tables for v in named.values() if isinstance(v, Tensor)]
-        self.copies = {id(t): (t, t.clone()) for t in tensors}
-        self.given = [{n: (v, _version(v)) for n, v in named.items()} for _, named in self.tables]
+                self._add(table, seen)
+        self.states = [_state_of(g) for g in self.generators]
+
+    def _add(self, value: Any, seen: set[int]) -> None:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        if isinstance(value, _GENERATORS):
+            self.generators.append(value)
+        elif isinstance(value, Tensor):
+            if not value.requires_grad:  # what does is made anew in every pass
+                self.copies[id(value)] = (value, value.clone())
+                self.given[id(value)] = (value, _version(value))
+        elif len(value) <= _MOST_KEPT:
+            contents = dict(value.items()) if hasattr(value, "items") else type(value)(value)
+            self.tables.append((value, contents))
+            for item in contents.values() if isinstance(contents, dict) else contents:
+                if type(item) in _CONTAINERS or isinstance(item, (Tensor, *_GENERATORS)):
+                    self._add(item, seen)
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Restore the first values for the next pass, in new tensors: the graph of the last pass may need the changed ones."""
-        new: dict[int, Tensor] = {}
-        for (table, named), given in zip(self.tables, self.given, strict=True):
-            now = _plain(table)
-            for name, (value, version) in given.items():
-                if now.get(name) is value and _version(value) == version:
-                    continue
-                first = named[name]
-                if isinstance(first, Tensor):
-                    key = id(first)
-                    if key not in new:
-                        new[key] = self.copies[key][1].clone()
-                    first = new[key]
-                table[name] = first
-                given[name] = (first, _version(first))
+        """Give the next pass what the modules kept at first; in new tensors, as the graph of the last pass may need the changed ones."""
+        for key, (tensor, version) in self.given.items():
+            if _version(tensor) != version:
+                fresh = self.copies[key][1].clone()
+                self.given[key] = (fresh, _version(fresh))
+        self._put_back({key: tensor for key, (tensor, _) in self.given.items()})
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Restore everything."""
-        for table, named in self.tables:
-            now = _plain(table)
-            for name in [name for name, value in named.items() if now.get(name) is not value]:
-                table[name] = named[name]
+        """Bring everything back."""
+        self._put_back({})
         for tensor, copy in self.copies.values():
             # Its version says nothing: batch normalisation changes its statistics without counting it.
             if not _equal(tensor, copy):
                 (tensor if tensor.shape == copy.shape else tensor.resize_(copy.shape)).copy_(copy)
+        for generator, state in zip(self.generators, self.states, strict=True):
+            _set_state(generator, state)
+
+    def _put_back(self, instead: Mapping[int, Tensor]) -> None:
+        """Fill the containers with what was in them, with these tensors in place of those with these ids."""
+        for table, contents in self.tables:
+            if isinstance(contents, dict):
+                now = table if isinstance(table, dict) else dict(table.items())  # that of a scripted module is none
+                for name in [name for name in now if name not in contents]:
+                    del table[name]
+                for name, value in contents.items():
+                    value = instead.get(id(value), value)
+                    if name not in now or now[name] is not value:
+                        table[name] = value
+            elif isinstance(contents, set):
+                if table != contents:
+                    table.clear()
+                    table.update(contents)
+            else:
+                wanted = [instead.get(id(value), value) for value in contents]
+                if len(table) != len(wanted) or not all(map(operator.is_, table, wanted)):
+                    table.clear()
+                    table.extend(wanted)
 
 
 _KEPT: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+_CONTAINERS = (dict, OrderedDict, defaultdict, list, deque, set)
+_MOST_KEPT = 1 << 14
+"""Entries of a list or dictionary that is looked at before every pass; larger ones hold data."""
+_GENERATORS = (random.Random, np.random.RandomState, np.random.Generator, torch.Generator)
+_GLOBAL: list[Any] = [random._inst, np.random.mtrand._rand, torch.default_generator]
 
 
 def begin_pass(model: nn.Module) -> None:
@@ -203,16 +261,60 @@ def begin_pass(model: nn.Module) -> None:
         _KEPT[model].begin()
 
 
-def _is_kept(value: Any) -> bool:
-    return type(value) in (int, float, bool) or (isinstance(value, Tensor) and not value.requires_grad)
+def random_states(model: nn.Module) -> list[Any]:
+    """Return the states of the generators of random numbers that a forward pass may draw from: the global ones and the model's own."""
+    return [_state_of(g) for g in _generators_of(model)]
 
 
-def _version(value: Any) -> int:
-    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
+@contextmanager
+def same_random_numbers(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Yield a function after which the numbers that were drawn inside come again; they come once more afterwards."""
+    states = random_states(model)
+
+    def begin_again() -> None:
+        for generator, state in zip(_generators_of(model), states, strict=True):
+            _set_state(generator, state)
+
+    try:
+        yield begin_again
+    finally:
+        begin_again()
 
 
-def _plain(table: Any) -> dict[str, Any]:
-    return table if isinstance(table, dict) else dict(table.items())  # a scripted module has another type
+def _generators_of(model: nn.Module) -> list[Any]:
+    kept = _KEPT.get(model)
+    return _GLOBAL if kept is None else kept.generators
+
+
+def _state_of(generator: Any) -> Any:
+    """Return the state of a generator; states can be compared."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return pickle.dumps(generator.get_state(legacy=False))
+    return pickle.dumps(generator.bit_generator.state)
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, torch.Generator):
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(pickle.loads(state))
+    else:
+        generator.bit_generator.state = pickle.loads(state)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _place(parameter: Tensor) -> tuple[int, int]:
+    """Return what is another one after a parameter was changed in place, or got other `data`."""
+    return _version(parameter), getattr(parameter, "_local_tensor", parameter).data_ptr()
 
 
 def _equal(one: Any, other: Any) -> bool:

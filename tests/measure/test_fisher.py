@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import UserList
 
 import pytest
 import torch
@@ -196,7 +197,7 @@ class _Counting(nn.Module):
         self.layer, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
         self.register_buffer("calls", torch.zeros(()))
         self.register_buffer("last", torch.zeros(5))
-        self.passes, self.fail_at = [], None
+        self.passes, self.fail_at = UserList(), None  # no list, which would begin anew in every pass, too
 
     def forward(self, x):
         self.calls += 1

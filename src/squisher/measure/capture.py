@@ -9,16 +9,14 @@ parameter: its per-example gradients are sent on to the parameters through its o
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ..guard import begin_pass
+from ..guard import begin_pass, random_states
 from ..ranks import is_sharded
 from .batches import Batch
 from .examples import SHARED, UNKNOWN, Call, Examples, Look, Routed, State, replaced, tensors_in
@@ -144,10 +142,10 @@ class Capture(Following):
             if tensor.layout is not torch.strided:
                 raise Obstacle({"": "an input is sparse"})
             self._mark(tensor, Examples(0) if apart else SHARED)
-        before = _generators()
+        before = random_states(self.model)
         with self._watch:
             raw = self.objective.raw(self.model, batch)
-        self.random = self.random or before != _generators()
+        self.random = self.random or before != random_states(self.model)
         state = self._state(raw)
         outputs = self.objective.arranged(raw, self.batch)
         values = outputs.values
@@ -429,12 +427,6 @@ class Capture(Following):
     def _names_behind(self, source: Tensor) -> set[str]:
         name = self._names.get(id(source))
         return {name} if name is not None else self._behind[id(source)][1]
-
-
-def _generators() -> tuple[Any, ...]:
-    """Return the state of the generators of random numbers, from which a forward pass may draw where it is not seen."""
-    numbers = np.random.get_state(legacy=False)["state"]
-    return random.getstate(), torch.get_rng_state().numpy().tobytes(), numbers["pos"], numbers["key"].tobytes()
 
 
 def _apart(rule: Rule, dim: int, dims: int) -> bool:

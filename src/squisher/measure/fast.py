@@ -31,7 +31,7 @@ from .batches import Batch
 from .capture import Obstacle
 from .likelihood import Objective, Outputs
 from .loop import Loop
-from .proof import Known, Proof, check_alone, compare, doubts_of, prove, recall
+from .proof import Known, Proof, check_alone, check_repeats, compare, doubts_of, prove, recall
 from .rules import Gradients
 from .squaring import Pass, forward_pass
 from .sums import Sums
@@ -59,6 +59,7 @@ class Fast:
         self.reached = self.loop.reached
         self.known: Known | None = None
         self.failures = self.waiting = self.at_once = 0
+        self.repeats = False
 
     @property
     def coverage(self) -> dict[str, Any]:
@@ -72,11 +73,9 @@ class Fast:
 
     def add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
         """Add the squares of a batch; returns how many units it had."""
-        if batch.size == 1:
-            return self.loop.add(sums, batch, index)
-        if self.waiting:
-            self.waiting -= 1
-            return self.loop.add(sums, batch, index)
+        if batch.size == 1 or self.waiting:
+            self.waiting = max(self.waiting - (batch.size > 1), 0)
+            return self._add_by_loop(sums, batch, index)
         if self.known is None:
             self.known = recall(self.model, self.objective, batch, self.parameters)
         self.known.begin(self.model)
@@ -100,7 +99,13 @@ class Fast:
             # What fails once often fails again: wait longer every time before trying.
             self.failures += 1
             self.waiting = 2 ** min(self.failures, 10) - 1
-            return self.loop.add(sums, batch, index)
+            return self._add_by_loop(sums, batch, index)
+
+    def _add_by_loop(self, sums: Sums, batch: Batch, index: Tensor) -> int:
+        if not self.repeats and batch.size:
+            check_repeats(self.model, self.objective, batch.take(0, 1))
+            self.repeats = True
+        return self.loop.add(sums, batch, index)
 
     def _add(self, sums: Sums, batch: Batch, index: Tensor, known: Known) -> int:
         # Batches 1, 16, 256, ... are proven whatever they do; others when they do something new.

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..errors import SquisherError
 from .batches import Batch
 from .likelihood import Objective
-from .loop import requiring
+from .loop import forget, requiring
 from .sums import Sums, add_square
 
 __all__ = ["Joint"]
@@ -40,11 +40,12 @@ class Joint:
     def add(self, sums: Sums, batch: Batch, index: Tensor) -> int:
         """Add (Σ_n ∇ loss_n)² for every column; returns how many units the batch had."""
         arrivals: dict[str, int] = {}
-        with requiring(self.model, self.parameters), ExitStack() as hooks:
+        with requiring(self.model, self.parameters) as everything, ExitStack() as hooks:
+            outputs = self.objective.outputs(self.model, batch)
+            forget(everything)
             for name, parameter in self.parameters.items():
                 hook = parameter.register_post_accumulate_grad_hook(self._arrival(name, sums, arrivals))
                 hooks.callback(hook.remove)
-            outputs = self.objective.outputs(self.model, batch)
             if outputs.values.requires_grad:
                 for column in self.objective.columns(outputs, index):
                     arrivals.clear()

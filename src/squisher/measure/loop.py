@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -15,7 +15,7 @@ from .batches import Batch
 from .likelihood import Objective
 from .sums import add_square
 
-__all__ = ["Loop", "each_gradient", "requiring"]
+__all__ = ["Loop", "each_gradient", "forget", "requiring"]
 
 
 class Loop:
@@ -78,6 +78,7 @@ def each_gradient(
                 hooks.callback(hook.remove)
         for n in range(0, batch.size, step):
             outputs = objective.outputs(model, batch.take(n, n + step))
+            forget(everything)
             units += objective.units(outputs)
             if seen is not None:
                 seen.append(outputs.values[0].detach())
@@ -89,9 +90,14 @@ def each_gradient(
                 for name, parameter in parameters.items():
                     if parameter.grad is not None:
                         _arrived(receive, name, parameter)
-                for parameter in everything:
-                    parameter.grad = None
+                forget(everything)
     return units
+
+
+def forget(parameters: Iterable[Tensor]) -> None:
+    """Drop the gradients of parameters: those of the last term, or what a model that calls `backward` in its forward pass leaves."""
+    for parameter in parameters:
+        parameter.grad = None
 
 
 @torch.no_grad()
@@ -122,4 +128,4 @@ class requiring:  # noqa: N801 (used like a function)
     def __exit__(self, *_: object) -> None:
         for p, flag in zip(self.all, self.flags, strict=True):
             p.requires_grad_(flag)
-            p.grad = None
+        forget(self.all)

@@ -8,6 +8,7 @@ proven: `Proof.evident` lists the parameters for which something was.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import SquisherError
-from ..guard import only_requiring
+from ..guard import only_requiring, same_random_numbers
 from ..ranks import local_of
 from .batches import Batch, filled
 from .capture import Obstacle
@@ -34,6 +35,7 @@ __all__ = [
     "Probe",
     "Proof",
     "check_alone",
+    "check_repeats",
     "compare",
     "difference_of",
     "differing",
@@ -152,6 +154,13 @@ def prove(
     scratch = sums if not sums else Sums(sums.parameters, sums.dtype)
     try:
         return _proven(scratch, model, objective, two, index, parameters, chosen)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # if it is the model's own, the loop will raise it
+        said = str(error).strip().splitlines()
+        raise Obstacle(
+            {"": f"an operation fails when it is followed: {said[0] if said else type(error).__name__}"}
+        ) from error
     finally:
         with torch.no_grad():
             for total in scratch.values():  # in place: its memory is used again at once
@@ -308,7 +317,30 @@ def check_alone(
             _refuse_cut_input(model, objective, batch, taken, values, n)
         if not interacting:
             return
+        with suppress(RuntimeError, ValueError, IndexError):  # it may not run at all
+            check_repeats(model, objective, taken)
         raise interaction(n, found, batch.size)
+
+
+def check_repeats(model: nn.Module, objective: Objective, batch: Batch) -> None:
+    """Check that two passes over the same examples, with the same random numbers, give the same outputs.
+
+    Raises:
+        SquisherError: they differ, so something outlives a pass that `begin_pass` does not bring back.
+    """
+    with same_random_numbers(model) as begin_again:
+        one = objective.outputs(model, batch).values.detach()
+        begin_again()
+        two = objective.outputs(model, batch).values.detach()
+    for n in range(len(one)):
+        found = difference_of(model, two[n], one, n)
+        if found:
+            raise SquisherError(
+                f"Two passes over the same example do not agree: the second outputs {found} from the first. The model, or a function that "
+                "it calls, keeps something from pass to pass outside of its buffers and attributes (a counter in an object or a closure, "
+                "an iterator, a generator of random numbers), so what is measured would depend on what ran before. Keep it in a buffer "
+                "or an attribute of a module, where it is brought back before every pass, or switch it off."
+            )
 
 
 def interaction(n: int, found: str, size: int) -> SquisherError:

@@ -19,7 +19,7 @@ from .fast import Fast
 from .joint import Joint
 from .likelihood import Objective, compared_with_own
 from .loop import Loop
-from .proof import check_alone
+from .proof import check_alone, check_repeats
 from .sharded.meshes import Replicas, copies_of
 from .sharded.together import Together
 from .sums import Elsewhere, Sums
@@ -150,6 +150,8 @@ class Walk:
             if self.objective.per == "example" and batch.several_inputs():
                 whole = self.objective.outputs(model, batch).values.detach()
                 check_alone(model, self.objective, batch, whole, interacting=False)
+            if self.objective.per == "example":
+                check_repeats(model, self.objective, batch.take(0, 1))
         elif self.objective.per == "batch":
             engine = Joint(model, self.objective, parameters)
         else:

@@ -55,7 +55,7 @@ class Outer:
 
     def add_squares(self, total: Tensor) -> None:
         """Add Σ_n (gradient of example n)²."""
-        outer_squares(total.view(self.left.shape[2], -1), self)
+        outer_squares(total.view(self.left.shape[2], self.right.shape[2]), self)
 
     def example(self, n: int, shape: torch.Size) -> Tensor:
         """Return the gradient of one example, in full."""
