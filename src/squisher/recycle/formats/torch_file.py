@@ -55,7 +55,8 @@ def read_torch_file(path: Path, options: Options | None = None) -> Found:
     if not optimizers:
         what = "weights but no optimizer state" if weights else "no optimizer state ('state', 'param_groups')"
         raise FileError(f"{path} holds {what}: give the file or folder that was saved with the optimizer.")
-    models, tied = [], {}
+    models: list[Source] = []
+    tied: dict[str, str] = {}
     for place, weights_dict in weights:
         candidates, aliases = candidates_of(weights_dict)
         models.append((f"the weights under {place!r}" if place else "the weights", candidates))
@@ -63,10 +64,25 @@ def read_torch_file(path: Path, options: Options | None = None) -> Found:
     parts = list(find_weights(tree, least=1)) if options is not None and options.named else []
     if len(parts) > 1:  # the names that are at hand may be those of the model whose parts these are
         models.append(("the weights", candidates_of(_in_one(parts))[0]))
+    models += _beside(tree, optimizers)
     optimizers = [_with_network_names(one, tree) for one in optimizers]
     optimizers = [_with_shared_names(one, value, weights) for one, (_, value) in zip(optimizers, states, strict=True)]
     optimizers = [_with_group_names(one, models) for one in optimizers]
     return Found(optimizers, models, RunFacts(tied=tied), later=_together(weights, optimizers))
+
+
+def _beside(tree: Any, optimizers: Sequence[OptimizerState]) -> list[Source]:
+    """Return the tensors that stand in no dictionary of weights, if they may be all that an optimizer steps: `log_alpha`, a prompt."""
+    loose: dict[str, TensorSource] = {}
+    for place, value in walk(tree):
+        if isinstance(value, dict) and not is_optimizer(value):
+            own = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, StoredTensor)}
+            if len(own) < max(2, len(value)):  # others are weights
+                loose.update({f"{place}.{name}" if place else name: tensor for name, tensor in own.items()})
+    shapes = {tuple(tensor.shape) for tensor in loose.values()}
+    if not any(one.entries and all(entry.shape in shapes for entry in one.entries) for one in optimizers):
+        return []
+    return [("the tensors beside the weights", candidates_of(loose)[0])]
 
 
 def _in_one(networks: Iterable[tuple[str, Mapping[str, TensorSource]]]) -> dict[str, TensorSource]:

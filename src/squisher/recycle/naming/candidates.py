@@ -136,15 +136,19 @@ def loose(tensors: Mapping[str, TensorSource], prefix: str = "") -> list[Candida
 # What torch's own modules keep beside their parameters.
 _KEPT = re.compile(r"(^|\.)(running_mean|running_var|num_batches_tracked|parametrizations\.\w+\.\d+\.(_u|_v|base))$")
 
+# And beside which parameter: of a spectral norm, of pruning, of a noisy network's layers.
+_BESIDE = (("_u", "_orig"), ("_v", "_orig"), ("_mask", "_orig"), ("_epsilon", "_sigma"))
+
 
 def is_buffer(name: str, names: Collection[str]) -> bool:
-    """Return whether a tensor among saved ones is surely no parameter: statistics of a norm, the vectors of a spectral norm.
+    """Return whether a tensor among saved ones is surely no parameter: statistics of a norm, a mask, the vectors of a spectral norm.
 
     Args:
         name: Of the tensor.
         names: Of all that were saved with it: `weight_v` is a parameter of a weight norm, a buffer beside `weight_orig`.
     """
-    return bool(_KEPT.search(name)) or (name.endswith(("_u", "_v")) and f"{name[:-2]}_orig" in names)
+    beside = [(end, other) for end, other in _BESIDE if name.endswith(end)]
+    return bool(_KEPT.search(name)) or any(name.removesuffix(end) + other in names for end, other in beside)
 
 
 # What versions of transformers have saved as buffers and no longer do.

@@ -105,9 +105,10 @@ def _proposed(
     several = False
     count = len(optimizer.group_sizes)
     order = "in one group" if count == 1 else f"inside each of {count} groups"
+    single = _single_numbers(optimizer)
     for label, candidates in sources:
         numbers = {c.name: k for k, c in enumerate(candidates)}
-        if any(name not in numbers for name in said.values()):
+        if any(name not in numbers for name in said.values()) or (single and len(candidates) > len(optimizer.entries)):
             continue
         if sorted_as_text([c.live_name or c.name for c in candidates]):
             candidates = by_shape(optimizer, candidates)
@@ -121,6 +122,12 @@ def _proposed(
     # Of two networks with the same names and shapes (two generators, a moving average) nothing says here which was trained.
     by = {names: " or ".join(dict.fromkeys(labels)) for names, labels in answers.items()}
     return {names: f"{label}, registration order {order}{only}" for names, label in by.items()}, several
+
+
+def _single_numbers(optimizer: OptimizerState) -> bool:
+    """Return whether all that an optimizer steps are single numbers, which may be any."""
+    shapes = [entry.shape for entry in optimizer.entries if entry.shape is not None]
+    return bool(shapes) and all(len(shape) <= 1 and math.prod(shape) <= 1 for shape in shapes)
 
 
 def _by_convention(
@@ -275,7 +282,7 @@ def _nothing_fits(optimizer: OptimizerState, sources: Sequence[Source], settles:
     groups = ", ".join(map(str, optimizer.group_sizes))
     what = f"The optimizer state numbers its parameters (groups of {groups}) and records no names"
     shapes = [entry.shape for entry in optimizer.entries if entry.shape is not None]
-    if shapes and all(len(shape) <= 1 and math.prod(shape) <= 1 for shape in shapes):
+    if _single_numbers(optimizer):
         return (
             f"{what}: each is a single number (an entropy coefficient, a temperature), and nothing in the source says which. "
             f"{settles}"

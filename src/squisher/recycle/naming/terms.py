@@ -297,6 +297,8 @@ def _law(values: Values, a: _Side, b: _Side, prior: float, most: float) -> Term:
     def weigh(entries: Sequence[int]) -> float:
         x, y = a.sums(values, entries[:count]), b.sums(values, entries[count:])
         agreement = float(concordance(x[None], y[None])[0, 0])
+        if a.kind == b.kind == "outputs":  # weights that moved alike agree with each other's moments, too
+            agreement -= abs(values.alike(entries[0], entries[count]))
         return _likelier(certainty(agreement, min(carried(x), carried(y))), prior, most)
 
     # What several layers read together holds without one of them nearly as well.

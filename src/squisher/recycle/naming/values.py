@@ -242,6 +242,13 @@ class Values:
             self._steps[entry] = np.asarray(-m / (root + 1e-2 * root.mean() + 1e-30))
         return self._steps[entry]
 
+    def alike(self, a: int, b: int) -> float:
+        """Return the correlation of two entries' steps, element by element, if they have one shape."""
+        if self.entries[a].shape != self.entries[b].shape or not all(map(self.has_square, (a, b))):
+            return 0.0
+        x, y = (self.steps(k).astype(np.float64) for k in (a, b))
+        return float((x * y).sum() / max(math.sqrt(float((x**2).sum() * (y**2).sum())), 1e-300))
+
     def liveliness(self, entry: int) -> float:
         """Return the mean square of the first moment relative to v: small where there was no gradient of late; 1 without first moments."""
         if not (self.has_moment(entry) and self.has_square(entry)):
