@@ -209,7 +209,7 @@ class _Kept:
             if _version(tensor) != version:
                 fresh = self.copies[key][1].clone()
                 self.given[key] = (fresh, _version(fresh))
-        self._put_back({key: tensor for key, (tensor, _) in self.given.items()})
+        self._put_back({key: new for key, (new, _) in self.given.items() if new is not self.copies[key][0]})
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -225,8 +225,16 @@ class _Kept:
     def _put_back(self, instead: Mapping[int, Tensor]) -> None:
         """Fill the containers with what was in them, with these tensors in place of those with these ids."""
         for table, contents in self.tables:
+            if not contents and not table:  # most are tables of hooks without any
+                continue
             if isinstance(contents, dict):
                 now = table if isinstance(table, dict) else dict(table.items())  # that of a scripted module is none
+                if (
+                    not instead
+                    and now.keys() == contents.keys()
+                    and all(map(operator.is_, now.values(), contents.values()))
+                ):
+                    continue  # nearly always
                 for name in [name for name in now if name not in contents]:
                     del table[name]
                 for name, value in contents.items():
