@@ -75,8 +75,8 @@ def test_every_method_has_the_same_budget_and_a_search_or_a_rule(scale):
     config = ewc.CONFIGS[scale]
     methods = [*config["methods"], *config.get("ablations", [])]
     searched = {method for method in methods if METHODS[method].rule == "search"}
-    if "strengths" in config:  # λ is given, the same for all
-        assert searched == set(config["strengths"])
+    if "strengths" in config:  # λ is given, the same for all; the Fisher's where none is named
+        assert {"fisher"} <= set(config["strengths"]) <= searched
         assert len(set(config["strengths"].values())) == 1
     else:
         assert searched == set(config["exponents"])
