@@ -64,21 +64,20 @@ def read_torch_file(path: Path, options: Options | None = None) -> Found:
     parts = list(find_weights(tree, least=1)) if options is not None and options.named else []
     if len(parts) > 1:  # the names that are at hand may be those of the model whose parts these are
         models.append(("the weights", candidates_of(_in_one(parts))[0]))
-    models += _beside(tree, optimizers)
+    models += _beside(tree, weights, optimizers)
     optimizers = [_with_network_names(one, tree) for one in optimizers]
     optimizers = [_with_shared_names(one, value, weights) for one, (_, value) in zip(optimizers, states, strict=True)]
     optimizers = [_with_group_names(one, models) for one in optimizers]
     return Found(optimizers, models, RunFacts(tied=tied), later=_together(weights, optimizers))
 
 
-def _beside(tree: Any, optimizers: Sequence[OptimizerState]) -> list[Source]:
+def _beside(tree: Any, weights: Sequence[tuple[str, Any]], optimizers: Sequence[OptimizerState]) -> list[Source]:
     """Return the tensors that stand in no dictionary of weights, if they may be all that an optimizer steps: `log_alpha`, a prompt."""
     loose: dict[str, TensorSource] = {}
     for place, value in walk(tree):
-        if isinstance(value, dict) and not is_optimizer(value):
+        if isinstance(value, dict) and not is_optimizer(value) and place not in dict(weights):
             own = {k: v for k, v in value.items() if isinstance(k, str) and isinstance(v, StoredTensor)}
-            if len(own) < max(2, len(value)):  # others are weights
-                loose.update({f"{place}.{name}" if place else name: tensor for name, tensor in own.items()})
+            loose.update({f"{place}.{name}" if place else name: tensor for name, tensor in own.items()})
     shapes = {tuple(tensor.shape) for tensor in loose.values()}
     if not any(one.entries and all(entry.shape in shapes for entry in one.entries) for one in optimizers):
         return []
