@@ -47,7 +47,11 @@ def _decoder():
     model, (ids, labels) = build("decoder")
     fewer = labels.clone()
     fewer[:, 3:] = -100  # fewer positions that count: fewer columns on the second process
-    return model, [(ids, labels), (ids.flip(0), fewer)]
+    return model, [
+        (ids, labels),
+        (ids.flip(0), fewer),
+        (ids[:1], labels[:1]),
+    ]  # a batch of one is measured twice, by halves
 
 
 def _prepared(case):

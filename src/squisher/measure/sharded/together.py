@@ -186,7 +186,7 @@ class Together:
             self._believe(sums, one, outputs, index, weight, doubtful, told)
         else:
             self.passes.backward(sums, one, outputs, index, weight, told)
-        return min(units, 1) if size == 1 else units
+        return units // 2 if size == 1 else units
 
     def _believe(
         self,
