@@ -641,7 +641,7 @@ def test_a_replaced_module_that_began_otherwise_than_torch_does(tmp_path, clear,
     nn.init.normal_(new.weight, 0, 0.02)
     owner = model.layers[1] if where == "fc" else model
     owner.__setitem__("fc", new) if where == "fc" else setattr(owner, "head", new)
-    stale(model, optimizer, 30, clear)
+    stale(model, optimizer, 45, clear)
     with pytest.raises(NamingError, match="was the module replaced"):
         squisher.extract(saved(tmp_path / "c.pt", model, optimizer))
 

@@ -14,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 
 import squisher
 from squisher.errors import NamingError
@@ -517,4 +518,63 @@ def test_twins_in_order_do_not_look_exchanged(tmp_path, decay, steps):
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=decay)
     net = lambda x: model["head"](functional.relu(torch.cat([model["a"](x), model["b"](x)], 1)))  # noqa: E731
     train(net, optimizer, steps)
+    assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)
+
+
+# -- what is no weight of the model ------------------------------------------------------------------------------------------
+
+
+def stepped(parameters, loss, rate=1e-2):
+    optimizer = torch.optim.Adam(parameters, lr=rate)
+    for _ in range(30):
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+    return optimizer
+
+
+def test_an_entropy_coefficient_is_not_the_bias_of_its_shape(tmp_path):
+    """It is named where it stands in the file; a number alone fits every number."""
+    critic, coefficient = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1)), nn.Parameter(torch.zeros(1))
+    state = stepped([coefficient], lambda: (coefficient.exp() - 0.3 * coefficient).sum()).state_dict()
+    path = tmp_path / "c.pt"
+    torch.save({"critic": critic.state_dict(), "log_alpha": coefficient.detach(), "alpha_optimizer": state}, path)
+    assert list(squisher.extract(path)) == ["log_alpha"]
+    torch.save({"critic": critic.state_dict(), "alpha_optimizer": state}, path)
+    with pytest.raises(NamingError, match="single number"):
+        squisher.extract(path)
+
+
+def test_a_prompt_beside_a_frozen_model(tmp_path):
+    model, prompt = nn.Sequential(nn.Embedding(16, WIDTH), nn.Linear(WIDTH, 5)), nn.Parameter(torch.randn(16, WIDTH))
+    optimizer = stepped([prompt], lambda: model[1](model[0].weight.detach() + prompt).square().sum())
+    path = tmp_path / "c.pt"
+    torch.save({"model": model.state_dict(), "prompt": prompt.data, "optimizer": optimizer.state_dict()}, path)
+    with pytest.raises(NamingError, match="'0.weight'.*'prompt'"):
+        squisher.extract(path)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop])
+def test_a_projector_that_was_not_saved(tmp_path, kind):
+    """The frozen layer of its shape is as it was begun, so that the steps are not its."""
+    torch.manual_seed(0)
+    backbone, head = body(2), nn.Linear(WIDTH, 4)
+    projector = nn.Linear(WIDTH, WIDTH)
+    optimizer = kind([*projector.parameters(), *head.parameters()], lr=1e-3)
+    frozen = backbone[:3].requires_grad_(False)
+    train(None, optimizer, 60, lambda: head(torch.relu(projector(frozen(torch.randn(16, WIDTH))))).square().mean())
+    path = tmp_path / "c.pt"
+    content = {**{f"backbone.{n}": p for n, p in frozen.state_dict().items()}, **{f"head.{n}": p for n, p in head.state_dict().items()}}  # fmt: skip
+    torch.save({"model": content, "optimizer": optimizer.state_dict()}, path)
+    with pytest.raises(NamingError):
+        squisher.extract(path)
+
+
+def test_masks_and_noise_are_no_parameters(tmp_path):
+    torch.manual_seed(0)
+    model = body(2)
+    for layer in (model[0], model[2]):
+        prune.l1_unstructured(layer, "weight", 0.3)
+    optimizer = optimized(model.parameters())
+    train(model, optimizer)
     assert right(squisher.extract(saved(tmp_path / "c.pt", model, optimizer), bias_correction=False), model, optimizer)

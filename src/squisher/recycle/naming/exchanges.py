@@ -33,8 +33,9 @@ CLEARLY = 10.0  # the same for given names, which v of small networks may prefer
 VECTORS = 8.0  # the price of exchanging vectors alone
 PAIRS = 10_000  # of parts of one shape that are exchanged
 STACK = 8  # layers beyond which only neighbours are exchanged
-SILENT = 0.1  # square of the first moment relative to v, and to what it usually is in the group: there was no gradient of late
-STEADY = 1.5  # and so many times that of any other: the gradient was the same all the time
+SILENT = 0.02  # square of the first moment over v, relative to the usual: noise alone is not so silent; there was no gradient of late
+STEADY = 2.0  # and so many times that of any other: the gradient was the same all the time
+SETTLED = 20  # steps before which any may have
 ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
 
@@ -134,16 +135,24 @@ def compared_parts(
     ]
     if given:
         likely += [(0.0, move) for move in _uncompared(values, assignment, proven, [to for _, to in likely])]
+    untold = _untold(values, likely, CLEARLY if given else FOR)
+    if given:
+        return Parts(None, untold)
+    if not untold:
+        untold = list(_strange(values, usable, search))
+    return Parts(None, untold)
+
+
+def _untold(values: Values, moves: Sequence[tuple[float, Mapping[int, int]]], bar: float) -> list[Exchange]:
+    """Return the exchanges that are less likely than a proposal by less than a bar, no parameter in two of them."""
     untold: list[Exchange] = []
     seen: set[int] = set()
-    for change, to in sorted(likely, key=lambda m: -m[0]):
-        if change > -(CLEARLY if given else FOR) and not seen & to.keys():
+    for change, to in sorted(moves, key=lambda m: -m[0]):
+        if change > -bar and not seen & to.keys():
             seen |= to.keys()
             a, b = next(iter(to.items()))
             untold.append(Exchange(values.candidates[a].name, values.candidates[b].name, change))
-    if not untold and not given:
-        untold += _strange(values, usable, search)
-    return Parts(None, untold)
+    return untold
 
 
 def _one_number(values: Values, move: Mapping[int, int]) -> bool:
@@ -171,11 +180,14 @@ def _strange(values: Values, usable: Assignment, search: _Search) -> Iterator[Ex
     one that obeys no law where those of all layers of its kind do. A weight that is as an initialiser leaves it was never stepped;
     if most of them are, the weights are those of the start.
     """
-    own = {c: e for c, e in usable.items() if e >= 0}
+    real = {c for c in usable if (w := values.candidates[c].weight) is not None and not w.dtype.is_complex}
+    own = {c: e for c, e in usable.items() if e >= 0 and c in real}
+    if sum(_whole(values, [c]) for c in own) < 2:
+        return  # nothing to compare with
     name = lambda c: values.candidates[c].name  # noqa: E731
     steps = {c: step_of(values.entries[e].state, values.entries[e].group) or 0 for c, e in own.items()}
     groups, roles = defaultdict(list), defaultdict(list)
-    for c in (c for c in own if len(values.candidates[c].shape) > 1):
+    for c in (c for c in own if _whole(values, [c])):
         groups[values.entries[own[c]].group_number].append(c)
         roles[re.sub(r"\d+", "#", name(c)), values.candidates[c].shape].append(c)
     for members in groups.values():
@@ -183,14 +195,12 @@ def _strange(values: Values, usable: Assignment, search: _Search) -> Iterator[Ex
         usual, last = statistics.median(lively.values()), max(steps[c] for c in members)
         for c in members:
             others = [lively[d] for d in members if d != c]
-            why = "took fewer steps than the rest of its group" if steps[c] < last else ""
-            why = why or ("had no gradient of late, unlike the rest of its group" if lively[c] < SILENT * usual else "")
-            why = why or (
-                "had one gradient all the time, unlike the rest of its group"
-                if lively[c] > STEADY * max(others, default=math.inf)
-                else ""
-            )
-            if why and (support := search.support(usable, c)) < CLEARLY:
+            stopped = "took fewer steps than the rest of its group" if steps[c] < last else ""
+            if lively[c] < SILENT * usual:
+                stopped = stopped or "had no gradient of late, unlike the rest of its group"
+            steady = last >= SETTLED and lively[c] > STEADY * max(others, default=math.inf)
+            why = stopped or ("had one gradient all the time, unlike the rest of its group" if steady else "")
+            if why and (support := search.support(usable, c)) < (CLEARLY if stopped else FOR):
                 yield Exchange(name(c), "", support, why=f"{why}, and does not fit that weight")
     for members in roles.values():
         supports = {c: search.support(usable, c) for c in members}

@@ -84,10 +84,10 @@ def resolve(
         if answer is None:
             several_fit = several_fit or _several_fit(optimizer, proposed, tier, settles)
             continue
-        untold = _checked(*answer, evidence, settles, vouched=vouched or distant)
-        if vouched or not untold:
+        parts = _checked(*answer, evidence, settles, vouched=vouched or distant)
+        if vouched or not parts.untold:
             return _with_levels(optimizer, tier, evidence, *answer)
-        parts_untold = parts_untold or _untold(answer[1], untold[0], settles)
+        parts_untold = parts_untold or _untold(answer[1], parts.untold[0], settles)
     raise NamingError(parts_untold or several_fit or _nothing_fits(optimizer, sources, settles))
 
 
@@ -151,8 +151,8 @@ def _checked(
     *,
     vouched: bool,
     given: Collection[str] | None = None,
-) -> Sequence[Exchange]:
-    """Return the exchanges of parts of one shape that the values do not tell from an answer, the likeliest first.
+) -> Parts:
+    """Return which exchanges of parts of one shape the values do not tell from an answer.
 
     Args:
         names: The answer, in the optimizer's order.
@@ -172,7 +172,7 @@ def _checked(
     found: list[Parts] = []
     for values in evidence.values:
         if given is None and sorted_as_text([c.live_name or c.name for c in values.candidates]):
-            return ()  # without an order there is none to doubt
+            return Parts()  # without an order there is none to doubt
         number = {c.name: k for k, c in enumerate(values.candidates)}
         assignment = {number[n]: k for k, n in enumerate(names) if n in number}
         fits = all(values.entries[e].shape in (None, values.candidates[c].shape) for c, e in assignment.items())
@@ -180,10 +180,10 @@ def _checked(
             parts = compared_parts(values, assignment, evidence.names, vouched=vouched, given=given is not None)
             found.append(parts)
     # Of several networks with the same names, the one that the values doubt least.
-    better, untold = min(found, key=lambda parts: (parts.better is not None, len(parts.untold)), default=Parts())
-    if better is not None:
-        raise NamingError(_other_parts(by, better, settles))
-    return untold
+    best = min(found, key=lambda parts: (parts.better is not None, len(parts.untold)), default=Parts())
+    if best.better is not None:
+        raise NamingError(_other_parts(by, best.better, settles))
+    return best
 
 
 def _with_levels(
@@ -199,6 +199,12 @@ def _with_levels(
     proof = Naming(Level.PROVEN, f"{evidence.by}; {by}", min(evidence.margins.values(), default=None))
     how = [proof if k in proven else convention for k in range(len(names))]
     return Solution(list(names), how, list(_network_of(optimizer, names, sources).values()))
+
+
+def _not_told(exchanges: Sequence[Exchange]) -> str:
+    more = f", nor {len(exchanges) - _SHOWN} others of one shape" if len(exchanges) > _SHOWN else ""
+    shown = ", ".join(f"{exchange.name!r} from {exchange.other!r}" for exchange in exchanges[:_SHOWN])
+    return f"the values do not tell {shown}{more}" if exchanges else ""
 
 
 def _recorded(optimizer: OptimizerState, recorded: Sequence[str], sources: Sequence[Source]) -> Solution:
@@ -244,12 +250,10 @@ def _checked_given(
                 f"{name!r} has {c.shape}. {GIVE_OTHERS}"
             )
     evidence = weigh(sources, optimizer.entries, laws)
-    untold = _checked(given, "the names that were given", evidence, GIVE_OTHERS, vouched=True, given=known)
-    by = f"the values do not tell {', '.join(f'{a!r} from {b!r}' for a, b, *_ in untold[:_SHOWN])}" if untold else ""
+    untold = _checked(given, "the names that were given", evidence, GIVE_OTHERS, vouched=True, given=known).untold
+    by = _not_told(untold)
     if known.keys().isdisjoint(given):
         by = "not checked: the source has no weights of these names"
-    if len(untold) > _SHOWN:
-        by += f", nor {len(untold) - _SHOWN} others of one shape"
     if untold and untold[0].gain > CLEARLY:
         # Not enough to refuse what somebody says, but right names seldom come so far.
         favoured = f"the values favour {untold[0].other!r} for what is named {untold[0].name!r}"

@@ -259,7 +259,7 @@ class Values:
     def begun(self, candidate: int, entry: int) -> float:
         """Return how many elements of a weight that is as torch's initialisers leave it should have moved out of their range; 0 if it is not so.
 
-        Constant weights should not be constant. Over the edges of a uniform distribution a walk takes few elements, but some.
+        Zeros and ones should not be that. Over the edges of a uniform distribution a walk takes few elements, but some.
         """
         group, source = self.entries[entry].group, self.candidates[candidate].weight
         rate, eps, way = group.get("lr"), group.get("eps"), self._way(entry)
@@ -271,7 +271,7 @@ class Values:
         if count < max(FEWEST, len(weight) / 2) or rate <= fine * size[-1]:
             return 0.0
         if len(np.unique(weight)) == 1:
-            return float(count)
+            return float(count) if weight[0] in (0.0, 1.0) else 0.0
         for edge in _edges(tuple(source.shape)):
             apart = float(np.abs(size / edge - (np.arange(count) + 0.5) / count).max())
             if edge * (1 - CROSSED / count) <= size[-1] <= edge * (1 + fine) and apart * math.sqrt(count) < _EVEN:
