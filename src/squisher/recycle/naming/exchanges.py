@@ -204,8 +204,8 @@ def _strange(values: Values, usable: Assignment, search: _Search) -> Iterator[Ex
                 yield Exchange(name(c), "", support, why=f"{why}, and does not fit that weight")
     for members in roles.values():
         supports = {c: search.support(usable, c) for c in members}
-        for c, support in supports.items():
-            if support < FOR and all(supports[d] > 2 * CLEARLY for d in members if d != c) and len(members) > 1:
+        for c, support in list(supports.items())[1:-1]:  # the first and the last have other neighbours
+            if support < FOR and all(supports[d] > 2 * CLEARLY for d in members if d != c):
                 yield Exchange(
                     name(c), "", support, why="does not fit that weight, as those of the other layers fit theirs"
                 )
