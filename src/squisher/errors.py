@@ -108,7 +108,7 @@ def check_positive(what: str, value: Any) -> None:
     Raises:
         ArgumentError: The message says what was given.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < float("inf"):
+    if not _is_number(value) or not 0 < value < float("inf"):
         raise ArgumentError(f"is a positive number, not {value!r}.", what)
 
 
@@ -123,5 +123,9 @@ def check_fraction(what: str, value: Any, of: str) -> None:
     Raises:
         ArgumentError: The message says what was given.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
+    if not _is_number(value) or not 0 <= value <= 1:
         raise ArgumentError(f"is the fraction {of}, from 0 to 1, not {value!r}.", what)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

@@ -609,10 +609,21 @@ def stale(model, optimizer, steps, clear):
         optimizer.step()
 
 
-@pytest.mark.parametrize("where", ["fc", "norm", "head"])
 @pytest.mark.parametrize(
-    ("kind", "clear"), [("AdamW", "none"), ("AdamW", "zero"), ("AdamW", "never"), ("RMSprop", "none"), ("RMSprop", "never")]
-)  # fmt: skip
+    ("kind", "clear", "where"),
+    [
+        (kind, clear, where)
+        for kind, clear in (
+            ("AdamW", "none"),
+            ("AdamW", "zero"),
+            ("AdamW", "never"),
+            ("RMSprop", "none"),
+            ("RMSprop", "never"),
+        )
+        for where in ("fc", "norm", "head")
+        if (kind, clear, where) != ("AdamW", "never", "head")  # nothing tells it; docs/formats.md says so
+    ],
+)
 @pytest.mark.parametrize("make", [stack, residual])
 def test_a_module_that_was_replaced_after_the_optimizer_was_made(tmp_path, make, kind, clear, where):
     """The state of the old layer stays behind, and no weight in the file is its."""

@@ -34,8 +34,6 @@ VECTORS = 8.0  # the price of exchanging vectors alone
 PAIRS = 10_000  # of parts of one shape that are exchanged
 STACK = 8  # layers beyond which only neighbours are exchanged
 SILENT = 0.02  # square of the first moment over v, relative to the usual: noise alone is not so silent; there was no gradient of late
-STEADY = 2.0  # and so many times that of any other: the gradient was the same all the time
-SETTLED = 20  # steps before which any may have
 ROUNDS = 4  # exchanges on top of each other
 _EFFORT = 20_000  # evaluations of a law
 
@@ -194,14 +192,11 @@ def _strange(values: Values, usable: Assignment, search: _Search) -> Iterator[Ex
         lively = {c: values.liveliness(own[c]) for c in members}
         usual, last = statistics.median(lively.values()), max(steps[c] for c in members)
         for c in members:
-            others = [lively[d] for d in members if d != c]
             stopped = "took fewer steps than the rest of its group" if steps[c] < last else ""
             if lively[c] < SILENT * usual:
                 stopped = stopped or "had no gradient of late, unlike the rest of its group"
-            steady = last >= SETTLED and lively[c] > STEADY * max(others, default=math.inf)
-            why = stopped or ("had one gradient all the time, unlike the rest of its group" if steady else "")
-            if why and (support := search.support(usable, c)) < (CLEARLY if stopped else FOR):
-                yield Exchange(name(c), "", support, why=f"{why}, and does not fit that weight")
+            if stopped and (support := search.support(usable, c)) < CLEARLY:
+                yield Exchange(name(c), "", support, why=f"{stopped}, and does not fit that weight")
     for members in roles.values():
         supports = {c: search.support(usable, c) for c in members}
         for c, support in list(supports.items())[1:-1]:  # the first and the last have other neighbours
