@@ -311,7 +311,7 @@ def _set_state(generator: Any, state: Any) -> None:
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.RandomState):
-        generator.set_state(pickle.loads(state))
+        generator.set_state(pickle.loads(state))  # what `_state_of` made, never bytes of a file
     else:
         generator.bit_generator.state = pickle.loads(state)
 
