@@ -216,11 +216,10 @@ class EWCCallback(Consolidator, SquisherCallback):
 
     Args:
         ewc: The EWC with earlier tasks consolidated, made of this very module or of a part of it.
-        path: As for `SquisherCallback`.
         pull: `"plain"` or `"adam"`: use `ewc.pull_` in this metric instead of the penalty's gradient.
         track: Whether to keep a tracker; by default only without `pull`. False without `pull` records the optimizer's state, which
             includes the square of the penalty's gradient: from task to task such importances may grow without bound.
-        **more: As for `SquisherCallback`.
+        **more: As for `SquisherCallback`, `path` among them.
     """
 
     def on_train_start(self, trainer: Any, module: Any) -> None:
