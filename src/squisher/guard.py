@@ -306,12 +306,13 @@ def _state_of(generator: Any) -> Any:
 
 
 def _set_state(generator: Any, state: Any) -> None:
+    """Set a state of `_state_of`; what is unpickled was pickled there and never left the process."""
     if isinstance(generator, torch.Generator):
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     elif isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.RandomState):
-        generator.set_state(pickle.loads(state))  # what `_state_of` made, never bytes of a file
+        generator.set_state(pickle.loads(state))
     else:
         generator.bit_generator.state = pickle.loads(state)
 

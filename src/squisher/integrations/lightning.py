@@ -151,7 +151,7 @@ class SquisherCallback(_Hooks, Recorder):
         self._check_once()
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Write to `path`, if there is one."""
+        """Write to `path`, if it was given."""
         if self.path is not None:
             self._save(self.path, trainer.is_global_zero)
 
@@ -233,7 +233,7 @@ class EWCCallback(Consolidator, SquisherCallback):
         )
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        """Stop pulling, and write to `path`, if there is one."""
+        """Stop pulling, and write to `path`, if it was given."""
         self._let_go()
         super().on_train_end(trainer, module)
 

@@ -59,7 +59,7 @@ class Recorder(Events):
 
     Args:
         track: Whether to keep an average of the gradient beside the optimizer, instead of recording the optimizer's.
-        loss_reduction: `mean`, `sum` or `token_mean`; None if it is none of them, or is to be found out.
+        loss_reduction: `mean`, `sum` or `token_mean`; None if it is another one or not known yet.
         codec: How files keep the values: `exact`, `log8` or `rank1`.
 
     Attributes:
